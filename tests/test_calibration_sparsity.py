@@ -92,3 +92,12 @@ def test_a_calibration_without_shares_is_refused(name: str, value: float, found:
     replace(found, layers=(wrong, *found.layers[1:])).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"layer 0: {name} is .* or holds no shares"):
         Calibration.from_pretrained(tmp_path)
+
+
+def test_rules_of_other_query_heads_are_refused(found: Calibration, tmp_path: Path) -> None:
+    prompt = found.layers[0].prompt
+    assert prompt is not None
+    wrong = replace(found.layers[0], prompt=prompt.repeat(1, 2, 1))
+    replace(found, layers=(wrong, *found.layers[1:])).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"layer 0: prompt is for \d+ query heads, and there are \d+. Calibrate again"):
+        Calibration.from_pretrained(tmp_path)

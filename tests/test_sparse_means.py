@@ -39,6 +39,7 @@ from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.sparse.reference_means import reference_read_blocks
 from turbo_hf.ops.store.append import append_step, seal_open
+from turbo_hf.sparse.selectors import Means
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -223,6 +224,17 @@ def test_a_head_that_looks_for_one_key_reads_everything(
         # it stays with its row
         cache.batch_repeat_interleave(2)
         assert torch.equal(layer.lefts, want.repeat_interleave(2, 0))
+
+
+def test_audits_leave_calibrated_shares_alone() -> None:
+    """Also those of a cache of one row, on the device where the calibration is."""
+    shares = torch.tensor([0.1, 0.2], dtype=torch.float64)
+    selector = Means(SparseConfig(selector="means"), 0, calibrated=shares)
+    for rows in (1, 2):
+        own = selector.lefts(rows, 2, shares.device)
+        assert torch.equal(own, shares.float().expand(rows, 2))
+        own.masked_fill_(torch.tensor(True), 0.0)
+    assert shares.tolist() == [0.1, 0.2]
 
 
 def layer_group(model: Any) -> int:

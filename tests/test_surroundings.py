@@ -52,6 +52,21 @@ def test_autocast(narrow: torch.dtype) -> None:
     assert float((ours - plain).norm()) < 2 * float((plain - exact).norm())
 
 
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_autocast_does_not_reach_products_of_codes(narrow: torch.dtype) -> None:
+    """Queries like the keys: their codes' products are far above the largest float16."""
+    model = tiny_llama(num_hidden_layers=1, hidden_size=256, head_dim=64)
+    layer = model.model.layers[0].self_attn
+    times = len(layer.q_proj.weight) // len(layer.k_proj.weight)
+    layer.q_proj.weight.data.copy_(layer.k_proj.weight.repeat(times, 1))
+    ids = torch.tensor([[7, 7, 9] * 20])
+    with turbo_hf.patch(model, TurboConfig(bits=8, block_size=32, backend="reference")) as handle:
+        exact = logits(model, ids, handle.new_cache())
+        with torch.autocast("cpu", dtype=narrow):
+            ours = logits(model, ids, handle.new_cache())
+    assert float((ours - exact).norm()) < 0.02 * float(exact.norm())
+
+
 def test_a_draft_by_the_first_layers() -> None:
     model, ids = tiny_llama(num_hidden_layers=4), prompts(1, 50)
     ways: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "assistant_early_exit": 2}

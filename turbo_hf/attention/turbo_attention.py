@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -160,7 +161,8 @@ def _attention(
         if reason is not None:
             raise Unsupported(f"layer {layer}: {reason}")
         qkv, scoring = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux)
-        out = packed.attend(module, *qkv, scoring, call.window)
+        with _without_autocast(query.device):
+            out = packed.attend(module, *qkv, scoring, call.window)
         return out.transpose(1, 2).contiguous(), None
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
     if call.cache is not None and call.layer is not None:
@@ -175,11 +177,11 @@ def _attention(
         if reason is None:
             qkv, scoring = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux)
             plain = call.cache.plain_columns(attention_mask, call.layer, query.shape[2])
-            repeated = _repeated(call.layer, qkv, scoring) if plain else None
-            if repeated is not None:
-                return repeated.transpose(1, 2).contiguous(), None
-            out = compressed(call.cache, call.layer, Source(module, call.rotary), qkv, attention_mask, scoring)
-            return out.transpose(1, 2).contiguous(), None
+            with _without_autocast(query.device):
+                done = _repeated(call.layer, qkv, scoring) if plain else None
+                if done is None:
+                    done = compressed(call.cache, call.layer, Source(module, call.rotary), qkv, attention_mask, scoring)
+            return done.transpose(1, 2).contiguous(), None
         key, value = decompressed(call.cache, call.layer, query, key, value, attention_mask)
     if keeps_latent(module):
         key, value = expanded(module, key, value)
@@ -241,6 +243,11 @@ def _of_one_type(qkv: NewQKV) -> NewQKV:
         return qkv
     narrow = torch.get_autocast_dtype(device)
     return NewQKV(*(x.to(narrow) for x in qkv))
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Products of codes, sums of whole numbers up to a million, are neither exact nor finite in autocast's types."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def _repeated(layer: TurboLayer, qkv: NewQKV, scoring: Scoring) -> torch.Tensor | None:

@@ -335,7 +335,7 @@ def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
             "this version has the MLP alone. Calibrate again."
         )
     for layer in layers:
-        wrong = _misfit(layer, found.fingerprint) or _wrong_rules(layer)
+        wrong = _misfit(layer, found.fingerprint) or _wrong_rules(layer, found.fingerprint)
         if wrong is not None:
             raise ValueError(f"{damaged}layer {layer.index}: {wrong}.{AGAIN}")
         if any(not bool(torch.isfinite(x).all()) for x in layer.tensors().values()):
@@ -381,13 +381,16 @@ def _misfit(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _wrong_rules(layer: LayerCalibration) -> str | None:
+def _wrong_rules(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
     """Which of a layer's rules has another shape than its heads, or holds no shares."""
     prompt, lefts = layer.prompt, layer.lefts
     if prompt is not None and (
         prompt.dim() != 3 or prompt.shape[2] != 2 or not bool(((prompt > 0) & (prompt <= 1)).all())
     ):
         return f"prompt is {list(prompt.shape)}, or holds no shares; it should be [KV heads, query heads of each, 2]"
+    heads = made_for.get("num_attention_heads")
+    if prompt is not None and isinstance(heads, int) and prompt.shape[0] * prompt.shape[1] != heads:
+        return f"prompt is for {prompt.shape[0] * prompt.shape[1]} query heads, and there are {heads}"
     if lefts is not None and (lefts.dim() != 1 or not bool(((lefts >= 0) & (lefts < 1)).all())):
         return f"lefts is {list(lefts.shape)}, or holds no shares; it should be one for each KV head"
     return None

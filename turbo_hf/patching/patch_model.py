@@ -190,8 +190,7 @@ def _plan(
             f"low_heads={config.low_heads:g} is less than one KV head of each layer{each}: all keep {config.bits} bit."
         )
         words = ""
-    compressed = {at.index for at in layers if at.groups}
-    whole = sorted(compressed - split) if sharing else []
+    whole = sorted({at.index for at in layers if at.groups} - split) if sharing else []
     if whole:
         notices.note(
             f"the tensor parallel plan gives each of the {sharing.count} ranks all KV heads of layer"

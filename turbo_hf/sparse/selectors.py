@@ -217,7 +217,8 @@ class Means(Selector):
 
     def lefts(self, rows: int, heads: int, device: torch.device) -> torch.Tensor:
         if self._calibrated is not None:
-            return self._calibrated.to(device).expand(rows, -1).contiguous()
+            # a copy for each cache, whose audits write to it
+            return self._calibrated.to(device, torch.float32).repeat(rows, 1)
         return torch.full((rows, heads), self.config.left, dtype=torch.float32, device=device)
 
     def __str__(self) -> str:

@@ -51,7 +51,9 @@ class RepeatedAppend:
         """Keys and queries [B, Hkv + Hq, M, D] times a matrix of +-1, as `reference_rotate` sums."""
         known = self._levels.get(queries.shape[1])
         if known is None:
-            known = self._levels[queries.shape[1]] = _levels(k, self._heads + queries.shape[1])
+            # they are written again, perhaps outside of `torch.inference_mode`
+            with torch.inference_mode(False):
+                known = self._levels[queries.shape[1]] = _levels(k, self._heads + queries.shape[1])
         first, last, levels = known
         first[:, : self._heads].copy_(k)
         first[:, self._heads :].copy_(queries)
