@@ -391,10 +391,9 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         for held, new, v in ((plain, k, k.clone()), (layer, latent, latent[..., :16].clone())):
             held.buffer.reserve(64, held.state.open)
             append_step(new[:, :, :1], v[:, :, :1], held.kv_store(), nonfinite=flag[0], arrived=flag[1], **KERNELS)
-        opened = tuple(x.contiguous() for x in (k[:, :, :2], k[:, :, :2].mT, k[:, :, :2, 0], k[:, :, :2, 1]))
-        exchange_open(
-            opened, tuple(x.clone() for x in opened), *torch.zeros(4, 1, dtype=torch.int64, device=device), **KERNELS
-        )
+        opened: Any = tuple(x.contiguous() for x in (k[:, :, :2], k[:, :, :2].mT, k[:, :, :2, 0], k[:, :, :2, 1]))
+        slots: Any = tuple(x.clone() for x in opened)
+        exchange_open(opened, slots, *torch.zeros(4, 1, dtype=torch.int64, device=device), **KERNELS)
         prompt, places = torch.zeros(1, 2, 300, 16, device=device), torch.arange(2, device=device)
         kept = choose_tiles(prompt, prompt, TileRule(tail_tokens=0), Scoring(1.0), **KERNELS)
         dropped_mass(prompt, prompt, kept, places, Scoring(1.0), **KERNELS)
