@@ -19,6 +19,7 @@ from serving_support import (  # noqa: E402
     MODELS,
     ONE_WIDER,
     PRESETS,
+    cancel_one_and_add_another,
     check_same,
     in_static_batches,
     options,
@@ -116,17 +117,7 @@ def test_sampling_streaming_cancelling_and_late_requests() -> None:
     model = tiny_llama()
     sampling = GenerationConfig(max_new_tokens=40, do_sample=True, temperature=0.7, eos_token_id=-1)
     handle = turbo_hf.patch(model)
-    with model.continuous_batching_context_manager(sampling, continuous_batching_config=options()) as manager:
-        first = manager.add_request(requests((70,))[0], max_new_tokens=400, streaming=True)
-        assert len(manager.get_result().generated_tokens) == 1
-        late = manager.add_request(requests((33,))[0])
-        manager.cancel_request(first)
-        while (done := manager.get_result()).request_id != late:
-            assert len(done.generated_tokens) < 400
-        assert len(done.generated_tokens) == 40
-        allocator = manager.batch_processor.cache.allocator
-        assert handle.memory().tokens >= 0
-    assert len(allocator.free_slots) == allocator.slots
+    cancel_one_and_add_another(model, handle, sampling)
     handle.remove()
 
 
@@ -284,7 +275,7 @@ def test_nan_ends_the_manager_and_says_why() -> None:
     ("preset", "kind", "found"),
     [
         ("turbo-k4v3", "llama", "4/3 bit"),
-        ("int8", "sliding", "8 bit with windows"),
+        ("turbo2", "sliding", "2 bit with windows"),
         (TurboConfig(layer_bits=(4, (8, 4))), "llama", "8/4 bit"),
     ],
 )

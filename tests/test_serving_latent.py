@@ -17,8 +17,11 @@ transformers = pytest.importorskip("transformers", minversion="5.19")
 from serving_support import (  # noqa: E402
     LENGTHS,
     PREFIXED,
+    cancel_one_and_add_another,
+    check_captured_prompts,
     check_near,
     check_same,
+    check_under_pressure,
     in_static_batches,
     one_by_one,
     options,
@@ -114,16 +117,7 @@ def test_several_sequences_cancelling_and_late_requests() -> None:
         assert tokens[0] == tokens[1] == tokens[2]
         assert tokens[3] == tokens[4] == tokens[5]
     greedy = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=-1)
-    with model.continuous_batching_context_manager(greedy, continuous_batching_config=options()) as manager:
-        first = manager.add_request(requests((70,))[0], max_new_tokens=400, streaming=True)
-        assert len(manager.get_result().generated_tokens) == 1
-        late = manager.add_request(requests((33,))[0])
-        manager.cancel_request(first)
-        while (done := manager.get_result()).request_id != late:
-            assert len(done.generated_tokens) < 400
-        assert len(done.generated_tokens) == 40
-        cache = manager.batch_processor.cache
-    assert len(cache.allocator.free_slots) == cache.allocator.slots
+    cancel_one_and_add_another(model, handle, greedy)
     handle.remove()
     assert not any("expand_kv" in vars(module) for module in model.modules())
 
@@ -201,13 +195,7 @@ def on_gpu() -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", WIDTHS)
 def test_on_a_gpu_tokens_are_those_of_static_batches(width: str, passes: Any, runners: Any) -> None:
-    model, inputs = on_gpu(), requests((*LENGTHS, 300, 17))
-    with turbo_hf.patch(model, WIDTHS[width]) as handle:
-        # pressure, so that some request starts again
-        outputs = model.generate_batch(inputs, max_new_tokens=70, continuous_batching_config=options(blocks=12))
-        check_near(model, handle, inputs, outputs, passes)
-        assert handle.memory() is not None
-    assert runners[0].captures > 0
+    check_under_pressure(on_gpu(), WIDTHS[width], passes, runners)
 
 
 @pytest.mark.gpu
@@ -220,12 +208,7 @@ def test_on_a_gpu_latents_of_several_widths(passes: Any) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_captured_passes_with_prompts(passes: Any, runners: Any) -> None:
-    model = on_gpu()
-    with turbo_hf.patch(model, "turbo4") as handle:
-        outputs, layouts = one_by_one(model, PREFIXED, passes, options(100, max_batch_tokens=512))
-        check_near(model, handle, PREFIXED, outputs, passes)
-    assert any(key[2] and key[5] for key in layouts)
-    assert runners[0].captures > 2
+    check_captured_prompts(on_gpu(), "turbo4", passes, runners)
 
 
 @pytest.mark.gpu

@@ -23,8 +23,10 @@ from serving_support import (  # noqa: E402
     PREFIXED,
     PRESETS,
     WINDOW,
+    check_captured_prompts,
     check_near,
     check_same,
+    check_under_pressure,
     in_static_batches,
     one_by_one,
     options,
@@ -328,13 +330,7 @@ def wide(kind: str) -> Any:
 )
 @pytest.mark.usefixtures("unrefused")
 def test_on_a_gpu_tokens_are_those_of_static_batches(preset: Any, kind: str, passes: Any, runners: Any) -> None:
-    model, inputs = wide(kind), requests((*LENGTHS, 300, 17))
-    with turbo_hf.patch(model, preset) as handle:
-        # pressure, so that some request starts again
-        outputs = model.generate_batch(inputs, max_new_tokens=70, continuous_batching_config=options(blocks=12))
-        check_near(model, handle, inputs, outputs, passes)
-        assert handle.memory() is not None
-    assert runners[0].captures > 0
+    check_under_pressure(wide(kind), preset, passes, runners)
 
 
 @pytest.mark.gpu
@@ -353,12 +349,7 @@ def test_on_a_gpu_captured_steps_give_the_tokens_of_launched_ones(runners: Any) 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("preset", "kind"), [("turbo4", "llama"), ("int8", "llama"), ("turbo-mixed", "sliding")])
 def test_on_a_gpu_captured_passes_with_prompts(preset: str, kind: str, passes: Any, runners: Any) -> None:
-    model = wide(kind)
-    with turbo_hf.patch(model, preset) as handle:
-        outputs, layouts = one_by_one(model, PREFIXED, passes, options(100, max_batch_tokens=512))
-        check_near(model, handle, PREFIXED, outputs, passes)
-    assert any(key[2] and key[5] for key in layouts)
-    assert runners[0].captures > 2
+    check_captured_prompts(wide(kind), preset, passes, runners)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import input_outputs
 from transformers.generation.continuous_batching.requests import RequestState
 
+import turbo_hf
 from turbo_hf import TurboConfig
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import continuous_batching
@@ -192,3 +193,38 @@ def one_by_one(model: Any, inputs: list[list[int]], passes: Any, cb: Any) -> tup
         if edges[0][0]:
             passes[name] = [(0, edges[0][0]), *edges]
     return {name: outputs[name] for name in names}, layouts
+
+
+def cancel_one_and_add_another(model: Any, handle: Any, generation: GenerationConfig) -> None:
+    """A request streams and is cancelled; one that came late ends with its 40 tokens, and no slot stays taken."""
+    with model.continuous_batching_context_manager(generation, continuous_batching_config=options()) as manager:
+        first = manager.add_request(requests((70,))[0], max_new_tokens=400, streaming=True)
+        assert len(manager.get_result().generated_tokens) == 1
+        late = manager.add_request(requests((33,))[0])
+        manager.cancel_request(first)
+        while (done := manager.get_result()).request_id != late:
+            assert len(done.generated_tokens) < 400
+        assert len(done.generated_tokens) == 40
+        allocator = manager.batch_processor.cache.allocator
+        # of the manager that runs
+        assert handle.memory() is not None
+    assert len(allocator.free_slots) == allocator.slots
+
+
+def check_under_pressure(model: Any, config: Any, passes: Any, runners: Any) -> None:
+    """On a GPU: tokens near those of static batches where some request starts again, in captured steps."""
+    inputs = requests((*LENGTHS, 300, 17))
+    with turbo_hf.patch(model, config) as handle:
+        outputs = model.generate_batch(inputs, max_new_tokens=70, continuous_batching_config=options(blocks=12))
+        check_near(model, handle, inputs, outputs, passes)
+        assert handle.memory() is not None
+    assert runners[0].captures > 0
+
+
+def check_captured_prompts(model: Any, config: Any, passes: Any, runners: Any) -> None:
+    """On a GPU: the same of captured passes that bring prompts over stored prefixes beside steps."""
+    with turbo_hf.patch(model, config) as handle:
+        outputs, layouts = one_by_one(model, PREFIXED, passes, options(100, max_batch_tokens=512))
+        check_near(model, handle, PREFIXED, outputs, passes)
+    assert any(key[2] and key[5] for key in layouts)
+    assert runners[0].captures > 2

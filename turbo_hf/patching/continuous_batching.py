@@ -16,7 +16,8 @@ from turbo_hf.layout import UNQUANTIZED, HeadGroups, in_words, type_16bit
 SINCE = Version("5.19")
 """The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
 
-CHECKED_ON_GPUS = {((8,), ""), ((4,), ""), ((2,), ""), ((4, 2), ""), ((4, 2), "windows"), (((4, 2),), "")}
+CHECKED_ON_GPUS = {((8,), ""), ((4,), ""), ((2,), ""), ((4, 2), ""), (((4, 2),), "")}
+CHECKED_ON_GPUS |= {((8,), "windows"), ((4,), "windows"), ((4, 2), "windows")}
 CHECKED_ON_GPUS |= {((16,), "latents"), ((8,), "latents"), ((4,), "latents")}
 """(widths of the heads of a layer, what is special: "windows" or "latents") whose tokens were compared with those of
 static batches on a GPU."""
@@ -120,7 +121,7 @@ def unchecked(model: Any, groups: Iterable[HeadGroups], latent: bool) -> str | N
     own = f"{' and '.join(map(in_words, left[0]))} bit{f' with {kind}' if kind else ''}"
     return (
         f"its answers have not been checked on a GPU at {own}. Choose int8, turbo4, turbo-mixed, turbo2 or "
-        "turbo-k4v2 (windows: turbo-mixed; latents: int8, turbo4 or 16 bit), use generate"
+        "turbo-k4v2 (windows: int8, turbo4 or turbo-mixed; latents: int8, turbo4 or 16 bit), use generate"
     )
 
 
