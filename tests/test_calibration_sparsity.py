@@ -38,7 +38,7 @@ def test_each_head_gets_the_rule_that_reads_least_within_the_bound() -> None:
     prompt = rules.found(1)["prompt"]
     assert prompt.shape == (1, 3, 2)
     assert torch.equal(prompt[0], torch.tensor([RULES[0], RULES[4], (1.0, 1.0)]))
-    assert "lefts" not in rules.found(1)
+    assert "left_by_head" not in rules.found(1)
 
 
 def test_a_calibration_keeps_rules_and_a_patch_takes_them(found: Calibration, tmp_path: Path) -> None:
@@ -47,23 +47,23 @@ def test_a_calibration_keeps_rules_and_a_patch_takes_them(found: Calibration, tm
     read = Calibration.from_pretrained(tmp_path)
     for layer, again in zip(found.layers, read.layers, strict=True):
         assert layer.prompt is not None
-        assert layer.lefts is not None
+        assert layer.left_by_head is not None
         assert again.prompt is not None
-        assert again.lefts is not None
+        assert again.left_by_head is not None
         assert torch.equal(layer.prompt, again.prompt)
-        assert torch.equal(layer.lefts, again.lefts)
+        assert torch.equal(layer.left_by_head, again.left_by_head)
         assert {tuple(x) for x in layer.prompt.flatten(0, 1).tolist()} <= {
             tuple(x) for x in torch.tensor([*RULES, (1.0, 1.0)]).tolist()
         }
-        assert set(layer.lefts.tolist()) <= set(torch.tensor([*LEFTS, 0.0]).tolist())
+        assert set(layer.left_by_head.tolist()) <= set(torch.tensor([*LEFTS, 0.0]).tolist())
         half = layer.of_heads(range(1)).prompt
         assert half is not None
         assert half.shape[0] == 1
     # all heads of layer 1 are to read everything
-    prompt, lefts = read.layers[1].prompt, read.layers[1].lefts
+    prompt, left_by_head = read.layers[1].prompt, read.layers[1].left_by_head
     assert prompt is not None
-    assert lefts is not None
-    dense = replace(read.layers[1], prompt=torch.ones_like(prompt), lefts=torch.zeros_like(lefts))
+    assert left_by_head is not None
+    dense = replace(read.layers[1], prompt=torch.ones_like(prompt), left_by_head=torch.zeros_like(left_by_head))
     read = replace(read, layers=(read.layers[0], dense, *read.layers[2:]))
     config = TurboConfig(
         sparse_prompt=PromptSparsity(from_tokens=1024), sparse=SparseConfig(selector="means", window_tokens=128)
@@ -85,7 +85,7 @@ def test_a_calibration_keeps_rules_and_a_patch_takes_them(found: Calibration, tm
             assert "blocks of all but a calibrated share of the mass" in str(report)
 
 
-@pytest.mark.parametrize(("name", "value"), [("prompt", 1.5), ("lefts", -0.1)])
+@pytest.mark.parametrize(("name", "value"), [("prompt", 1.5), ("left_by_head", -0.1)])
 def test_a_calibration_without_shares_is_refused(name: str, value: float, found: Calibration, tmp_path: Path) -> None:
     changed: dict[str, Any] = {name: torch.full_like(getattr(found.layers[0], name), value)}
     wrong = replace(found.layers[0], **changed)

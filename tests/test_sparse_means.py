@@ -214,16 +214,16 @@ def test_a_head_that_looks_for_one_key_reads_everything(
             if not read_by_second(q[:1, :, -3, None], ByMeans(0.4))[at // 32]:
                 break
         audit_by_means(layer, q, starts, Scoring(dim**-0.5))
-        assert layer.lefts is not None
+        assert layer.left_by_head is not None
         want = torch.full((len(rows), 2), 0.4)
         want[0, 1] = 0
-        assert torch.equal(layer.lefts, want)
+        assert torch.equal(layer.left_by_head, want)
         read = handle.report().selectivity[0]
         assert (read.heads - before.heads, read.dense_heads - before.dense_heads) == (2 * len(rows), 1)
-        assert read_by_second(q[:1, :, -3, None], ByMeans(0.4, None, layer.lefts[:1])).all()
+        assert read_by_second(q[:1, :, -3, None], ByMeans(0.4, None, layer.left_by_head[:1])).all()
         # it stays with its row
         cache.batch_repeat_interleave(2)
-        assert torch.equal(layer.lefts, want.repeat_interleave(2, 0))
+        assert torch.equal(layer.left_by_head, want.repeat_interleave(2, 0))
 
 
 def test_audits_leave_calibrated_shares_alone() -> None:
@@ -231,7 +231,7 @@ def test_audits_leave_calibrated_shares_alone() -> None:
     shares = torch.tensor([0.1, 0.2], dtype=torch.float64)
     selector = Means(SparseConfig(selector="means"), 0, calibrated=shares)
     for rows in (1, 2):
-        own = selector.lefts(rows, 2, shares.device)
+        own = selector.left_by_head(rows, 2, shares.device)
         assert torch.equal(own, shares.float().expand(rows, 2))
         own.masked_fill_(torch.tensor(True), 0.0)
     assert shares.tolist() == [0.1, 0.2]
@@ -367,10 +367,10 @@ def test_the_choice_and_attention_over_it(case: str, rule: str, backend: str, de
     assert counts[0, ::2].tolist() == counts[1, ::2].tolist()
     assert abs(int(counts[0, 1] - counts[1, 1])) <= 1e-5 * NOTED_UNIT * int(counts[0, 2]) + 4
     # shares of each row and KV head: the same one, and 0, which reads every block
-    lefts = torch.full(store.order.shape, how["left"], device=device)
-    lefts[:, -1] = 0
+    left_by_head = torch.full(store.order.shape, how["left"], device=device)
+    left_by_head[:, -1] = 0
     full = sparse_decode(q, store, scoring, None, AlwaysRead(0, 1 << 30), **options)
-    mixed = sparse_decode(q, store, scoring, ByMeans(0.5, None, lefts), how["always"], **options)
+    mixed = sparse_decode(q, store, scoring, ByMeans(0.5, None, left_by_head), how["always"], **options)
     group = query_heads // store.order.shape[1]
     # other lists, other parts of an output
     want_lse, want_out = (
@@ -387,13 +387,16 @@ def test_the_choice_and_attention_over_it(case: str, rule: str, backend: str, de
         ({"left": 0.0}, "got its means, 0.0 and None"),
         ({"sas_threshold": -6.0}, "got its means, 0.05 and -6.0"),
         ({"noted": torch.zeros(2)}, r"noted must be torch.int64 \[2\]; got torch.float32 \[2\]"),
-        ({"lefts": torch.zeros(2)}, r"lefts must be contiguous torch.float32 \[1, 2\]; got torch.float32 \[2\]"),
+        (
+            {"left_by_head": torch.zeros(2)},
+            r"left_by_head must be contiguous torch.float32 \[1, 2\]; got torch.float32 \[2\]",
+        ),
     ],
 )
 def test_refusals(changed: dict[str, Any], message: str) -> None:
     store = store_with([200], 2, 16, torch.device("cpu"))
     store = store._replace(means=changed.get("means", store.means))
-    rule = ByMeans(changed.get("left", 0.05), changed.get("noted"), changed.get("lefts"))
+    rule = ByMeans(changed.get("left", 0.05), changed.get("noted"), changed.get("left_by_head"))
     scoring = Scoring(1.0, sas_threshold=changed.get("sas_threshold"))
     with pytest.raises(ValueError, match=message):
         sparse_decode(tokens(1, 2, 1, 16), store, scoring, rule, AlwaysRead(1, 64))

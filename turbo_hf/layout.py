@@ -318,12 +318,13 @@ class ByMeans(NamedTuple):
 
     left: share of the estimated softmax that may fall on sealed blocks which are not read; above 0 and below 1.
     noted: int64 [2], to which each query head adds the share so left, times `NOTED_UNIT`, and 1; None: not noted.
-    lefts: float32 [B, Hkv], instead of `left` for each row and KV head; 0: all of its blocks are read. None: `left`.
+    left_by_head: float32 [B, Hkv], instead of `left` for each row and KV head; 0: all of its blocks are read. None:
+        `left` for all.
     """
 
     left: float
     noted: torch.Tensor | None = None
-    lefts: torch.Tensor | None = None
+    left_by_head: torch.Tensor | None = None
 
 
 class AlwaysRead(NamedTuple):

@@ -106,7 +106,9 @@ def attend_sparse(
     q = new.align(query)
     q = rotate_queries(q, layer.config.backend) if layer.config.rotates else q
     read, noted = selector.tally.counters(query.device)
-    visits: Visits | ByMeans | None = ByMeans(selector.config.left, noted, layer.lefts) if selector.by_means else None
+    visits: Visits | ByMeans | None = (
+        ByMeans(selector.config.left, noted, layer.left_by_head) if selector.by_means else None
+    )
     if query_info is not None:
         # nothing may come between it and attention: their launches overlap
         visited = _visited(layer, query_info, new.tokens, query.shape[1] // layer.heads)
@@ -135,7 +137,7 @@ def audit_by_means(layer: TurboLayer, query: torch.Tensor, starts: torch.Tensor 
     selector, config = layer.selector, layer.config
     if selector is None or not selector.by_means or selector.config.bound >= 1:
         return
-    assert layer.lefts is not None
+    assert layer.left_by_head is not None
     always = AlwaysRead(selector.config.sink_tokens, selector.window)
     if max(layer.lengths()) <= sum(always):
         return
@@ -150,13 +152,13 @@ def audit_by_means(layer: TurboLayer, query: torch.Tensor, starts: torch.Tensor 
         own = slice(first, first + rows)
         part, how["starts"] = store.of_rows(own), None if starts is None else starts[own]
         full = decode(q[own], part, scoring, **how).lse
-        rule = ByMeans(selector.config.left, None, layer.lefts[own])
+        rule = ByMeans(selector.config.left, None, layer.left_by_head[own])
         dropped = 1 - torch.exp(sparse_decode(q[own], part, scoring, rule, always, **how).lse - full)
         # what is not a number is over the bound, but where a row has no token
         failed = ~(dropped <= selector.config.bound) & (full > -torch.inf)
         over.append(failed.unflatten(1, (layer.heads, -1)).any(3).any(2))
     dense = torch.cat(over)
-    layer.lefts.masked_fill_(dense, 0.0)
+    layer.left_by_head.masked_fill_(dense, 0.0)
     selector.tally.audited(dense)
 
 

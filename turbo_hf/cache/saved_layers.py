@@ -32,7 +32,7 @@ def held_by(layer: Any) -> Any:
         "ranked": layer.ranked,
         "valid": layer.valid_prefix,
         "universal": layer.universal,
-        "lefts": layer.lefts,
+        "left_by_head": layer.left_by_head,
         "pages": pages,
         "means": means,
         "table": table,
@@ -76,7 +76,7 @@ def _hold(layer: TurboLayer, held: dict[str, Any], device: torch.device) -> None
         "open": OpenBuffer(rows, heads, dim, meta, layer.buffer.k.dtype, max(state.open), rotary).tensors(),
         "order": [layer.order],
         "universal": [] if layer.universal is None else [layer.universal],
-        "lefts": [] if layer.lefts is None else [layer.lefts],
+        "left_by_head": [] if layer.left_by_head is None else [layer.left_by_head],
     }
     own = {
         "pages": [x for each in pages for x in each[1:]],
@@ -85,7 +85,7 @@ def _hold(layer: TurboLayer, held: dict[str, Any], device: torch.device) -> None
         "order": [held["order"]],
         "universal": [] if held["universal"] is None else [held["universal"]],
         # of a layer that keeps means; a cache saved before audits has none
-        "lefts": [x for x in (held.get("lefts", layer.lefts),) if x is not None],
+        "left_by_head": [x for x in (held.get("left_by_head", layer.left_by_head),) if x is not None],
     }
     for name, wanted in like.items():
         if [(x.shape, x.dtype) for x in own[name]] != [(x.shape, x.dtype) for x in wanted]:
@@ -97,7 +97,7 @@ def _hold(layer: TurboLayer, held: dict[str, Any], device: torch.device) -> None
         raise ValueError("its table names pages that it does not have")
     layer.state, layer.ranked, layer.valid_prefix = state, held["ranked"], valid
     layer.order, layer.universal = held["order"], held["universal"]
-    layer.lefts = next(iter(own["lefts"]), None)
+    layer.left_by_head = next(iter(own["left_by_head"]), None)
     layer.buffer.k, layer.buffer.v, layer.buffer.k_scale, layer.buffer.v_scale = held["open"]
     pool.hold(pages, table, state.sealed, PageMeans(*means) if means else None)
     layer.bucket_index.hold(held["index"], max(layer.lengths()))

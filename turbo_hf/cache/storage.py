@@ -166,7 +166,7 @@ class LayerStorage:
         ranged = self.config.buffer_scale == "universal"
         self.universal = torch.zeros(rows, self.heads, 2, dtype=torch.float32, device=self.device) if ranged else None
         # float32 [B, Hkv], as of `ByMeans`: an audit sets those of heads that must read everything to 0
-        self.lefts = None if self.selector is None else self.selector.lefts(rows, self.heads, self.device)
+        self.left_by_head = None if self.selector is None else self.selector.left_by_head(rows, self.heads, self.device)
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.state = self.state.with_rows(rows)
         self.is_initialized = True
@@ -285,7 +285,7 @@ class LayerStorage:
         if not self.preranked:
             # else the same for all rows, and shared with other layers
             tensors.append(self.order)
-        return tensors + [x for x in (self.universal, self.lefts) if x is not None]
+        return tensors + [x for x in (self.universal, self.left_by_head) if x is not None]
 
     def require_same_rows(self, k: torch.Tensor) -> None:
         """ValueError unless new keys [B, Hkv, M, D] have the rows and heads that the cache holds."""

@@ -31,7 +31,7 @@ LOCK, WAIT = f"{FACTS}.lock", 60.0
 """Held while the files are replaced, and how many seconds another process waits for that."""
 NO_INDEX = "no index: "
 """Start of the note of a layer that has head priorities alone; the reason follows."""
-SINGLE = ("centroids", "rotated_centroids", "prompt", "lefts")
+SINGLE = ("centroids", "rotated_centroids", "prompt", "left_by_head")
 """Tensors of a layer, each of which may be missing."""
 SHAPE_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -49,7 +49,7 @@ class LayerCalibration:
     quality: the figures of `quality.evaluate`, as JSON.
     rotated_centroids: like centroids, but of keys after rotary embedding, for comparison.
     prompt: float32 [Hkv, G, 2], mass and peak of sparse prompts for each query head; None: not chosen.
-    lefts: float32 [Hkv], the share that steps by means may leave; 0: everything is read. None: not chosen.
+    left_by_head: float32 [Hkv], the share that steps by means may leave; 0: everything is read. None: not chosen.
     """
 
     index: int
@@ -60,7 +60,7 @@ class LayerCalibration:
     quality: Mapping[str, Any] = field(default_factory=dict)
     rotated_centroids: torch.Tensor | None = None
     prompt: torch.Tensor | None = None
-    lefts: torch.Tensor | None = None
+    left_by_head: torch.Tensor | None = None
 
     def of_heads(self, heads: range) -> "LayerCalibration":
         """What it says of these KV heads alone, as for a layer that has no others."""
@@ -383,7 +383,7 @@ def _misfit(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
 
 def _wrong_rules(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
     """Which of a layer's rules has another shape than its heads, or holds no shares."""
-    prompt, lefts = layer.prompt, layer.lefts
+    prompt, left_by_head = layer.prompt, layer.left_by_head
     if prompt is not None and (
         prompt.dim() != 3 or prompt.shape[2] != 2 or not bool(((prompt > 0) & (prompt <= 1)).all())
     ):
@@ -391,8 +391,10 @@ def _wrong_rules(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | 
     heads = made_for.get("num_attention_heads")
     if prompt is not None and isinstance(heads, int) and prompt.shape[0] * prompt.shape[1] != heads:
         return f"prompt is for {prompt.shape[0] * prompt.shape[1]} query heads, and there are {heads}"
-    if lefts is not None and (lefts.dim() != 1 or not bool(((lefts >= 0) & (lefts < 1)).all())):
-        return f"lefts is {list(lefts.shape)}, or holds no shares; it should be one for each KV head"
+    if left_by_head is not None and (
+        left_by_head.dim() != 1 or not bool(((left_by_head >= 0) & (left_by_head < 1)).all())
+    ):
+        return f"left_by_head is {list(left_by_head.shape)}, or holds no shares; it should be one for each KV head"
     return None
 
 

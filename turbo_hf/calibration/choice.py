@@ -42,11 +42,11 @@ class HeadChoice(NamedTuple):
 def uses_calibration(config: TurboConfig) -> bool:
     """Whether a calibration decides anything under this config."""
     sparse = config.sparse
-    by_selector = sparse is not None and (sparse.selector in CALIBRATED or _takes_lefts(sparse))
+    by_selector = sparse is not None and (sparse.selector in CALIBRATED or _takes_left_by_head(sparse))
     return bool(config.low_heads) or by_selector or _takes_rules(config.sparse_prompt)
 
 
-def _takes_lefts(sparse: SparseConfig) -> bool:
+def _takes_left_by_head(sparse: SparseConfig) -> bool:
     """Whether steps take the shares that a calibration has chosen, if there is one."""
     return sparse.selector == "means" and sparse.mass is None
 
@@ -189,8 +189,8 @@ def _selector(config: TurboConfig, index: int, found: Calibration | None) -> Sel
     sparse = config.sparse
     assert sparse is not None
     if sparse.selector in UNTRAINED:
-        if found is not None and _takes_lefts(sparse):
-            return Means(sparse, index, config.backend, found.layers[index].lefts)
+        if found is not None and _takes_left_by_head(sparse):
+            return Means(sparse, index, config.backend, found.layers[index].left_by_head)
         made: Selector = UNTRAINED[sparse.selector](sparse, index, config.backend)
         return made
     assert found is not None

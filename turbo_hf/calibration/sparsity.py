@@ -39,9 +39,9 @@ BOUND = 0.05
 class HeadRules:
     """What each rule reads and drops of one layer's heads, a list item per window.
 
-    densities, read: float32 [rules, Hq], the share of key tiles, and [lefts, Hkv], of keys.
-    dropped, left: float32 [rules, Hq, R] and [lefts, Hkv, R], the exact share of a query's softmax that is not read; of
-        a KV head the largest of its query heads'.
+    densities, read: float32 [rules, Hq], the share of key tiles; and of keys, [shares left, Hkv], for each of `LEFTS`.
+    dropped, left: float32 [rules, Hq, R] and [shares left, Hkv, R], the exact share of a query's softmax that is not
+        read; of a KV head the largest of its query heads'.
     """
 
     densities: list[torch.Tensor] = field(default_factory=list)
@@ -72,14 +72,14 @@ class HeadRules:
             self.left.append(torch.stack([part[1] for part in parts]))
 
     def found(self, kv_heads: int) -> dict[str, Any]:
-        """`LayerCalibration.prompt` and `lefts`: of each head the rule that reads least within the bound; {}: none."""
+        """`LayerCalibration.prompt` and `left_by_head`: of each head what reads least within the bound; {}: none."""
         made: dict[str, Any] = {}
         if self.densities:
             best = _cheapest(self.densities, self.dropped)
             rules = torch.tensor([*RULES, EVERYTHING])[best]
             made["prompt"] = rules.unflatten(0, (kv_heads, -1))
         if self.read:
-            made["lefts"] = torch.tensor([*LEFTS, 0.0])[_cheapest(self.read, self.left)]
+            made["left_by_head"] = torch.tensor([*LEFTS, 0.0])[_cheapest(self.read, self.left)]
         return made
 
 

@@ -183,7 +183,9 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
         if layer.prompt is not None:
             rules = layer.prompt.flatten(0, 1).tolist()
             dense = sum(mass == 1 for mass, _ in rules)
-            left = "-" if layer.lefts is None else " ".join(f"{share:g}" for share in layer.lefts.tolist())
+            left = (
+                "-" if layer.left_by_head is None else " ".join(f"{share:g}" for share in layer.left_by_head.tolist())
+            )
             words = f"Layer {layer.index}: {dense} of {len(rules)} query heads dense in prompts; steps may leave {left}"
             out.print(words, highlight=False)
         if layer.note:

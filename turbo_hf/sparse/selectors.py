@@ -173,8 +173,8 @@ class Selector:
             return found
         return torch.as_tensor(found.unflatten(2, (-1, group)).movedim(3, 2).flatten(1, 2))
 
-    def lefts(self, rows: int, heads: int, device: torch.device) -> torch.Tensor | None:
-        """float32 [B, Hkv] for `ByMeans.lefts`, before an audit; None: it does not choose by means."""
+    def left_by_head(self, rows: int, heads: int, device: torch.device) -> torch.Tensor | None:
+        """float32 [B, Hkv] for `ByMeans.left_by_head`, before an audit; None: it does not choose by means."""
         return None
 
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -215,7 +215,7 @@ class Means(Selector):
         super().__init__(config, layer, backend)
         self._calibrated = calibrated
 
-    def lefts(self, rows: int, heads: int, device: torch.device) -> torch.Tensor:
+    def left_by_head(self, rows: int, heads: int, device: torch.device) -> torch.Tensor:
         if self._calibrated is not None:
             # a copy for each cache, whose audits write to it
             return self._calibrated.to(device, torch.float32).repeat(rows, 1)

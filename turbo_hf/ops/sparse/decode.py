@@ -87,10 +87,10 @@ def _check_means(rule: ByMeans, store: KVStore, scoring: Scoring, heads: tuple[i
     noted = rule.noted
     if noted is not None and (noted.shape != (2,) or noted.dtype != torch.int64):
         raise ValueError(f"noted must be torch.int64 [2]; got {noted.dtype} {list(noted.shape)}.")
-    lefts = rule.lefts
-    if lefts is not None and (lefts.shape != heads or lefts.dtype != torch.float32 or not lefts.is_contiguous()):
+    own = rule.left_by_head
+    if own is not None and (own.shape != heads or own.dtype != torch.float32 or not own.is_contiguous()):
         raise ValueError(
-            f"lefts must be contiguous torch.float32 {list(heads)}; got {lefts.dtype} {list(lefts.shape)}."
+            f"left_by_head must be contiguous torch.float32 {list(heads)}; got {own.dtype} {list(own.shape)}."
         )
 
 

@@ -136,7 +136,7 @@ def _list(
 
 @triton.jit(
     do_not_specialize=["table_stride", "capacity", "list_stride", "window"],
-    do_not_specialize_on_alignment=["cuts_ptr", "arrived_ptr", "read_ptr", "noted_ptr", "lefts_ptr"],
+    do_not_specialize_on_alignment=["cuts_ptr", "arrived_ptr", "read_ptr", "noted_ptr", "left_by_head_ptr"],
 )
 def list_by_means_kernel(
     scores_ptr,  # as above
@@ -145,7 +145,7 @@ def list_by_means_kernel(
     lists,  # `Lists`
     cuts_ptr, arrived_ptr,  # float32 [lists, GROUP, 3], int32 [lists]: zeros before and after
     read_ptr, noted_ptr,  # int64 [1], to which the number of tokens read is added, or None; as in `ByMeans`, or None
-    left, lefts_ptr,  # as in `ByMeans`
+    left, left_by_head_ptr,  # as in `ByMeans`
     table_stride, capacity, list_stride,  # of the table's rows, of a list; scores of a list
     window, tokens, sink,  # newest tokens always read; M; first tokens always read
     KV: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, SCAN: tl.constexpr,
@@ -178,9 +178,9 @@ def list_by_means_kernel(
     # what is left to choose from
     free = tl.where((n < begin) | (n >= end), 0.0, p)
     total, covered = tl.reduce((p, p - free), 0, _add2)
-    if lefts_ptr is not None:
+    if left_by_head_ptr is not None:
         own_head = tl.load(rows.order + slot, cache_modifier=".cg")
-        left = tl.load(lefts_ptr + row * KV + own_head, cache_modifier=".cg")
+        left = tl.load(left_by_head_ptr + row * KV + own_head, cache_modifier=".cg")
     need = total * (1 - left)
     low, step = total * 0 - DEEPEST, (DEEPEST + 1) * 0.125
     for _ in tl.static_range(HALVINGS // 3):

@@ -367,7 +367,7 @@ def _list_by_means(
     room = scratch.capacity
     list_by_means_kernel[(asked, group)](
         scratch.scores, rows, store.table, lists, scratch.scores[asked * group * room :], scratch.arrived, read,
-        rule.noted, rule.left, rule.lefts, stride, room, group * room, always.window_tokens, queries,
+        rule.noted, rule.left, rule.left_by_head, stride, room, group * room, always.window_tokens, queries,
         always.sink_tokens, KV=kv_heads, BLOCK=store.block, GROUP=group, BLOCKS=room, SCAN=min(room, LISTED), **pdl,
         ASM=q.is_cuda, num_warps=min(16, max(8, room // 256)), **gpu.FMA,
     )  # fmt: skip

@@ -44,7 +44,7 @@ def reference_read_blocks(
     x = x - x.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     p = torch.where(x > -DEEPEST, torch.exp2(x), 0.0)
     total = p.sum(-1, keepdim=True)
-    left = rule.left if rule.lefts is None else rule.lefts[:, :, None, None, None]
+    left = rule.left if rule.left_by_head is None else rule.left_by_head[:, :, None, None, None]
     low, high = torch.full_like(total, -DEEPEST), torch.ones_like(total)
     for _ in range(HALVINGS):
         middle = (low + high) * 0.5
@@ -53,8 +53,8 @@ def reference_read_blocks(
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     # what is not a number is read
     wanted = (~(p < torch.exp2(low)) & whole[:, :, None]).any(2)
-    if rule.lefts is not None:
-        wanted = wanted | (rule.lefts[:, :, None, None] <= 0)
+    if rule.left_by_head is not None:
+        wanted = wanted | (rule.left_by_head[:, :, None, None] <= 0)
     read = (forced | wanted) & there
     if rule.noted is not None:
         share = 1 - torch.where(read[:, :, None], p, 0.0).sum(-1) / total[..., 0].clamp(min=1e-30)
