@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +17,11 @@ from turbo_hf.calibration.sparsity import LEFTS, RULES, HeadRules
 from turbo_hf.layout import AlwaysRead
 
 
-@pytest.fixture
-def found(monkeypatch: pytest.MonkeyPatch) -> Calibration:
+@pytest.fixture(scope="module")
+def found() -> Calibration:
     # all windows of a test are shorter than what steps usually read
-    monkeypatch.setattr(sparsity, "_always", lambda: AlwaysRead(1, 128))
-    return lab(settings=replace(HEADS, window=1024, windows=2, sparsity=True))
+    with mock.patch.object(sparsity, "_always", lambda: AlwaysRead(1, 128)):
+        return lab(settings=replace(HEADS, window=1024, windows=2, sparsity=True))
 
 
 def test_each_head_gets_the_rule_that_reads_least_within_the_bound() -> None:
