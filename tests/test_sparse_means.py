@@ -131,8 +131,10 @@ def require_means(layer: Any) -> None:
     [{}, {"low_bits": 2, "low_heads": 0.5}, {"bits": 16}, {"bits": 8}, {"value_bits": 3}, {"backend": "triton"}],
     ids=str,
 )
-def test_means_stay_with_their_pages(options: dict[str, Any]) -> None:
+def test_means_stay_with_their_pages(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Through new blocks, a crop into a block, beams, copies, and pages that move as others leave."""
+    # the interpreter takes its time for each query
+    monkeypatch.setattr(sparse_step, "AUDITED", 2)
     model = tiny_llama(num_hidden_layers=2)
     config = replace(sparse("means", mass=0.5, window_tokens=20, dense_layers=(1,)), **options)
     with turbo_hf.patch(model, config) as handle, torch.no_grad():
@@ -184,7 +186,9 @@ def test_a_head_that_looks_for_one_key_reads_everything(
     rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """The mean of its block does not show the key: the audit of the prompt's newest queries does, for each row."""
-    monkeypatch.setattr(sparse_step, "AUDITED_AT_ONCE", 64)
+    monkeypatch.setattr(sparse_step, "AUDITED", 4)
+    # of one row
+    monkeypatch.setattr(sparse_step, "AUDITED_AT_ONCE", 8)
     model = tiny_llama(num_hidden_layers=1)
     options: dict[str, Any] = {"backend": backend, "rotate_keys": False}
     config = replace(sparse("means", mass=0.4, window_tokens=64, dense_layers=()), **options)
