@@ -410,7 +410,8 @@ class Layout:
         self.steps, self.prompts, self.blocks = steps, prompts, None
         if prompts is not None:
             most = -(-(prompts.new + (shape.block - 1) * prompts.past) // shape.block)
-            self.blocks = Blocks(_multiple(1 + prompts.count * most), prompts.count, shape, device, spare)
+            # an even number, so that the counts of each layer begin at a multiple of 16 bytes
+            self.blocks = Blocks((2 + prompts.count * most) // 2 * 2, prompts.count, shape, device, spare)
         self.size = 0 if steps is None else steps.size
         count, new = (0, 0) if prompts is None else (prompts.count, prompts.new)
         self.tokens, self.outputs = self.size + count * new, self.size + count

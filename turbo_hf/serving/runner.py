@@ -4,6 +4,7 @@ Imports Transformers' continuous batching as it is from 5.19 on.
 """
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from turbo_hf.graphs.devices import CudaDevice, Device
 from turbo_hf.layout import power_of_two
 from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import require_finite
+from turbo_hf.serving.pace import Pace
 from turbo_hf.serving.rows import LEAST, MOST, MOST_ROWS, Layout, Prompts, Row, StepRows, most_blocks
 
 GRAPHS = 48
@@ -81,6 +83,8 @@ class TurboModelRunner(ModelRunner):
         self._shared = SharedInputs()
         # by layout; None: that was launched once
         self._replays: dict[tuple[int, ...], Callable[[], Any] | None] = {}
+        # the layout of the last pass, if it was replayed
+        self.replayed: tuple[int, ...] | None = None
         self.captures = 0
         layers = len(self.cache.storage.nonfinite)
         self._flags = torch.zeros(2, layers, dtype=torch.int32, pin_memory=self.cache.storage.nonfinite.is_cuda)
@@ -107,7 +111,7 @@ class TurboModelRunner(ModelRunner):
         """See Transformers."""
         with stream_context(self.inputs_and_outputs.compute_stream):
             rows = self.cache.begin_pass()
-            key = self._key(rows)
+            key, self.replayed = self._key(rows), None
             if key is None:
                 self.cache.mix(rows)
                 super().compute_batch(model, batch_data)
@@ -207,6 +211,8 @@ class TurboModelRunner(ModelRunner):
                 device.warm(step)
                 return
             self.captures += 1
+        else:
+            self.replayed = key
         self._replays[key] = replay
         replay()
 
@@ -255,11 +261,32 @@ class TurboBatchProcessor(ContinuousBatchProcessor):
             do_sample=self.do_sample,
             return_logprobs=self.return_logprobs,
         )
+        self._pace, self._begun = Pace(), 0.0
+
+    def prepare_next_batch(self) -> bool:
+        """See Transformers. While a pass runs, it waits for requests as long as the GPU need not wait."""
+        if self.use_async_batching:
+            time.sleep(self._pace.wait(time.perf_counter()))
+            self._begun = time.perf_counter()
+        return bool(super().prepare_next_batch())
+
+    def _generation_step(self, model: Any) -> None:
+        """See Transformers."""
+        super()._generation_step(model)
+        self._pace.launched(self.model_runner.replayed, self._begun, time.perf_counter())
+
+    def reset(self) -> None:
+        """See Transformers."""
+        super().reset()
+        self._pace.reset()
 
     def update_batch(self) -> None:
         """See Transformers. Raises: ValueError, if NaN or Inf was stored."""
         ios: Any = self.inputs_and_outputs
         if self.use_async_batching:
-            ios.io_pairs[ios.current_pair].d2h_over.synchronize()
+            over = ios.io_pairs[ios.current_pair].d2h_over
+            runs = not over.query()
+            over.synchronize()
+            self._pace.ended(time.perf_counter(), just_now=runs)
         self.model_runner.require_finite()
         super().update_batch()

@@ -1,0 +1,56 @@
+"""When the next batch is prepared, where batches are prepared while others run."""
+
+from collections import deque
+from collections.abc import Hashable
+
+MARGIN = 0.001
+"""Seconds by which a batch shall be launched before the pass ahead of it ends."""
+
+KEPT = 0.9
+"""Of the time that the slowest preparation took, what counts one batch later."""
+
+
+class Pace:
+    """When to prepare the next batch: so late that requests which arrive while a pass runs join it, and so early that
+    it is launched before that pass ends and the GPU never waits.
+
+    A pass is expected to take as long as the last one of its kind. Times are in seconds, on any clock.
+    """
+
+    def __init__(self) -> None:
+        self._took: dict[Hashable, float] = {}
+        self._preparation = 0.0
+        # passes that have not been waited for, the oldest first: its kind, and since when it can have run
+        self._running: deque[tuple[Hashable, float]] = deque(maxlen=2)
+
+    def wait(self, now: float) -> float:
+        """How long to wait before the next batch is prepared; 0 where nothing is known of the pass that runs."""
+        kind, began = self._running[-1] if self._running else (None, now)
+        if kind not in self._took:
+            return 0.0
+        return max(0.0, began + self._took[kind] - self._preparation - MARGIN - now)
+
+    def launched(self, kind: Hashable | None, begun: float, now: float) -> None:
+        """A pass was launched, whose preparation began at `begun`. kind: of passes that take equally long and are
+        quickly launched; None: of no such kind."""
+        if kind is not None:
+            self._preparation = max(KEPT * self._preparation, now - begun)
+        self._running.append((kind, now))
+
+    def ended(self, now: float, just_now: bool) -> None:
+        """The oldest pass has ended. just_now: not some time ago."""
+        if not self._running:
+            return
+        kind, began = self._running.popleft()
+        known, took = self._took.get(kind), now - began
+        if kind is not None and just_now:
+            self._took[kind] = took
+        elif known is not None and took < known:
+            self._took[kind] = max(0.0, took - MARGIN)
+        if self._running:
+            # it ran no earlier
+            self._running[0] = self._running[0][0], max(now, self._running[0][1])
+
+    def reset(self) -> None:
+        """Nothing runs."""
+        self._running.clear()
