@@ -1,5 +1,6 @@
 """`turbo-hf bench serve`: many requests through continuous batching, patched and unpatched, and in static batches."""
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -61,6 +62,7 @@ class ServeRow:
     between_ms: the same from one token to the next.
     rows: requests between their first and last token, mean over the time.
     hits: share of the prompt tokens that a stored prefix has saved.
+    hit_ms, miss_ms: medians of first_ms of the requests that a stored prefix has saved tokens, and of the others.
     peak_bytes: the most memory allocated, weights and the planned pool included; None where it is not counted.
     """
 
@@ -72,12 +74,15 @@ class ServeRow:
     between_ms: dict[str, float] = field(default_factory=dict)
     rows: float | None = None
     hits: float | None = None
+    hit_ms: float | None = None
+    miss_ms: float | None = None
     peak_bytes: int | None = None
     note: str = ""
 
 
-def jobs_of(workload: str, requests: Sequence[Request], shared: int, vocabulary: int, seed: int) -> list[Job]:
-    """Requests of these lengths with random tokens; `shared` of them are the same in all prompts."""
+def jobs_of(requests: Sequence[Request], shared: int, vocabulary: int, seed: int, own_every: int = 0) -> list[Job]:
+    """Requests of these lengths with random tokens; `shared` of them are the same in all prompts, but for every one in
+    `own_every`, the first of them included; 0: in all."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> list[int]:
@@ -85,7 +90,11 @@ def jobs_of(workload: str, requests: Sequence[Request], shared: int, vocabulary:
         return drawn
 
     common = ids(shared)
-    return [Job(one.arrival, common + ids(one.context - shared), one.generated) for one in requests]
+    begins = [ids(shared) if own_every and n % own_every == 0 else common for n in range(len(requests))]
+    return [
+        Job(one.arrival, begin + ids(one.context - shared), one.generated)
+        for one, begin in zip(requests, begins, strict=True)
+    ]
 
 
 def continuously(
@@ -114,15 +123,18 @@ def continuously(
                 _collect(manager, [replace(job, new=4) for job in jobs])
             else:
                 _collect(manager, [replace(job, prompt=_others(job.prompt, model.config.vocab_size)) for job in jobs])
-            before = _hits(handle)
+            before, found = _hits(handle), _note_hits(manager.batch_processor.cache)
             times = _collect(manager, jobs)
             after = _hits(handle)
     finally:
         if handle is not None:
             handle.remove()
-    row = summed("", "", jobs, times)
-    found, total = after[0] - before[0], after[1] - before[1]
-    return replace(row, hits=found / total if total else None)
+    row, total = summed("", "", jobs, times), after[1] - before[1]
+    waits: dict[bool, list[float]] = {True: [], False: []}
+    for n, (job, ends) in enumerate(zip(jobs, times, strict=True)):
+        waits[str(n) in found].append(1e3 * (ends[0] - job.arrival))
+    hit, miss = (statistics.median(each) if each else None for each in waits.values())
+    return replace(row, hits=(after[0] - before[0]) / total if total else None, hit_ms=hit, miss_ms=miss)
 
 
 def _others(prompt: list[int], vocabulary: int) -> list[int]:
@@ -161,15 +173,31 @@ def _hits(handle: Any) -> tuple[int, int]:
     return (0, 0) if serving is None else (serving.hit_tokens, serving.prompt_tokens)
 
 
+def _note_hits(cache: Any) -> set[str]:
+    """The ids of the requests to come for which a stored prefix is found."""
+    search = cache.search_prefix_match
+    hits: set[str] = set()
+
+    def search_and_note(request_id: str, prompt_ids: list[int]) -> int:
+        found = int(search(request_id, prompt_ids))
+        if found:
+            hits.add(request_id)
+        return found
+
+    cache.search_prefix_match = search_and_note
+    return hits
+
+
 def _collect(manager: Any, jobs: Sequence[Job]) -> list[list[float]]:
-    """Send each job when it arrives, and return the seconds of its tokens, from the first arrival on."""
+    """Send each job when it arrives, its number its id, and return the seconds of its tokens, from the first arrival
+    on."""
     begin, waiting = time.perf_counter(), list(enumerate(jobs))[::-1]
-    number: dict[str, int] = {}
     times: list[list[float]] = [[] for _ in jobs]
-    while waiting or number:
+    missing = len(jobs)
+    while missing:
         while waiting and waiting[-1][1].arrival <= time.perf_counter() - begin:
             n, job = waiting.pop()
-            number[manager.add_request(job.prompt, max_new_tokens=job.new, record_timestamps=True)] = n
+            manager.add_request(job.prompt, str(n), max_new_tokens=job.new, record_timestamps=True)
         output = manager.get_result(timeout=0.01 if waiting else 1)
         if output is None:
             if not manager.is_running():
@@ -178,7 +206,7 @@ def _collect(manager: Any, jobs: Sequence[Job]) -> list[list[float]]:
         if output.error:
             raise RuntimeError(output.error)
         if output.is_finished():
-            times[number.pop(output.request_id)] = [at - begin for at in output.timestamps]
+            times[int(output.request_id)], missing = [at - begin for at in output.timestamps], missing - 1
     return times
 
 
@@ -285,6 +313,9 @@ def serve_command(
         str, typer.Option(help="even, copied: tokens of each prompt; azure: of the longest, with its reply.")
     ] = ("8k"),
     prefix: Annotated[str, typer.Option(help="shared: tokens that all prompts begin with.")] = "4k",
+    own_every: Annotated[
+        int, typer.Option(min=0, help="shared: one prompt in so many begins with tokens of its own; 0: none does.")
+    ] = 0,
     new: Annotated[int, typer.Option(min=2, help="shared, even: tokens to generate.")] = 128,
     speedup: Annotated[float, typer.Option(min=0, help="azure: of the arrivals; 0: all are there at once.")] = 0,
     gap: Annotated[float, typer.Option(min=0, help="shared, even: seconds from one arrival to the next.")] = 0,
@@ -323,7 +354,8 @@ def serve_command(
     def measure(name: str, tell: Callable[[str], None]) -> list[ServeRow]:
         copied = name == COPIED
         common = {"shared": parse_tokens(prefix), COPIED: parse_tokens(context)}.get(name, 0)
-        jobs = jobs_of(name, lengths[name], common, model.config.vocab_size, seed)
+        own = own_every if name == "shared" else 0
+        jobs = jobs_of(lengths[name], common, model.config.vocab_size, seed, own)
         ways: list[tuple[str, Callable[[], ServeRow]]] = []
         for method, config in {UNPATCHED: None, **configs}.items():
             if config is not None or unpatched:
@@ -339,6 +371,7 @@ def serve_command(
 
     given = {"shape": shape, "layers": model.config.num_hidden_layers, "context": context, "prefix": prefix, "new": new}
     given |= {"requests": requests, "speedup": speedup, "gap": gap, "batch": batch, "pool": pool, "tiny": tiny}
+    given["own_every"] = own_every
     given |= {
         "seed": seed,
         "batch_tokens": batch_tokens,
@@ -379,4 +412,8 @@ def _print(workload: str, rows: Sequence[ServeRow]) -> None:
     headings = ("", "tokens/s", "first ms", "p99", "between", "p99", "rows", "hits", "GB")
     show_table(f"{workload}, {rows[0].requests} requests", headings, cells)
     remark("first, between: ms to the first token and from one to the next, medians and p99.")
+    for row in rows:
+        if row.hit_ms is not None and row.miss_ms is not None:
+            share = f"{row.hit_ms:.1f} ms after hits, {row.miss_ms:.1f} after misses ({row.hit_ms / row.miss_ms:.0%})"
+            remark(f"{row.method}: first tokens {share}, medians.")
     print_notes((row.method, row.note) for row in rows)

@@ -42,11 +42,12 @@ class Pace:
         if not self._running:
             return
         kind, began = self._running.popleft()
-        known, took = self._took.get(kind), now - began
+        took = now - began
         if kind is not None and just_now:
             self._took[kind] = took
-        elif known is not None and took < known:
-            self._took[kind] = max(0.0, took - MARGIN)
+        elif took < self._took.get(kind, 0.0):
+            # it was quicker than expected; how quick, the next one will show
+            del self._took[kind]
         if self._running:
             # it ran no earlier
             self._running[0] = self._running[0][0], max(now, self._running[0][1])
