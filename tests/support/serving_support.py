@@ -115,6 +115,10 @@ class Stream:
     def __init__(self, *args: Any, **options: Any) -> None:
         """Arguments are not read."""
 
+    def query(self) -> bool:
+        """Whether it is done."""
+        return True
+
     def __getattr__(self, name: str) -> Any:
         return lambda *args: None
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.model_runner import ModelRunner
@@ -224,6 +225,18 @@ class TurboModelRunner(ModelRunner):
             del self._replays[captured[0]]
 
 
+def _carried(ios: Any) -> torch.Tensor:
+    """In place of `infer_carry_over_ids`, which takes a millisecond: the same, by NumPy."""
+    new, old = (
+        ios.io_pairs[pair].host_io.req_id_to_new_token_position for pair in (ios.current_pair, 1 - ios.current_pair)
+    )
+    ids = np.full(ios.max_batch_tokens, -1, dtype=np.int32)
+    for n, request in enumerate(old):
+        if request in new:
+            ids[new[request]] = n
+    return torch.from_numpy(ids)
+
+
 def _sized(x: torch.Tensor, size: int) -> torch.Tensor:
     """x [..., n] with `size` columns: the tensors of Transformers go on behind what a pass fills."""
     return x.as_strided((*x.shape[:-1], size), x.stride())
@@ -262,6 +275,9 @@ class TurboBatchProcessor(ContinuousBatchProcessor):
             return_logprobs=self.return_logprobs,
         )
         self._pace, self._begun = Pace(), 0.0
+        ios: Any = self.inputs_and_outputs
+        if self.use_async_batching:
+            ios.infer_carry_over_ids = functools.partial(_carried, ios)
 
     def prepare_next_batch(self) -> bool:
         """See Transformers. While a pass runs, it waits for requests as long as the GPU need not wait."""

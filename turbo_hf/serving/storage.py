@@ -6,6 +6,9 @@ block n of each layer has the number n. A slot holds the open tokens of one requ
 attention store latents in the place of keys, and rotary parts in that of values.
 """
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -62,6 +65,7 @@ class Storage:
         # whether each request's first block ranks its heads; the order then belongs to that block
         self.ranks = [len(own) > 1 and order is None for own, order in zip(shape.groups, orders, strict=True)]
         self._order_of_block = plain.repeat(layers, self.blocks if any(self.ranks) else 0, 1)
+        self._side = torch.cuda.Stream(self.device) if pool.is_cuda else None
 
     def attend(self, now: Pass, module: Any, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
         """Store the new tokens of one layer, and attend; shapes as in `PackedCache.attend`."""
@@ -95,7 +99,7 @@ class Storage:
             # of a group, all or none are packed
             if group.rows[0] not in done:
                 own = NewQKV(*(group.take(x) for x in prompts))
-                group.put(out, self._prompts(group, module, own, scoring, window))
+                group.put(out, self._prompts(group, module, own, self._past(group, layer), scoring, window))
         if now.blocks is not None:
             self._store(now.blocks, layer, qkv)
         return out
@@ -111,10 +115,26 @@ class Storage:
             at += rows.size
         for group in now.prompts:
             own = NewQKV(*(x[0, :, at:].unflatten(1, (group.count, group.new)).transpose(0, 1) for x in prompts))
-            outs.append(self._prompts(group, module, own, scoring, window).transpose(0, 1).flatten(1, 2)[None])
-        if now.blocks is not None:
-            self._store(now.blocks, module.layer_idx, qkv)
+            past = self._past(group, module.layer_idx)
+            assert now.blocks is not None
+            with self._beside(functools.partial(self._store, now.blocks, module.layer_idx, qkv)):
+                out = self._prompts(group, module, own, past, scoring, window)
+            outs.append(out.transpose(0, 1).flatten(1, 2)[None])
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+
+    @contextmanager
+    def _beside(self, other: Callable[[], None]) -> Iterator[None]:
+        """`other`, on a stream of its own beside what is launched inside if that is captured, else before it."""
+        if self._side is None or not torch.cuda.is_current_stream_capturing():
+            other()
+            yield
+            return
+        here = torch.cuda.current_stream(self.device)
+        self._side.wait_stream(here)
+        with torch.cuda.stream(self._side):
+            other()
+        yield
+        here.wait_stream(self._side)
 
     def _order(self, layer: int, table: torch.Tensor) -> torch.Tensor:
         """int64 [B, Hkv]: the head in each slot of each row."""
@@ -184,26 +204,28 @@ class Storage:
             for x in (k.transpose(1, 2), v, k_scale, v_scale):
                 x[..., to] = x[..., behind]
 
+    def _past(self, prompts: Prompts, layer: int) -> KVStore | None:
+        """What requests with chunks hold, their open tokens as copies; None: nothing."""
+        if not prompts.past:
+            return None
+        k, v, k_scale, v_scale = (x[layer].index_select(0, prompts.slots) for x in self._opened())
+        return KVStore(
+            self.paged[layer],
+            self._order(layer, prompts.table),
+            prompts.table,
+            prompts.sealed,
+            k,
+            v,
+            k_scale,
+            v_scale,
+            prompts.open_len,
+            self.shape.block,
+        )
+
     def _prompts(
-        self, prompts: Prompts, module: Any, qkv: NewQKV, scoring: Scoring, window: int | None
+        self, prompts: Prompts, module: Any, qkv: NewQKV, past: KVStore | None, scoring: Scoring, window: int | None
     ) -> torch.Tensor:
         """Attention of prompts, or chunks of such, which reads the tokens as they come."""
-        past, layer = None, module.layer_idx
-        if prompts.past:
-            k, v, k_scale, v_scale = (x[layer].index_select(0, prompts.slots) for x in self._opened())
-            order, table = self._order(layer, prompts.table), prompts.table
-            past = KVStore(
-                self.paged[layer],
-                order,
-                table,
-                prompts.sealed,
-                k,
-                v,
-                k_scale,
-                v_scale,
-                prompts.open_len,
-                self.shape.block,
-            )
         starts = prompts.starts if prompts.padded else None
         if self.shape.rotary_dim is not None:
             return expanded_attention(self.config, module, qkv, past, starts, scoring)
