@@ -282,8 +282,11 @@ class TurboBatchProcessor(ContinuousBatchProcessor):
     def prepare_next_batch(self) -> bool:
         """See Transformers. While a pass runs, it waits for requests as long as the GPU need not wait."""
         if self.use_async_batching:
-            time.sleep(self._pace.wait(time.perf_counter()))
-            self._begun = time.perf_counter()
+            now = time.perf_counter()
+            pause = self._pace.wait(now)
+            time.sleep(pause)
+            # what it slept too long counts as preparation, so that threads that keep it from waking are reckoned with
+            self._begun = now + pause
         return bool(super().prepare_next_batch())
 
     def _generation_step(self, model: Any) -> None:
