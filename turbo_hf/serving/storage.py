@@ -65,7 +65,8 @@ class Storage:
         # whether each request's first block ranks its heads; the order then belongs to that block
         self.ranks = [len(own) > 1 and order is None for own, order in zip(shape.groups, orders, strict=True)]
         self._order_of_block = plain.repeat(layers, self.blocks if any(self.ranks) else 0, 1)
-        self._side = torch.cuda.Stream(self.device) if pool.is_cuda else None
+        # not tried with latents
+        self._side = torch.cuda.Stream(self.device) if pool.is_cuda and shape.rotary_dim is None else None
 
     def attend(self, now: Pass, module: Any, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
         """Store the new tokens of one layer, and attend; shapes as in `PackedCache.attend`."""
@@ -124,7 +125,10 @@ class Storage:
 
     @contextmanager
     def _beside(self, other: Callable[[], None]) -> Iterator[None]:
-        """`other`, on a stream of its own beside what is launched inside if that is captured, else before it."""
+        """`other`, on a stream of its own beside what is launched inside if that is captured, else before it.
+
+        What is launched inside must read nothing that `other` writes, and `other` nothing that is freed inside.
+        """
         if self._side is None or not torch.cuda.is_current_stream_capturing():
             other()
             yield
