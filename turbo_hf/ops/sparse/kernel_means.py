@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.layout import NOTED_UNIT as SHARE_UNIT
-from turbo_hf.ops.kernel_common import LOG2_E, pdl_wait, tanh, to_l2
+from turbo_hf.ops.kernel_common import LOG2_E, pdl_wait, tanh
 from turbo_hf.ops.sparse.kernel_lists import extent, place_of
 from turbo_hf.ops.sparse.reference_means import DEEPEST as LOWEST
 from turbo_hf.ops.sparse.reference_means import HALVINGS as TIMES
