@@ -92,8 +92,9 @@ def _above(p, low, step):
     a, b, c, d = tl.exp2(low + step), tl.exp2(low + 2 * step), tl.exp2(low + 3 * step), tl.exp2(low + 4 * step)
     e, f, g = tl.exp2(low + 5 * step), tl.exp2(low + 6 * step), tl.exp2(low + 7 * step)
     masses = (
-        tl.where(p >= a, p, 0.0), tl.where(p >= b, p, 0.0), tl.where(p >= c, p, 0.0), tl.where(p >= d, p, 0.0),
-        tl.where(p >= e, p, 0.0), tl.where(p >= f, p, 0.0), tl.where(p >= g, p, 0.0),
+        p * (p >= a).to(tl.float32), p * (p >= b).to(tl.float32), p * (p >= c).to(tl.float32),
+        p * (p >= d).to(tl.float32), p * (p >= e).to(tl.float32), p * (p >= f).to(tl.float32),
+        p * (p >= g).to(tl.float32),
     )  # fmt: skip
     return tl.reduce(masses, 0, _add7)
 

@@ -297,6 +297,7 @@ def launch_sparse_decode(
         index = Index(visits.buckets.contiguous(), flags, flags.shape[-1])
     rows_held = Rows(store.order.contiguous(), store.sealed, store.open_len, starts)
     lists_held = Lists(listed, listed_count)
+    sink: int | None
     sink, window = min(always.sink_tokens, EVERY), min(always.window_tokens, EVERY)
     spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
     pdl = gpu.pdl(q.device)
@@ -305,8 +306,7 @@ def launch_sparse_decode(
             scratch = Scratch(scored, capacity)
             _list_by_means(q, store, scoring, visits, AlwaysRead(sink, window), rows_held, lists_held, scratch, read)
             # listed blocks are read whole, and counted already
-            sink = window = EVERY
-            read = None
+            sink = read = None
         else:
             list_kernel[(lists,)](
                 spanned, flags, rows_held, store.table, lists_held, store.table.stride(0), capacity,
