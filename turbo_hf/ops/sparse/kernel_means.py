@@ -82,21 +82,9 @@ def _add3(a, b, c, d, e, f):
 
 
 @triton.jit
-def _add7(a, b, c, d, e, f, g, h, i, j, k, m, n, o):
-    return a + h, b + i, c + j, d + k, e + m, f + n, g + o
-
-
-@triton.jit
-def _above(p, low, step):
-    """Mass at 2^low and more once `step` is added to low 1, 2, ... 7 times: sums of one pass over the program."""
-    a, b, c, d = tl.exp2(low + step), tl.exp2(low + 2 * step), tl.exp2(low + 3 * step), tl.exp2(low + 4 * step)
-    e, f, g = tl.exp2(low + 5 * step), tl.exp2(low + 6 * step), tl.exp2(low + 7 * step)
-    masses = (
-        p * (p >= a).to(tl.float32), p * (p >= b).to(tl.float32), p * (p >= c).to(tl.float32),
-        p * (p >= d).to(tl.float32), p * (p >= e).to(tl.float32), p * (p >= f).to(tl.float32),
-        p * (p >= g).to(tl.float32),
-    )  # fmt: skip
-    return tl.reduce(masses, 0, _add7)
+def _above(p, cut):
+    """p where it is at least the cut; as a product, it is added by one instruction."""
+    return p * (p >= cut).to(tl.float32)
 
 
 @triton.jit
@@ -145,14 +133,14 @@ def cut_by_means_kernel(
     free = tl.where(always, 0.0, p)
     total, covered = tl.reduce((p, p - free), 0, _add2)
     need = total * (1 - left)
-    low, step = total * 0 - DEEPEST, (DEEPEST + 1) * 0.125
-    for _ in tl.static_range(HALVINGS // 3):
-        a, b, c, d, e, f, g = _above(free, low, step)
+    low, step = total * 0 - DEEPEST, (DEEPEST + 1) * 0.25
+    # two halvings per pass, by the masses above three cuts
+    for _ in tl.static_range(HALVINGS // 2):
+        a, b, c = tl.exp2(low + step), tl.exp2(low + 2 * step), tl.exp2(low + 3 * step)
+        a, b, c = tl.reduce((_above(free, a), _above(free, b), _above(free, c)), 0, _add3)
         times = (covered + a >= need).to(tl.float32) + (covered + b >= need).to(tl.float32)
-        times += (covered + c >= need).to(tl.float32) + (covered + d >= need).to(tl.float32)
-        times += (covered + e >= need).to(tl.float32) + (covered + f >= need).to(tl.float32)
-        low += (times + (covered + g >= need).to(tl.float32)) * step
-        step *= 0.125
+        low += (times + (covered + c >= need).to(tl.float32)) * step
+        step *= 0.25
     # where nothing may be left, every block is read; and what is not a number
     low = tl.where(left > 0, low, -float("inf"))
     chosen = (always | ((x < low) == 0)) & (n < tl.cdiv(sealed, BLOCK))

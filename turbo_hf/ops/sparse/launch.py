@@ -367,7 +367,7 @@ def _list_by_means(
     shape = {"KV": kv_heads, "BLOCK": store.block, "GROUP": group, "BLOCKS": room}
     cut_by_means_kernel[(asked, group)](
         scratch.floats, rows, cuts, chosen, rule.left, rule.left_by_head, always.window_tokens, queries,
-        always.sink_tokens, **shape, **pdl, num_warps=min(16, max(8, room // 256)), **gpu.FMA,
+        always.sink_tokens, **shape, **pdl, num_warps=max(8, room // 1024), **gpu.FMA,
     )  # fmt: skip
     listed = min(room, LISTED)
     list_by_means_kernel[(asked, triton.cdiv(blocks, listed))](
