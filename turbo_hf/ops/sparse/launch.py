@@ -236,8 +236,8 @@ def _workspace(
     floats: int,
     scores: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Listed blocks, their counts, arrival counters of outputs (zeros, as launches leave them), partial
-    results, scores of blocks.
+    """Listed blocks, their counts, arrival counters of outputs (zeros, as launches leave them), partial results, and
+    what `_list_by_means` needs.
 
     Two launches use it one after the other, so threads that share a stream have one each.
     """
@@ -333,7 +333,8 @@ def launch_sparse_decode(
 class Scratch(NamedTuple):
     """Memory of `_list_by_means`.
 
-    floats: float32; scores [lists, group, capacity], [lists, group, 2], and int32 [lists, group, capacity / 32].
+    floats: float32 scores [lists, group, capacity], cuts [lists, group, 2], and int32 [lists, group, capacity / 32], a
+        bit per chosen block.
     capacity: of a list.
     """
 
