@@ -72,16 +72,16 @@ def test_the_table_the_json_and_the_file(tmp_path: Path) -> None:
     result = run(*TOY, "--share", "0.5", "--out", str(tmp_path / "new"), "--json")
     report = last_json(result)
     assert report == json.loads((tmp_path / "new" / "sparse.json").read_text())
-    rows, steps = {row["method"]: row for row in report["rows"]}, ("4 bit, 25.00%", "4 bit, 50.00%")
+    rows, steps = {row["method"]: row for row in report["rows"]}, ("4 bit, saap, 25.00%", "4 bit, saap, 50.00%")
     assert list(rows) == ["SDPA math", "4 bit", *(name + part for name in steps for part in ("", NO_INDEX))]
     for row in rows.values():
         assert row["us"] > 0
     for name in steps:
         assert rows[name]["check"]["worst"] <= rows[name]["check"]["budget"]
         assert set(rows[name]["speedup"]) == {"SDPA math"}
-    assert "4 of 16 buckets" in rows["4 bit, 25.00%"]["note"]
-    assert rows["4 bit, 25.00%"]["bytes"] < rows["4 bit, 50.00%"]["bytes"]
-    assert "4 bit, 25.00%: indexing the new token is" in result.stdout
+    assert "4 of 16 buckets" in rows["4 bit, saap, 25.00%"]["note"]
+    assert rows["4 bit, saap, 25.00%"]["bytes"] < rows["4 bit, saap, 50.00%"]["bytes"]
+    assert "4 bit, saap, 25.00%: indexing the new token is" in result.stdout
     assert "On a CPU" in result.stdout
 
 
@@ -100,12 +100,13 @@ def test_blocks_by_means(backend: str) -> None:
     assert 4 * (3 * 64 + 60) <= int(counts[0]) <= 4 * (4 * 64 + 60)
 
 
-def test_the_table_of_means() -> None:
-    options = ["--selector", "means", "--size", "1x700", "--share", "0.5", "--json"]
+def test_the_table_of_several_selectors() -> None:
+    options = ["--selector", "means", "--selector", "kmeans", "--size", "1x700", "--json"]
     rows = {row["method"]: row for row in last_json(run(*TOY, *options))["rows"]}
-    assert list(rows) == ["SDPA math", "4 bit", "4 bit, 25.00%", "4 bit, 50.00%"]
-    assert rows["4 bit, 25.00%"]["bytes"] < rows["4 bit, 50.00%"]["bytes"] < rows["4 bit"]["bytes"]
-    assert "of the keys, always-read blocks included" in rows["4 bit, 25.00%"]["note"]
+    by_means, by_buckets = "4 bit, means, 25.00%", "4 bit, kmeans, 25.00%"
+    assert list(rows) == ["SDPA math", "4 bit", by_means, by_buckets, by_buckets + NO_INDEX]
+    assert rows[by_means]["bytes"] < rows["4 bit"]["bytes"]
+    assert "of the keys, always-read blocks included" in rows[by_means]["note"]
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +119,10 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "attention", wrong)
     result = run(*TOY, "--json", code=1)
     rows = {row["method"]: row for row in last_json(result)["rows"]}
-    assert rows["4 bit, 25.00%"]["us"] is None
-    assert "wrong: a query is off by" in rows["4 bit, 25.00%"]["note"]
+    assert rows["4 bit, saap, 25.00%"]["us"] is None
+    assert "wrong: a query is off by" in rows["4 bit, saap, 25.00%"]["note"]
     assert rows["4 bit"]["us"] > 0
-    assert "4 bit, 25.00%" + NO_INDEX not in rows
+    assert "4 bit, saap, 25.00%" + NO_INDEX not in rows
     assert index_shares([]) == []
 
 
@@ -131,6 +132,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--shape", "llama9"], "unknown shape llama9; choose from llama3-8b"),
         (["--size", "1k"], "expected a size like 16x1k (rows x tokens); got '1k'."),
         (["--width", "5"], "unknown width 5; choose from 16, 8, 4, 3, 2, mixed, k4v3, k4v2."),
+        (["--selector", "mean"], "unknown selector mean; choose from saap, kmeans, kmeans-rotated, means."),
         (["--share", "0"], "a share must be above 0 and at most 1; got [0.0]."),
         (["--backend", "cuda"], "unknown backend cuda; choose from auto, triton, reference."),
     ],

@@ -52,6 +52,7 @@ def test_kernels_compile_and_fit() -> None:
         "logits_kernel",
         "visit_kernel",
         "list_kernel",
+        "cut_by_means_kernel",
         "list_by_means_kernel",
         "score_means_kernel",
         "rank_kernel",

@@ -1,6 +1,7 @@
 """The cost of a decode step on a device: launches replayed by a graph, and what the host adds without one."""
 
 import time
+from functools import lru_cache
 
 import torch
 
@@ -63,7 +64,7 @@ class Rotation:
 
     def _captured(self) -> torch.cuda.CUDAGraph:
         with torch.cuda.device(self.device):
-            stream = torch.cuda.Stream()
+            stream = _capture_stream(self.device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._run()  # plans, workspaces and compilation: a capture may not allocate or wait for them
@@ -72,3 +73,9 @@ class Rotation:
             with torch.cuda.graph(graph, stream=stream):
                 self._run()
         return graph
+
+
+@lru_cache(maxsize=8)
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all graphs, which refer to workspaces: launches keep one per stream and shape, and only the newest 16."""
+    return torch.cuda.Stream(device)

@@ -203,28 +203,38 @@ def run_case(
     case: Case,
     width: str,
     shares: list[float],
-    choice: Choice,
+    choices: list[Choice],
     how: Conditions,
     copy: float,
 ) -> list[DecodeRow]:
-    """Check, then time a sparse step at each share of the buckets, the dense step and FP16 on one case.
+    """Check, then time a sparse step of each choice at each share of buckets or blocks, the dense step and FP16.
 
-    width: of `decode_cases.WIDTHS`. shares: of the buckets that are visited. copy: as in `decode.run_case`. Returns
-    FP16, the dense step over the same width, a sparse step for each share, with the index of its token and without.
+    width: of `decode_cases.WIDTHS`. copy: as in `decode.run_case`. Returns FP16, the dense step over the same width, a
+    sparse step for each selector and share, of buckets with the index of its token and without.
     """
-    device, backend, heads = how.device, how.backend, case.heads
-    generator = torch.Generator(device).manual_seed(how.seed)
+    heads = case.heads
+    generator = torch.Generator(how.device).manual_seed(how.seed)
     # in float32, then rounded: other numbers than those drawn in float16
     q, k = (draw(generator, len(case.lengths), n, 1, heads.dim, dtype=torch.float32).half() for n in heads[:2])
     how.tell(f"{case}: {width} bit, all keys")
     found = [dense_step(case, width, q, how)]
-    if choice.selector == MEANS:
-        found += means_steps(case, width, shares, q, AlwaysRead(choice.sink, choice.window), how)
-        return beside_fp16(case, q, generator, found, how, copy)
+    for choice in choices:
+        if choice.selector == MEANS:
+            found += means_steps(case, width, shares, q, AlwaysRead(choice.sink, choice.window), how)
+        else:
+            found += _bucket_steps(case, width, shares, q, k, choice, how)
+    return beside_fp16(case, q, generator, found, how, copy)
+
+
+def _bucket_steps(
+    case: Case, width: str, shares: list[float], q: torch.Tensor, k: torch.Tensor, choice: Choice, how: Conditions
+) -> list[Found]:
+    """The rows of these shares of the buckets with their checks, and what to time if the results are right."""
+    device, backend, found = how.device, how.backend, list[Found]()
     sizes = {share: sparse_bytes(case, width, share, choice) for share in shares}
     layers = make_layers(case, width, choice, cold_copies(min(sizes.values()), device), device, how.seed + 1)
     for share in shares:
-        how.tell(f"{case}: {width} bit, {share:.2%} of the buckets")
+        how.tell(f"{case}: {width} bit, {choice.selector}, {share:.2%} of the buckets")
         row, rotation = _sparse(case, width, share, layers, q, k, choice, backend, sizes[share])
         found.append((row, rotation))
         if rotation is not None:
@@ -232,7 +242,7 @@ def run_case(
                 partial(step, each, q, None, _probes(share, choice), choice, backend) for each in layers
             ]
             found.append((replace(row, method=row.method + NO_INDEX, note=""), Rotation(calls, device)))
-    return beside_fp16(case, q, generator, found, how, copy)
+    return found
 
 
 def sparse_bytes(case: Case, width: str, share: float, choice: Choice) -> int:
@@ -278,7 +288,7 @@ def _sparse(
         calls: list[Call] = [partial(step, each, q, k, probes, choice, backend) for each in layers]
         return check, lambda: Rotation(calls, q.device)
 
-    row, rotation = checked(new_row(case, f"{width} bit, {share:.2%}", True, size), prepare)
+    row, rotation = checked(new_row(case, f"{width} bit, {choice.selector}, {share:.2%}", True, size), prepare)
     if rotation is None:
         return row, None
     there = sum(case.lengths) * case.heads.kv
@@ -293,7 +303,9 @@ def sparse_command(
     share: Annotated[
         list[float] | None, typer.Option(help="Share of the buckets or blocks that are read, 0 to 1; may be repeated.")
     ] = None,
-    selector: Annotated[str, typer.Option(help=f"One of {', '.join((*SELECTORS, MEANS))}.")] = "saap",
+    selector: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join((*SELECTORS, MEANS))}; may be repeated. Default: saap.")
+    ] = None,
     buckets: Annotated[int, typer.Option(min=2, max=8192, help="Buckets per KV head.")] = 1024,
     hidden: Annotated[int, typer.Option(min=1, help="Units of the query classifier.")] = 1024,
     window: Annotated[int, typer.Option(min=1, help="Newest tokens, which are always read.")] = 2047,
@@ -312,7 +324,9 @@ def sparse_command(
     with mistakes_end_the_command():
         one_of("shape", shape, SPARSE_SHAPES)
         one_of("width", width, WIDTHS)
-        one_of("selector", selector, (*SELECTORS, MEANS))
+        selectors = selector or list(SELECTORS[:1])
+        for name in selectors:
+            one_of("selector", name, (*SELECTORS, MEANS))
         one_of("backend", backend, BACKENDS)
         shares = share or list(SHARES)
         if not all(0 < x <= 1 for x in shares):
@@ -321,7 +335,7 @@ def sparse_command(
         stopwatch = Stopwatch(find_device(device))
         require_choice(stopwatch.device, bool(size), "--size 1x4k, or less")
         prepare_folder(folder)
-    choice = Choice(buckets, hidden, 1, window, selector)
+    choice = Choice(buckets, hidden, 1, window)
     bench, copy = begin_decode("sparse", stopwatch, folder)
     how = Conditions(stopwatch, backend, seed, seconds)
 
@@ -332,9 +346,11 @@ def sparse_command(
 
     bench.each(
         cases,
-        lambda case, tell: run_case(case, width, shares, choice, how._replace(tell=tell), copy),
+        lambda case, tell: run_case(
+            case, width, shares, [replace(choice, selector=name) for name in selectors], how._replace(tell=tell), copy
+        ),
         show,
-        options={**how.given, "width": width, "shares": shares, **asdict(choice)},
+        options={**how.given, "width": width, "shares": shares, **asdict(choice), "selector": selectors},
         copy_tb_s=copy,
     )
     end_decode(bench, stopwatch, json_line)

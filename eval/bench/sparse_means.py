@@ -87,7 +87,7 @@ def means_steps(
     timed = torch.zeros(3, dtype=torch.int64, device=how.device)
     stores = packed_stores(case, groups, cold_copies(min(sizes.values()), how.device), how.device, how.seed + 1)
     for share in shares:
-        how.tell(f"{case}: {width} bit, {share:.2%} of the blocks")
+        how.tell(f"{case}: {width} bit, means, {share:.2%} of the blocks")
         layers = [with_means(store, q, share, generator) for store in stores]
         counts = torch.zeros_like(timed)
 
@@ -97,7 +97,7 @@ def means_steps(
             calls: list[Call] = [partial(step, layer, q, always, how.backend, timed) for layer in layers]
             return check_means(case, q, layers[0], always, got), partial(Rotation, calls, how.device)
 
-        row, rotation = checked(new_row(case, f"{width} bit, {share:.2%}", True, sizes[share]), prepare)
+        row, rotation = checked(new_row(case, f"{width} bit, means, {share:.2%}", True, sizes[share]), prepare)
         if rotation is not None:
             density = int(counts[0]) / sum(case.lengths) / case.heads.kv
             row = replace(row, note=f"{density:.2%} of the keys, always-read blocks included")

@@ -26,7 +26,7 @@ def sparse_decode_kernel(
     workspace, scoring,  # `Workspace` (parts: of each share), `Scoring`
     read_ptr,  # int64 [1], to which the number of tokens read is added, or None
     capacity, index_cap, outputs, window,  # of a list, of the index in tokens; their number; newest tokens always read
-    tokens, sink, alone,  # M; first tokens that are always read; CTAs where there are few tiles
+    tokens, sink, alone,  # M; as in `Chosen`; CTAs where there are few tiles
     FORM: tl.constexpr, SHARING: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Equal shares, each of one output [row, slot, query, part of the query heads].

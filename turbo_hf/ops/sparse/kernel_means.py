@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.layout import NOTED_UNIT as SHARE_UNIT
-from turbo_hf.ops.kernel_common import LOG2_E, pdl_wait, tanh, to_l2
+from turbo_hf.ops.kernel_common import LOG2_E, pdl_wait, tanh
 from turbo_hf.ops.sparse.kernel_lists import extent, place_of
 from turbo_hf.ops.sparse.reference_means import DEEPEST as LOWEST
 from turbo_hf.ops.sparse.reference_means import HALVINGS as TIMES
@@ -82,130 +82,126 @@ def _add3(a, b, c, d, e, f):
 
 
 @triton.jit
-def _add7(a, b, c, d, e, f, g, h, i, j, k, m, n, o):
-    return a + h, b + i, c + j, d + k, e + m, f + n, g + o
+def _above(p, cut):
+    """p where it is at least the cut; as a product, it is added by one instruction."""
+    return p * (p >= cut).to(tl.float32)
 
 
 @triton.jit
-def _above(p, low, step):
-    """Mass at 2^low and more once `step` is added to low 1, 2, ... 7 times: sums of one pass over the program."""
-    a, b, c, d = tl.exp2(low + step), tl.exp2(low + 2 * step), tl.exp2(low + 3 * step), tl.exp2(low + 4 * step)
-    e, f, g = tl.exp2(low + 5 * step), tl.exp2(low + 6 * step), tl.exp2(low + 7 * step)
-    masses = (
-        tl.where(p >= a, p, 0.0), tl.where(p >= b, p, 0.0), tl.where(p >= c, p, 0.0), tl.where(p >= d, p, 0.0),
-        tl.where(p >= e, p, 0.0), tl.where(p >= f, p, 0.0), tl.where(p >= g, p, 0.0),
-    )  # fmt: skip
-    return tl.reduce(masses, 0, _add7)
+def _ones(x):
+    """How many bits of each uint32 are 1."""
+    x -= (x >> 1) & 0x55555555
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    return ((((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
 
 
-@triton.jit
-def _list(
-    scores, capacity, cuts, seen, table, listed, BLOCK: tl.constexpr, GROUP: tl.constexpr, SCAN: tl.constexpr,
-    NOTED: tl.constexpr,
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["cuts_ptr", "left_by_head_ptr"])
+def cut_by_means_kernel(
+    scores_ptr,  # as above, for BLOCKS blocks
+    rows,  # `Rows`
+    cuts_ptr,  # float32 [lists, GROUP, 2]: the largest score; 1 / mass of all blocks relative to it
+    chosen_ptr,  # int32 [lists, GROUP, BLOCKS / 32]: a bit per block, lowest first
+    left, left_by_head_ptr,  # as in `ByMeans`
+    window, tokens, sink,  # newest tokens always read; M; first tokens always read
+    KV: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """List the blocks above the cut of any head, and those that are always read.
+    """The blocks that one query head of one [row, slot, query] reads: those above its cut, and those always read.
 
-    seen: tokens of sealed blocks that the query sees, their whole blocks, and the first and last block by choice.
-    Returns how many blocks are listed, their tokens, and, if NOTED, the sum over heads of the share that is left.
+    BLOCKS: of the table, padded, at least 32. PDL: `pdl_wait`.
     """
-    sealed, whole, begin, end = seen
-    blocks = tl.cdiv(sealed, BLOCK)
-    count, read, left = blocks * 0, blocks * 0, blocks.to(tl.float32) * 0
-    for start in tl.range(0, blocks, SCAN, num_stages=1):
-        n = start + tl.arange(0, SCAN)
-        wanted = (n < begin) | (n >= end)
-        rest = n.to(tl.float32) * 0
-        for head in tl.range(0, GROUP, loop_unroll_factor=4):
-            top = tl.load(cuts + 3 * head, cache_modifier=".cg")
-            low = tl.load(cuts + 3 * head + 1, cache_modifier=".cg")
-            x = tl.load(scores + head * capacity + n, mask=n < whole, other=-float("inf"), cache_modifier=".cg") - top
-            # what is not a number is read
-            wanted |= (x < low) == 0
-            if NOTED:
-                rest += _shares(x) * tl.load(cuts + 3 * head + 2, cache_modifier=".cg")
-        kept = wanted & (n < blocks)
-        page = tl.load(table + n, mask=n < blocks, other=0)
-        ones = kept.to(tl.int32)
-        tl.store(listed + count + tl.cumsum(ones, 0) - 1, (page << 32) + n, mask=kept)
-        more, tokens, unread = tl.reduce(
-            (ones, tl.where(kept, tl.minimum(sealed - n * BLOCK, BLOCK), 0), tl.where(kept, 0.0, rest)), 0, _add3
-        )
-        count, read, left = count + more, read + tokens, left + unread
-    return count, read, left
+    own, head = tl.program_id(0), tl.program_id(1)
+    slot = own // tokens
+    place, closed = place_of(own % tokens, slot // KV, tokens, True, rows, BLOCK)
+    first, recent, sealed, _ = extent(place, closed, sink, window)
+    whole, begin = sealed // BLOCK, tl.cdiv(first, BLOCK)
+    end = tl.maximum(recent // BLOCK, begin)
+    if left_by_head_ptr is not None:
+        own_head = tl.load(rows.order + slot, cache_modifier=".cg")
+        left = tl.load(left_by_head_ptr + slot // KV * KV + own_head, cache_modifier=".cg")
+    pdl_wait(PDL)
+    at = own.to(tl.int64) * GROUP + head
+    n = tl.arange(0, BLOCKS)
+    # loads are vectors where the mask is the same for 16 neighbours
+    x = tl.load(scores_ptr + at * BLOCKS + n, mask=n < tl.cdiv(whole, 16) * 16, other=0.0, cache_modifier=".cg")
+    x = tl.where(n < whole, x, -float("inf"))
+    top = tl.max(x, 0)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    x -= top
+    p = _shares(x)
+    # what is left to choose from
+    always = (n < begin) | (n >= end)
+    free = tl.where(always, 0.0, p)
+    total, covered = tl.reduce((p, p - free), 0, _add2)
+    need = total * (1 - left)
+    low, step = total * 0 - DEEPEST, (DEEPEST + 1) * 0.25
+    # two halvings per pass, by the masses above three cuts
+    for _ in tl.static_range(HALVINGS // 2):
+        a, b, c = tl.exp2(low + step), tl.exp2(low + 2 * step), tl.exp2(low + 3 * step)
+        a, b, c = tl.reduce((_above(free, a), _above(free, b), _above(free, c)), 0, _add3)
+        times = (covered + a >= need).to(tl.float32) + (covered + b >= need).to(tl.float32)
+        low += (times + (covered + c >= need).to(tl.float32)) * step
+        step *= 0.25
+    # where nothing may be left, every block is read; and what is not a number
+    low = tl.where(left > 0, low, -float("inf"))
+    chosen = (always | ((x < low) == 0)) & (n < tl.cdiv(sealed, BLOCK))
+    bits = tl.reshape(chosen.to(tl.int32), [BLOCKS // 32, 32]) << tl.arange(0, 32)[None, :]
+    tl.store(chosen_ptr + at * (BLOCKS // 32) + tl.arange(0, BLOCKS // 32), tl.sum(bits, 1))
+    tl.store(cuts_ptr + at * 2, top)
+    tl.store(cuts_ptr + at * 2 + 1, tl.where(total > 0, 1 / tl.where(total > 0, total, 1.0), 0.0))
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "capacity", "list_stride", "window"],
-    do_not_specialize_on_alignment=["cuts_ptr", "arrived_ptr", "read_ptr", "noted_ptr", "left_by_head_ptr"],
+    do_not_specialize=["table_stride"],
+    do_not_specialize_on_alignment=["cuts_ptr", "chosen_ptr", "read_ptr", "noted_ptr"],
 )
 def list_by_means_kernel(
-    scores_ptr,  # as above
-    rows,  # `Rows`
-    table_ptr,  # int64 [B, blocks]
-    lists,  # `Lists`
-    cuts_ptr, arrived_ptr,  # float32 [lists, GROUP, 3], int32 [lists]: zeros before and after
+    scores_ptr, rows, table_ptr,  # as above; `Rows`; int64 [B, blocks]
+    lists,  # `Lists`, of capacity BLOCKS
+    cuts_ptr, chosen_ptr,  # as above
     read_ptr, noted_ptr,  # int64 [1], to which the number of tokens read is added, or None; as in `ByMeans`, or None
-    left, left_by_head_ptr,  # as in `ByMeans`
-    table_stride, capacity, list_stride,  # of the table's rows, of a list; scores of a list
-    window, tokens, sink,  # newest tokens always read; M; first tokens always read
+    table_stride, tokens,  # of the table's rows; M
     KV: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, SCAN: tl.constexpr,
-    PDL: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The cut of one query head of one [row, slot, query]; the last of its heads to arrive lists and counts the blocks.
+    """List those of SCAN blocks that any query head of one [row, slot, query] reads, and count their tokens.
 
-    BLOCKS: of the table, padded. SCAN: blocks that are listed at a time. list_stride is GROUP capacity, which Triton
-    should not know: it would give four neighbours to a thread, load them one by one, and move all of them again to
-    store the list.
+    Where in the list they stand, each program finds by itself: behind all that are chosen before its own.
     """
-    own, head = tl.program_id(0), tl.program_id(1)
-    query, slot = own % tokens, own // tokens
-    row = slot // KV
-    place, closed = place_of(query, row, tokens, True, rows, BLOCK)
-    first, recent, sealed, opened = extent(place, closed, sink, window)
-    whole, begin = sealed // BLOCK, tl.cdiv(first, BLOCK)
-    end = tl.maximum(recent // BLOCK, begin)
-    table = table_ptr + row * table_stride
-    n = tl.arange(0, BLOCKS)
-    if ASM:
-        line = tl.arange(0, (BLOCKS + 15) // 16) * 16
-        to_l2(table + line, line < tl.cdiv(sealed, BLOCK))
+    own, start = tl.program_id(0), tl.program_id(1) * SCAN
+    row = own // tokens // KV
+    place, closed = place_of(own % tokens, row, tokens, True, rows, BLOCK)
+    sealed = tl.minimum(closed, place + 1)
+    n, word = start + tl.arange(0, SCAN), tl.arange(0, BLOCKS // 32)
+    page = tl.load(table_ptr + row * table_stride + n, mask=n * BLOCK < sealed, other=0)
     pdl_wait(PDL)
-    scores = scores_ptr + own.to(tl.int64) * list_stride
-    x = tl.load(scores + head * capacity + n, mask=n < whole, other=-float("inf"), cache_modifier=".cg")
-    top = tl.max(x, 0)
-    top = tl.where(top == -float("inf"), 0.0, top)
-    p = _shares(x - top)
-    # what is left to choose from
-    free = tl.where((n < begin) | (n >= end), 0.0, p)
-    total, covered = tl.reduce((p, p - free), 0, _add2)
-    if left_by_head_ptr is not None:
-        own_head = tl.load(rows.order + slot, cache_modifier=".cg")
-        left = tl.load(left_by_head_ptr + row * KV + own_head, cache_modifier=".cg")
-    need = total * (1 - left)
-    low, step = total * 0 - DEEPEST, (DEEPEST + 1) * 0.125
-    for _ in tl.static_range(HALVINGS // 3):
-        a, b, c, d, e, f, g = _above(free, low, step)
-        times = (covered + a >= need).to(tl.float32) + (covered + b >= need).to(tl.float32)
-        times += (covered + c >= need).to(tl.float32) + (covered + d >= need).to(tl.float32)
-        times += (covered + e >= need).to(tl.float32) + (covered + f >= need).to(tl.float32)
-        low += (times + (covered + g >= need).to(tl.float32)) * step
-        step *= 0.125
-    cuts = cuts_ptr + own * (3 * GROUP)
-    tl.store(cuts + 3 * head, top)
-    # where nothing may be left, every block is read
-    tl.store(cuts + 3 * head + 1, tl.where(left > 0, low, -float("inf")))
-    tl.store(cuts + 3 * head + 2, tl.where(total > 0, 1 / tl.where(total > 0, total, 1.0), 0.0))
-    tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr + own, 1, sem="acq_rel") == GROUP - 1:
-        tl.store(arrived_ptr + own, 0)
-        seen = sealed, whole, begin, end
-        listed = lists.blocks + own.to(tl.int64) * capacity
-        count, read, share_left = _list(
-            scores, capacity, cuts, seen, table, listed, BLOCK, GROUP, SCAN, noted_ptr is not None
+    if (start * BLOCK < sealed) | (start == 0):
+        at = own.to(tl.int64)
+        chosen, before, rest = n * 0, word * 0, n.to(tl.float32) * 0
+        for head in tl.range(0, GROUP, loop_unroll_factor=4):
+            bits = chosen_ptr + (at * GROUP + head) * (BLOCKS // 32)
+            before |= tl.load(bits + word, mask=word < start // 32, other=0, cache_modifier=".cg")
+            chosen |= tl.load(bits + n // 32, cache_modifier=".cg")
+            if noted_ptr is not None:
+                cut = cuts_ptr + (at * GROUP + head) * 2
+                top, unit = tl.load(cut, cache_modifier=".cg"), tl.load(cut + 1, cache_modifier=".cg")
+                x = tl.load(
+                    scores_ptr + (at * GROUP + head) * BLOCKS + n, mask=n * BLOCK + BLOCK <= sealed,
+                    other=-float("inf"), cache_modifier=".cg",
+                )  # fmt: skip
+                rest += _shares(x - top) * unit
+        ones = (chosen >> (n % 32)) & 1
+        listed = tl.sum(_ones(before.to(tl.uint32, bitcast=True)), 0)
+        tl.store(lists.blocks + at * BLOCKS + listed + tl.cumsum(ones, 0) - 1, (page << 32) + n, mask=ones != 0)
+        more, read, unread = tl.reduce(
+            (ones, ones * tl.minimum(sealed - n * BLOCK, BLOCK), tl.where(ones != 0, 0.0, rest)), 0, _add3
         )
-        tl.store(lists.counts + own, count)
+        if (start + SCAN) * BLOCK >= sealed:
+            tl.store(lists.counts + own, listed + more)
+        if start == 0:
+            read += place + 1 - sealed
         if read_ptr is not None:
-            tl.atomic_add(read_ptr, (read + opened).to(tl.int64), sem="relaxed")
+            tl.atomic_add(read_ptr, read.to(tl.int64), sem="relaxed")
         if noted_ptr is not None:
-            tl.atomic_add(noted_ptr, (share_left * NOTED_UNIT + 0.5).to(tl.int64), sem="relaxed")
-            tl.atomic_add(noted_ptr + 1, tl.where(place >= 0, GROUP, 0).to(tl.int64), sem="relaxed")
+            tl.atomic_add(noted_ptr, (unread * NOTED_UNIT + 0.5).to(tl.int64), sem="relaxed")
+            if start == 0:
+                tl.atomic_add(noted_ptr + 1, tl.where(place >= 0, GROUP, 0).to(tl.int64), sem="relaxed")

@@ -29,7 +29,7 @@ from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.sparse.kernel_arguments import Index, Lists, Sharing
 from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel
 from turbo_hf.ops.sparse.kernel_lists import list_kernel
-from turbo_hf.ops.sparse.kernel_means import list_by_means_kernel, score_means_kernel
+from turbo_hf.ops.sparse.kernel_means import cut_by_means_kernel, list_by_means_kernel, score_means_kernel
 from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logits_kernel, rank_kernel, visit_kernel
 from turbo_hf.ops.store.launch import pairs_of
 
@@ -42,8 +42,8 @@ SHARES = 4
 SCORED = 64
 """Blocks whose means a program scores."""
 
-LISTED = 2048
-"""Blocks that a program lists at a time: more take registers, and attention, launched beside it, was slower."""
+LISTED = 512
+"""Blocks that a program lists by means."""
 
 EVERY = 1 << 30
 """More tokens than a row has."""
@@ -236,15 +236,15 @@ def _workspace(
     floats: int,
     scores: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Listed blocks, their counts, arrival counters of outputs and of lists (zeros, as launches leave them), partial
-    results, scores of blocks.
+    """Listed blocks, their counts, arrival counters of outputs (zeros, as launches leave them), partial results, and
+    what `_list_by_means` needs.
 
     Two launches use it one after the other, so threads that share a stream have one each.
     """
     return (
         torch.empty(lists * capacity, dtype=torch.int64, device=device),
         torch.empty(lists, dtype=torch.int32, device=device),
-        torch.zeros(outputs + lists, dtype=torch.int32, device=device),
+        torch.zeros(outputs, dtype=torch.int32, device=device),
         torch.empty(shares * floats, dtype=torch.float32, device=device),
         torch.empty(scores, dtype=torch.float32, device=device),
     )
@@ -277,10 +277,10 @@ def launch_sparse_decode(
     # `tiles_of_share`: as many shares as CTAs; with many outputs SHARES per CTA, and at least one per output
     shares = SHARES * ctas + lists * row_parts
     # sealed blocks of the longest row, rounded up to a power of two: a growing cache needs a new workspace rarely
-    capacity = power_of_two(max(16, store.table.shape[1]))
+    capacity = power_of_two(max(32, store.table.shape[1]))
     floats = per_output * (padded + STATS.value)
-    # and three numbers of each head
-    scores = lists * group * (capacity + 3) if isinstance(visits, ByMeans) else 0
+    # and two numbers of each head, and a bit for each of its blocks
+    scores = lists * group * (capacity + 2 + capacity // 32) if isinstance(visits, ByMeans) else 0
     shape = (q.device, gpu.stream(q.device), get_ident(), lists, capacity, lists * row_parts, shares, floats, scores)
     if store.plans is None:
         workspace = _workspace(*shape)
@@ -297,16 +297,16 @@ def launch_sparse_decode(
         index = Index(visits.buckets.contiguous(), flags, flags.shape[-1])
     rows_held = Rows(store.order.contiguous(), store.sealed, store.open_len, starts)
     lists_held = Lists(listed, listed_count)
+    sink: int | None
     sink, window = min(always.sink_tokens, EVERY), min(always.window_tokens, EVERY)
     spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
     pdl = gpu.pdl(q.device)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         if isinstance(visits, ByMeans):
-            scratch = Scratch(scored, arrived[lists * row_parts :], capacity)
+            scratch = Scratch(scored, capacity)
             _list_by_means(q, store, scoring, visits, AlwaysRead(sink, window), rows_held, lists_held, scratch, read)
             # listed blocks are read whole, and counted already
-            sink = window = EVERY
-            read = None
+            sink = read = None
         else:
             list_kernel[(lists,)](
                 spanned, flags, rows_held, store.table, lists_held, store.table.stride(0), capacity,
@@ -333,13 +333,12 @@ def launch_sparse_decode(
 class Scratch(NamedTuple):
     """Memory of `_list_by_means`.
 
-    scores: room for float32 [lists, group, capacity], and [lists, group, 3] behind it.
-    arrived: int32 [lists], zeros.
+    floats: float32 scores [lists, group, capacity], cuts [lists, group, 2], and int32 [lists, group, capacity / 32], a
+        bit per chosen block.
     capacity: of a list.
     """
 
-    scores: torch.Tensor
-    arrived: torch.Tensor
+    floats: torch.Tensor
     capacity: int
 
 
@@ -359,15 +358,20 @@ def _list_by_means(
     kv_heads, blocks, pdl = store.k_open.shape[1], max(1, store.table.shape[1]), gpu.pdl(q.device)
     group, asked, stride = heads // kv_heads, batch * kv_heads * queries, store.table.stride(0)
     score_means_kernel[(asked, triton.cdiv(blocks, SCORED))](
-        DecodeQueries(q, q.stride()), store.means, rows, store.table, scratch.scores, scoring, stride,
+        DecodeQueries(q, q.stride()), store.means, rows, store.table, scratch.floats, scoring, stride,
         store.table.shape[1], scratch.capacity, queries, KV=kv_heads, GROUP=group, G=max(16, power_of_two(group)),
         D=dim, DP=max(16, power_of_two(dim)), BLOCK=store.block, TILE=SCORED, FROZEN=(2 * log(store.block)) ** 0.5,
         **pdl, num_warps=4, **gpu.FMA,
     )  # fmt: skip
-    room = scratch.capacity
-    list_by_means_kernel[(asked, group)](
-        scratch.scores, rows, store.table, lists, scratch.scores[asked * group * room :], scratch.arrived, read,
-        rule.noted, rule.left, rule.left_by_head, stride, room, group * room, always.window_tokens, queries,
-        always.sink_tokens, KV=kv_heads, BLOCK=store.block, GROUP=group, BLOCKS=room, SCAN=min(room, LISTED), **pdl,
-        ASM=q.is_cuda, num_warps=min(16, max(8, room // 256)), **gpu.FMA,
+    room, asking = scratch.capacity, asked * group
+    cuts, chosen = scratch.floats[asking * room :], scratch.floats[asking * (room + 2) :].view(torch.int32)
+    shape = {"KV": kv_heads, "BLOCK": store.block, "GROUP": group, "BLOCKS": room}
+    cut_by_means_kernel[(asked, group)](
+        scratch.floats, rows, cuts, chosen, rule.left, rule.left_by_head, always.window_tokens, queries,
+        always.sink_tokens, **shape, **pdl, num_warps=max(8, room // 1024), **gpu.FMA,
+    )  # fmt: skip
+    listed = min(room, LISTED)
+    list_by_means_kernel[(asked, triton.cdiv(blocks, listed))](
+        scratch.floats, rows, store.table, lists, cuts, chosen, read, rule.noted, stride, queries, **shape,
+        SCAN=listed, **pdl, num_warps=4, **gpu.FMA,
     )  # fmt: skip
