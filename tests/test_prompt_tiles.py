@@ -233,7 +233,8 @@ def test_lists(device: torch.device) -> None:
     q = inputs(5 * TILE + 1, device)[0]
     kept = random_kept(q)
     kept[0, 0], kept[1, 1] = 0, 1
-    listed, count = launch_list_tiles(kept, 5 * TILE + 1)
+    listed, count, of_past = launch_list_tiles(kept, 5 * TILE + 1)
+    assert of_past is None
     assert listed.shape == (4 * 15 + 2,)
     rows, square = listed[:-2].view(2, 2, 15).tolist(), as_square(kept, 5 * TILE + 1).cpu()
     for row, head, tile in product(range(2), range(2), range(6)):

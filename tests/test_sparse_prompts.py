@@ -163,7 +163,7 @@ def test_padded_rows_read_as_they_do_alone() -> None:
         torch.testing.assert_close(alone[0, 0], batch[0, row], rtol=1e-4, atol=1e-4)
     q, k = (torch.cat([x] * 3) for x in heads(700))
     starts = [700 - n for n in lengths]
-    given = {"seen": 0, "mode": "turbo", "backend": "auto"}
+    given = {"mode": "turbo", "backend": "auto"}
     kept = tally.tiles_to_read(SHORT, q, k, None, None, Scoring(1.0), starts=starts, **given)
     assert kept is not None
     for row in range(2):
@@ -185,7 +185,7 @@ def heads(tokens: int = 8 * TILE) -> tuple[Tensor, Tensor]:
 
 
 def read_by(rule: PromptSparsity, tally: PromptTally, **options: Any) -> Tensor | None:
-    given = {"seen": 0, "mode": "turbo", "backend": "auto", **options}
+    given = {"mode": "turbo", "backend": "auto", **options}
     return tally.tiles_to_read(rule, *heads(), None, None, Scoring(1.0), **given)
 
 

@@ -23,6 +23,7 @@ from turbo_hf.ops.prefill.kernel_arguments import Chunk, Past, PrefillForm, Pref
 from turbo_hf.ops.prefill.kernel_operands import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
 from turbo_hf.ops.prefill.kernel_parts import merge_parts_kernel
 from turbo_hf.ops.prefill.launch_tiles import launch_list_tiles
+from turbo_hf.ops.prefill.reference_tiles import past_tiles
 from turbo_hf.ops.store.launch import launch_rotate, pairs_of
 from turbo_hf.ops.tuning import PrefillTiles, prefill_tiles
 
@@ -177,13 +178,19 @@ def launch_prefill(
         tile = SAS_TILE if name == "fp16" and scoring.sas_threshold is not None else block
         return prefill_tiles(name, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device))
 
-    parts = 1 if past is None else _parts(-(-tokens // tiles_of(rounding.mode).block_m) * pairs, past, q.device)
+    # lists are short enough
+    parts = (
+        1
+        if past is None or kept is not None
+        else _parts(-(-tokens // tiles_of(rounding.mode).block_m) * pairs, past, q.device)
+    )
     result, lse = _outputs(q, starts is not None and parts == 1)
     flags = torch.empty if rounding.mode == "fp16" else torch.zeros
     broken = flags(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
     held = None if past is None else _held(past, q.dtype if rounding.mode == "fp16" else None)
     kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
-    listed = None if kept is None else launch_list_tiles(kept, tokens)
+    listed = None if kept is None else launch_list_tiles(kept, tokens, past)
+    before = 0 if kept is None else past_tiles(kept, tokens)
 
     def run(
         operands: Operands,
@@ -221,7 +228,7 @@ def launch_prefill(
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
             PrefillQueries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
             # what is repaired is computed densely
-            None if repair else listed, kernel_scoring, to, pairs, tokens, parts, FORM=form, REPAIR=repair,
+            None if repair else listed, before, kernel_scoring, to, pairs, tokens, parts, FORM=form, REPAIR=repair,
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
             **gpu.FMA,
         )  # fmt: skip
