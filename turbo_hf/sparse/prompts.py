@@ -37,7 +37,7 @@ class PromptShares:
 
     Args:
         layer: the layer's number.
-        prompts: sparse prompts (rows) since the patch, each chunk of one counted; the shares are of the newest 16 passes.
+        prompts: sparse prompts (rows) since the patch, each chunk counted; the shares are of the newest 16 passes.
         continued: those of them that continue a cache.
         density: share of the causal key tiles that were read, over heads and rows; dense heads count with 1.
         dropped_mean, dropped_p95, dropped_max: exact dropped share of the softmax of audited queries, which are random
@@ -174,7 +174,8 @@ class PromptTally:
         short = [row for row in long if held[row] and added[row] < LEAST_ADDED]
         if short:
             self.dense[f"they add fewer than {LEAST_ADDED:,} tokens to a cache"] += len(short)
-        sealed = [0] * len(q) if past is None or past.sealed_host is None else list(past.sealed_host)
+        # where nothing is replayed, the host knows it
+        sealed = [0] * len(q) if past is None else list(past.sealed_host or ())
         whole = [0 if past is None else count * past.block // PROMPT_TILE for count in sealed]
         # the first tile of a first prompt has nothing to choose from
         sparse = [
@@ -242,7 +243,7 @@ def _places(tokens: int, whole: int, most: int) -> torch.Tensor:
 
 def _why_dense(q: torch.Tensor, past: KVStore | None, sorted_past: bool, mode: str, backend: str) -> str | None:
     """Why a long prompt reads every key; None: it may be sparse."""
-    if past is not None and (sorted_past or past.sealed_host is None):
+    if past is not None and sorted_past:
         return "they continue a cache that is in the order of buckets"
     room = 0 if past is None else past.table.shape[1] * past.block
     if room + q.shape[2] > MOST_TILES * PROMPT_TILE:

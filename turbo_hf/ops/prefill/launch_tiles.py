@@ -85,7 +85,8 @@ def launch_list_tiles(kept: torch.Tensor, tokens: int, past: KVStore | None = No
     listed = torch.empty(pairs * kept.shape[2] + 2, dtype=torch.int16, device=kept.device)
     listed[-2:] = 0
     counts = torch.empty(1 if past is None else 2, pairs, tiles, dtype=torch.int32, device=kept.device)
-    lists, sealed, block = Listed(listed, *counts), None, 1
+    # Triton compares no tuple with a None in it
+    lists, sealed, block = Listed(listed, counts[0], counts[-1]), None, 1
     if past is not None:
         sealed, block = past.sealed, past.block
     with torch.cuda.device_of(kept):

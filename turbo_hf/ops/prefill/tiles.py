@@ -76,10 +76,10 @@ def dropped_mass(
 ) -> torch.Tensor:
     """float32 [B, Hq, R]: the share of the softmax of the queries at `places` on tiles that are not read.
 
-    q, k, kept, scoring: as of `choose_tiles`. places: int64 [R], ascending. rest: float [B, Hkv, n, D], keys of the past
-    that are in no tile, and that all queries read. All keys are read for it; only the rounding of a product in float32
-    is between this and the exact share. An output differs from the dense one by at most twice this share times the
-    largest |v|.
+    q, k, kept, scoring: as of `choose_tiles`. places: int64 [R], ascending. rest: float [B, Hkv, n, D], keys of a past
+    that are in no tile, and that all queries read. All keys are read for it; only the rounding of a product in float32,
+    and of a past's keys to q's dtype, is between this and the exact share. An output differs from the dense one by at
+    most twice this share times the largest |v|.
     """
     besides = None
     if rest is not None and rest.shape[2]:
