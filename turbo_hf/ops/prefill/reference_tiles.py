@@ -82,18 +82,18 @@ def reference_dropped_mass(
     besides: float32 [Hq, R], as of `ops.prefill.tiles.dropped_mass`.
     """
     past = k.shape[1] - q.shape[1]
-    key, parts = torch.arange(k.shape[1], device=k.device) - past, []
+    key = torch.arange(k.shape[1], device=k.device) - past
+    parts: list[torch.Tensor] = []
     wide = torch.promote_types(q.dtype, torch.float32)
     # 64 rows at a time bound the memory
-    for here in places.split(64):
+    for first in range(0, len(places), 64):
+        here = places[first : first + 64]
         score = scores(q[:, here].to(wide), k.to(wide).mT, scoring).masked_fill(key > here[:, None], -torch.inf)
         total = score.logsumexp(-1, keepdim=True)
         if scoring.sinks is not None:
             total = torch.logaddexp(total, scoring.sinks.detach().to(score)[:, None, None])
         if besides is not None:
-            total = torch.logaddexp(
-                total, besides[:, sum(x.shape[-1] for x in parts) :][:, : len(here), None].to(score)
-            )
+            total = torch.logaddexp(total, besides[:, first : first + 64, None].to(score))
         share = torch.exp(score - total)
         unread = ~kept[:, here // PROMPT_TILE].repeat_interleave(PROMPT_TILE, -1)[..., : k.shape[1]]
         parts.append((share * unread).sum(-1))

@@ -88,9 +88,11 @@ def dropped_mass(
         besides = torch.stack(found).logsumexp(-1).float()
     if not uses_triton(backend, q.device, why_no_choice(q)):
         square = as_square(kept, q.shape[2])
-        others = [None] * len(q) if besides is None else besides
-        rows = zip(q, k, square, others, strict=True)
-        return torch.stack([reference_dropped_mass(*row, places, scoring, other) for *row, other in rows])
+        rows = [
+            reference_dropped_mass(*row, places, scoring, None if besides is None else besides[i])
+            for i, row in enumerate(zip(q, k, square, strict=True))
+        ]
+        return torch.stack(rows)
     from turbo_hf.ops.prefill.launch_tiles import launch_dropped_mass  # noqa: PLC0415 - needs Triton
 
     return launch_dropped_mass(q, k, kept, places, scoring, besides)
