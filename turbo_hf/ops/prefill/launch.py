@@ -133,7 +133,22 @@ def unpack_past(past: KVStore, wide: torch.dtype | None = None) -> tuple[torch.T
     k = torch.empty(shape, dtype=dtype, device=device)
     v = torch.empty(batch, heads, dim, shape[2], dtype=dtype, device=device)
     scale = torch.empty(batch, heads, blocks, 2, device=device)
-    first = 0
+    _unpack(past, k, v, scale, in_time=wide is not None)
+    return k, v, scale
+
+
+def dequantize_keys(past: KVStore, first: int, to: torch.Tensor) -> None:
+    """Write the keys of the sealed blocks from `first` on to `to`: float [B, Hkv, T, D], T whole blocks that every row
+    has, heads at one stride and rows at that of all of their heads."""
+    blocks = to.shape[2] // past.block
+    _unpack(past._replace(table=past.table[:, first : first + blocks]), to, None, None)
+
+
+def _unpack(
+    past: KVStore, k: torch.Tensor, v: torch.Tensor | None, scale: torch.Tensor | None, in_time: bool = False
+) -> None:
+    batch, heads, _, dim = k.shape
+    blocks, first, room = past.table.shape[1], 0, k.stride(1) // dim
     order, table = past.order.contiguous(), past.table.contiguous()
     with torch.cuda.device_of(k):
         for pages in past.paged:
@@ -141,11 +156,10 @@ def unpack_past(past: KVStore, wide: torch.dtype | None = None) -> tuple[torch.T
             if blocks:
                 unpack_past_kernel[(blocks, slots, batch)](
                     pages.k, pages.v, pages.meta, pages.scale, table, past.sealed, order, k, v, scale,
-                    blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
-                    BITS=pages.bits, VALUE_BITS=pages.value_bits, IN_TIME=wide is not None, **gpu.FMA,
+                    blocks, first, room, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
+                    BITS=pages.bits, VALUE_BITS=pages.value_bits, IN_TIME=in_time, **gpu.FMA,
                 )  # fmt: skip
             first += slots
-    return k, v, scale
 
 
 def _held(past: KVStore, wide: torch.dtype | None) -> Past:

@@ -120,18 +120,17 @@ def sparse_keys(past: KVStore, k: torch.Tensor, sealed: int, opened: int, *, bac
     keys = k.new_empty(*k.shape[:2], whole + k.shape[2], k.shape[3])
     rest = k.new_empty(*k.shape[:2], sealed * size - whole + opened, k.shape[3])
     keys[:, :, whole:] = k
+    parts = ((0, keys[:, :, :whole]), (whole // size, rest[:, :, : rest.shape[2] - opened]))
     if uses_triton(backend, k.device, why_no_kernel(k)):
-        from turbo_hf.ops.prefill.launch import unpack_past  # noqa: PLC0415 - needs Triton
+        from turbo_hf.ops.prefill.launch import dequantize_keys  # noqa: PLC0415 - needs Triton
 
-        codes, _, scale = unpack_past(past)
-        scale = scale[..., 0]
+        for first, to in parts:
+            dequantize_keys(past, first, to)
     else:
         codes, scale = sealed_tokens(past)[:2]
-        scale = scale[:, :, ::size]
-    split = whole // size
-    for to, first, end in ((keys[:, :, :whole], 0, split), (rest[:, :, : rest.shape[2] - opened], split, sealed)):
-        blocks = codes[:, :, first * size : end * size].unflatten(2, (end - first, size))
-        torch.mul(blocks, scale[:, :, first:end, None, None], out=to.unflatten(2, (end - first, size)))
+        for first, to in parts:
+            own = slice(first * size, first * size + to.shape[2])
+            torch.mul(codes[:, :, own], scale[:, :, own, None], out=to)
     last = rest[:, :, rest.shape[2] - opened :]
     torch.mul(past.k_open[:, :, :opened], past.k_scale[:, :, :opened, None], out=last)
     return SparseKeys(keys, rest)
