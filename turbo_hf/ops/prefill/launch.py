@@ -192,19 +192,14 @@ def launch_prefill(
         tile = SAS_TILE if name == "fp16" and scoring.sas_threshold is not None else block
         return prefill_tiles(name, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device))
 
-    # lists are short enough
-    parts = (
-        1
-        if past is None or kept is not None
-        else _parts(-(-tokens // tiles_of(rounding.mode).block_m) * pairs, past, q.device)
-    )
+    programs = -(-tokens // tiles_of(rounding.mode).block_m) * pairs
+    parts = _parts(programs, past if kept is None else None, q.device)
     result, lse = _outputs(q, starts is not None and parts == 1)
     flags = torch.empty if rounding.mode == "fp16" else torch.zeros
     broken = flags(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
     held = None if past is None else _held(past, q.dtype if rounding.mode == "fp16" else None)
     kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
-    listed = None if kept is None else launch_list_tiles(kept, tokens, past)
-    before = 0 if kept is None else past_tiles(kept, tokens)
+    listed, before = (None, 0) if kept is None else (launch_list_tiles(kept, tokens, past), past_tiles(kept, tokens))
 
     def run(
         operands: Operands,
@@ -270,11 +265,14 @@ def launch_prefill(
     return AttentionOutput(result, lse)
 
 
-def _parts(programs: int, past: KVStore, device: torch.device) -> int:
-    """How many programs share the past of a tile of queries, where there are fewer tiles than SMs.
+def _parts(programs: int, past: KVStore | None, device: torch.device) -> int:
+    """How many programs share the past of a tile of queries, where there are fewer tiles than SMs. past: None, if there
+    is none to share.
 
     What the host knows alone decides: a captured launch is replayed over other lengths.
     """
+    if past is None:
+        return 1
     room = past.table.shape[1] * past.block
     return max(1, min(gpu.sms(device) // programs, room // LEAST_SHARE, MOST_PARTS))
 
