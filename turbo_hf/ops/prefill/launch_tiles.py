@@ -115,8 +115,7 @@ def launch_dropped_mass(
     with torch.cuda.device_of(q):
         dropped_mass_kernel[(batch * heads * -(-len(places) // rows), parts)](
             some, places, k, kept, found, scoring, *k.stride()[:3], len(places), tokens, tiles, past, part,
-            **_shape(q, k),
-            BLOCK_R=rows, BLOCK=32 if wide else PROMPT_TILE, num_warps=4, num_stages=2, **gpu.FMA,
+            BLOCK_R=rows, BLOCK=32 if wide else PROMPT_TILE, num_warps=4, num_stages=2, **_shape(q, k), **gpu.FMA,
         )  # fmt: skip
     top, total, gone = found
     # every query sees its own tile, so that some maximum is finite
