@@ -190,7 +190,9 @@ def launch_prefill(
 
     def tiles_of(name: str) -> PrefillTiles:
         tile = SAS_TILE if name == "fp16" and scoring.sas_threshold is not None else block
-        return prefill_tiles(name, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device))
+        return prefill_tiles(
+            name, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device), past=past is not None
+        )
 
     programs = -(-tokens // tiles_of(rounding.mode).block_m) * pairs
     parts = _parts(programs, past if kept is None else None, q.device)
