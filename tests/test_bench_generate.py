@@ -22,7 +22,7 @@ from turbo_hf.layout import Scoring
 from turbo_hf.sparse import prompts
 from turbo_hf.sparse.prompts import PromptTally
 
-PLAIN: Any = {"seen": 0, "mode": "fp16", "backend": "reference"}
+PLAIN: Any = {"mode": "fp16", "backend": "reference"}
 TINY = ["generate", "--device", "cpu", "--tiny", "--rounds", "1", "--new", "3"]
 
 

@@ -233,7 +233,7 @@ def test_lists(device: torch.device) -> None:
     q = inputs(5 * TILE + 1, device)[0]
     kept = random_kept(q)
     kept[0, 0], kept[1, 1] = 0, 1
-    listed, count = launch_list_tiles(kept, 5 * TILE + 1)
+    listed, count, _ = launch_list_tiles(kept, 5 * TILE + 1)
     assert listed.shape == (4 * 15 + 2,)
     rows, square = listed[:-2].view(2, 2, 15).tolist(), as_square(kept, 5 * TILE + 1).cpu()
     for row, head, tile in product(range(2), range(2), range(6)):
@@ -252,7 +252,7 @@ def test_density() -> None:
 @in_one_test(
     ("options", "message"),
     [
-        ({"causal": False}, "kept is for causal prompts without a past and a window"),
+        ({"causal": False}, "kept is for causal prompts without a window"),
         ({"window": 5}, "kept is for causal prompts"),
         ({"kept": torch.ones(2, 2, 2, dtype=torch.uint8)}, r"uint8 \[2, 2, 3\] .* got torch.uint8 \[2, 2, 2\]"),
         ({"kept": torch.ones(2, 2, 3)}, r"got torch.float32 \[2, 2, 3\]"),

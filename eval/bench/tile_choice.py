@@ -10,6 +10,9 @@ from turbo_hf.eval.bench.oracle import weights
 from turbo_hf.layout import PROMPT_TILE
 from turbo_hf.sparse import prompts
 
+MOST_SHAPES = 64
+"""Of prompts or chunks whose random tiles are kept."""
+
 
 def density(kept: torch.Tensor) -> torch.Tensor:
     """float [Hq]: share of the causal tiles that are read."""
@@ -28,13 +31,14 @@ def at_density(share: float) -> Iterator[None]:
     """Sparse prompts choose tiles and audit the choice, and then read a random share of the tiles instead."""
     ops: Any = prompts
     choose, audit = ops.choose_tiles, ops.dropped_mass
-    # of the newest shape: they are drawn in the first pass, which is not timed
+    # they are drawn in the first pass, which is not timed; each chunk of a prompt has a shape of its own
     drawn: dict[torch.Size, torch.Tensor] = {}
 
     def instead(*args: Any, **options: Any) -> torch.Tensor:
         kept = choose(*args, **options)
         if kept.shape not in drawn:
-            drawn.clear()
+            if len(drawn) == MOST_SHAPES:
+                drawn.clear()
             drawn[kept.shape] = random_tiles(kept, share, 0)
         return drawn[kept.shape]
 

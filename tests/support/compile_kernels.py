@@ -81,13 +81,17 @@ def prefill(mode: str, dim: int, dtype: torch.dtype, past: Any = None, **options
 
 
 def sparse_prompt(dim: int, dtype: torch.dtype) -> None:
-    """A prompt of two rows that reads some of its key tiles: their choice, the audit, and the general kernel."""
+    """A prompt of two rows that reads some of its key tiles: their choice, the audit, and the general kernel; a chunk
+    over a past, too."""
     q, k = (torch.zeros(2, 300, heads, dim, dtype=dtype).transpose(1, 2) for heads in (4, 2))
     launch_tiles.launch_choose_tiles(q, k, TileRule(tail_tokens=0, heads=torch.ones(4, 2)), Scoring(0.1))
     kept = launch_tiles.launch_choose_tiles(q, k, TileRule(tail_tokens=0), Scoring(0.1))
     launch_tiles.launch_dropped_mass(q, k, kept, torch.arange(128), Scoring(0.1))
     for mode in ("turbo", "fp16"):
         launch.launch_prefill(q, k, k, Scoring(0.1), Rounding(mode), None, None, True, None, kept)
+    past = make_store(*torch.zeros(2, 2, 2, 80, dim), [80, 70])
+    launch.launch_prefill(q, k, k, Scoring(0.1), Rounding("fp16"), past, None, True, None, kept)
+    launch.dequantize_keys(past, 0, k[:, :, :64].contiguous())
 
 
 def one_output(dim: int, heads: int) -> None:

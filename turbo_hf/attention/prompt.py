@@ -39,7 +39,8 @@ def attend_prompt(
     how: dict[str, Any] = {
         "tally": layer.prompt_tally,
         "begins": new.starts,
-        "seen": layer.seen,
+        "held": None if past is None else layer.lengths(),
+        "sorted_past": buckets is not None,
         "context": layer.state.context,
     }
     out = prompt_attention(layer.config, *given, **how)
@@ -58,26 +59,31 @@ def prompt_attention(
     *,
     tally: PromptTally | None = None,
     begins: Sequence[int] | None = None,
-    seen: int = 0,
+    held: Sequence[int] | None = None,
+    sorted_past: bool = False,
     context: ContextRanks | None = None,
 ) -> torch.Tensor:
     """Attention [B, Hq, M, D] of new tokens, aligned, over themselves and a past; nothing is stored.
 
-    tally: notes what sparse prompts read; None: every key is read. begins: `starts` as the host knows them. seen:
-    columns that the cache holds. context: the ranks over which the past is spread; without a past, each computes all.
+    tally: notes what sparse prompts read; None: every key is read. begins: `starts` as the host knows them. held:
+    tokens of each row that the past holds; sorted_past: not in the order of time. context: the ranks over which the
+    past is spread; without a past, each computes all.
     """
     q, k, v = qkv
     mode, rule, kept = prefill_mode(config.prompt_attention, q), config.sparse_prompt, None
+    # over a past, the chunk's own keys are rotated like the stored ones
+    turned = past is not None and config.rotates
+    if turned:
+        q, k = rotate_queries(q, config.backend), rotate_keys(k, config.backend, narrow=True)
     if tally is not None and rule is not None:
-        where: dict[str, Any] = {"starts": begins, "seen": seen, "mode": mode, "backend": config.backend}
+        where: dict[str, Any] = {"starts": begins, "held": held, "mode": mode, "backend": config.backend}
+        where["sorted_past"] = sorted_past
         kept = tally.tiles_to_read(rule, q, k, past, window, scoring, **where)
     if kept is not None:
         # a window as long as the prompt
         window = None
     elif mode == "fp16" and config.backend == "auto" and past is None and _is_plain(q, starts, window, scoring):
         return _sdpa(q, k, v, scoring.scaling)
-    # over a past, the chunk's own keys are rotated like the stored ones
-    turned = past is not None and config.rotates
     # "fp16" rounds nothing, so nothing needs preparing
     rounds = mode != "fp16"
     rounding = Rounding(
@@ -91,8 +97,8 @@ def prompt_attention(
     elif context is not None:
         past, scoring = own_part(context, past, scoring)
     found = prefill(
-        rotate_queries(q, config.backend) if turned else q,
-        rotate_keys(k, config.backend, narrow=True) if turned else k,
+        q,
+        k,
         v,
         scoring,
         rounding,

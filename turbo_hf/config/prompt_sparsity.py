@@ -19,7 +19,8 @@ class PromptSparsity(Options):
     Args:
         mass: share of the estimated softmax, averaged over the queries of a tile, that is read; above 0, at most 1.
         peak: a key tile to which one query alone gives this share is read; above 0, at most 1, which turns it off.
-        from_tokens: shorter prompts attend to everything. At least `sink_tokens` + `window_tokens` + `tail_tokens`.
+        from_tokens: prompts that are shorter, with what the cache holds before them, attend to everything. At least
+            `sink_tokens` + `window_tokens` + `tail_tokens`.
         sink_tokens, window_tokens: how many of the first tokens, and of the newest before a tile of queries, are always
             read, in whole tiles.
         tail_tokens: how many of a prompt's last queries read every key. The tokens that are generated first look back

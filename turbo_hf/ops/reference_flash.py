@@ -47,7 +47,7 @@ class Run(NamedTuple):
     exact: whether P is not rounded here.
     chosen: bool [B, Hkv or Hq, M, T], keys that each query may see, per KV head or per query head; None: all.
     products: what computes q . k and P V; None: they are products with x of k and v.
-    kept: bool [B, Hq, T, T], the tiles of `PROMPT_TILE` keys that each tile of as many queries reads; None: all.
+    kept: bool [B, Hq, T, tiles], those of `PROMPT_TILE` keys that each tile of as many queries reads; None: all.
     """
 
     q: Operand

@@ -23,15 +23,18 @@ class PrefillTiles(NamedTuple):
     stages: int
 
 
-def prefill_tiles(mode: str, dim: int, itemsize: int, block: int, shared: int = H200_SHARED) -> PrefillTiles:
+def prefill_tiles(
+    mode: str, dim: int, itemsize: int, block: int, shared: int = H200_SHARED, *, past: bool = False
+) -> PrefillTiles:
     """Tiles of the general prefill kernel (H200: `eval/results/prefill-log.md`; others were compiled only).
 
     Args:
         dim: channels, padded. itemsize: bytes of one of the model's own numbers. block: keys that share a scale of P;
             without such scales ("fp16") a tile is as long as shared memory allows. shared: bytes of it per program.
+            past: whether there is a compressed past.
     """
     if shared < H200_SHARED and (mode == "fp16" or (mode, itemsize) == ("half", 2)):
-        return _small_tiles(mode, dim, itemsize, block)
+        return _small_tiles(mode, dim, itemsize, block, past)
     if mode == "fp16":
         if itemsize > 2:
             # products in float32 are unrolled: taller tiles take minutes to compile
@@ -44,14 +47,15 @@ def prefill_tiles(mode: str, dim: int, itemsize: int, block: int, shared: int = 
     return PrefillTiles(64, block, 4, 2 if mode == "half" else 3)
 
 
-def _small_tiles(mode: str, dim: int, itemsize: int, block: int) -> PrefillTiles:
+def _small_tiles(mode: str, dim: int, itemsize: int, block: int, past: bool) -> PrefillTiles:
     """Tiles in the model's own numbers that fit the 99 KiB of consumer GPUs, and the registers before Hopper."""
     if mode == "half":
         return PrefillTiles(64, block, 8, 2 if dim <= 128 else 1)
     if itemsize > 2:
         return PrefillTiles(16, min(block, 32), 8, 1) if dim > 128 else PrefillTiles(32, min(block, 32), 8, 2)
     if dim > 128:
-        return PrefillTiles(64, min(block, 32), 8, 2)
+        # codes of a past are widened in shared memory
+        return PrefillTiles(64, min(block, 32), 8, 1 if past else 2)
     return PrefillTiles(64, min(block, 64), 4, 2) if dim > 64 else PrefillTiles(128, min(block, 64), 8, 3)
 
 

@@ -10,10 +10,13 @@ import torch
 from turbo_hf.config.prompt_sparsity import PromptSparsity
 from turbo_hf.layout import PROMPT_TILE, KVStore, Scoring
 from turbo_hf.ops.prefill.reference_tiles import first_of_tail
-from turbo_hf.ops.prefill.tiles import MOST_TILES, choose_tiles, density, dropped_mass, why_no_choice
+from turbo_hf.ops.prefill.tiles import MOST_TILES, choose_tiles, density, dropped_mass, sparse_keys, why_no_choice
 
 AUDIT_ROWS = 128
 """Queries per head whose dropped share is measured."""
+
+LEAST_ADDED = 1024
+"""Tokens that a prompt must add to a cache to be sparse: choice and audit look at all that it holds."""
 
 REMEMBERED = 16
 """Sparse prompts whose shares are remembered: the newest ones."""
@@ -34,7 +37,8 @@ class PromptShares:
 
     Args:
         layer: the layer's number.
-        prompts: sparse prompts (rows) since the patch; the shares are of the newest 16 passes.
+        prompts: sparse prompts (rows) since the patch, each chunk counted; the shares are of the newest 16 passes.
+        continued: those of them that continue a cache.
         density: share of the causal key tiles that were read, over heads and rows; dense heads count with 1.
         dropped_mean, dropped_p95, dropped_max: exact dropped share of the softmax of audited queries, which are random
             and outside of the tail, over heads and rows; 0 on heads that the audit has made dense. None without audit.
@@ -54,11 +58,13 @@ class PromptShares:
     dense_heads: int
     dense: Mapping[str, int]
     by_head: tuple[HeadShares, ...] = ()
+    continued: int = 0
 
     def __str__(self) -> str:
         parts = []
         if self.prompts:
-            parts.append(f"{self.density:.1%} of the key tiles read by {self.prompts} sparse prompts")
+            over = f", {self.continued} of them over a cache" if self.continued else ""
+            parts.append(f"{self.density:.1%} of the key tiles read by {self.prompts} sparse prompts{over}")
             if self.dropped_mean is not None:
                 shares = (self.dropped_mean, self.dropped_p95, self.dropped_max)
                 mean, p95, most = (f"{share:.2%}" for share in shares)
@@ -95,6 +101,7 @@ class PromptTally:
 
     heads: torch.Tensor | None = None
     prompts: int = 0
+    continued: int = 0
     passes: deque[_Pass] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     dense: Counter[str] = field(default_factory=Counter)
     generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
@@ -117,7 +124,7 @@ class PromptTally:
         heads = [_shares(read[:, i], None if found is None else found[:, i]) for i in range(read.shape[1])]
         dense = sum(int(one.dense.sum()) for one in self.passes)
         return PromptShares(
-            layer, self.prompts, *_shares(read, found), read.numel(), dense, dict(self.dense), (*heads,)
+            layer, self.prompts, *_shares(read, found), read.numel(), dense, dict(self.dense), (*heads,), self.continued
         )
 
     def places(self, queries: int, device: torch.device) -> torch.Tensor:
@@ -142,41 +149,67 @@ class PromptTally:
         scoring: Scoring,
         *,
         starts: Sequence[int] | None = None,
-        seen: int,
+        held: Sequence[int] | None = None,
+        sorted_past: bool = False,
         mode: str,
         backend: str,
     ) -> torch.Tensor | None:
         """`kept` for `prefill`; None if this prompt reads every key.
 
         q [B, Hq, M, D], k [B, Hkv, M, D] and what follows: as of `prefill`. starts: of each row, the first real column.
-        seen: columns that the cache holds. A row reads what it would alone.
+        held: tokens of each row that the past holds; None: none. sorted_past: it is not in the order of time. A row
+        reads what it would alone.
         """
-        tokens = q.shape[2]
+        tokens, rows = q.shape[2], range(len(q))
         first = [0] * len(q) if starts is None else starts
-        long = [row for row, start in enumerate(first) if seen + tokens - start >= rule.from_tokens]
-        if not long or (window is not None and window < tokens):
+        held = [0] * len(q) if held is None else held
+        added = [tokens - start for start in first]
+        long = [row for row in rows if added[row] and held[row] + added[row] >= rule.from_tokens]
+        if not long or (window is not None and window < max(held) + tokens):
             return None
-        reason = _why_dense(q, past, mode, backend)
+        reason = _why_dense(q, past, sorted_past, mode, backend)
         if reason is not None:
             self.dense[reason] += len(long)
-        sparse = [row for row in long if first_of_tail(tokens - first[row], rule.rule) > 1]
-        if reason is not None or not sparse:
             return None
-        if not any(first):
-            return self._chosen(rule, q, k, scoring, backend)
-        tiles = -(-tokens // PROMPT_TILE)
-        kept = torch.ones(*q.shape[:2], tiles * (tiles - 1) // 2, dtype=torch.uint8, device=q.device)
+        short = [row for row in long if held[row] and added[row] < LEAST_ADDED]
+        if short:
+            self.dense[f"they add fewer than {LEAST_ADDED:,} tokens to a cache"] += len(short)
+        # where nothing is replayed, the host knows it
+        sealed = [0] * len(q) if past is None else list(past.sealed_host or ())
+        whole = [0 if past is None else count * past.block // PROMPT_TILE for count in sealed]
+        # the first tile of a first prompt has nothing to choose from
+        sparse = [
+            row for row in long if row not in short and first_of_tail(added[row], rule.rule) > (0 if whole[row] else 1)
+        ]
+        if not sparse:
+            return None
+        alike = len(sparse) == len(q) and not any(first) and len({*zip(sealed, held, strict=True)}) == 1
+        if alike:
+            return self._chosen(rule, q, k, past, sealed[0], held[0], scoring, backend)
+        tiles, most = -(-tokens // PROMPT_TILE), max(whole)
+        kept = q.new_ones(*q.shape[:2], tiles * most + tiles * (tiles - 1) // 2, dtype=torch.uint8)
         for row in sparse:
-            own = (slice(row, row + 1), slice(None), slice(first[row], None))
-            found = self._chosen(rule, q[own], k[own], scoring, backend)
-            kept[row, :, : found.shape[2]] = found[0]
+            one, own = slice(row, row + 1), (slice(row, row + 1), slice(None), slice(first[row], None))
+            of_row = None if past is None else past.of_rows(one)
+            found = self._chosen(rule, q[own], k[own], of_row, sealed[row], held[row], scoring, backend)
+            kept[row, :, _places(added[row], whole[row], most).to(q.device)] = found[0]
         return kept
 
     def _chosen(
-        self, rule: PromptSparsity, q: torch.Tensor, k: torch.Tensor, scoring: Scoring, backend: str
+        self,
+        rule: PromptSparsity,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        past: KVStore | None,
+        sealed: int,
+        held: int,
+        scoring: Scoring,
+        backend: str,
     ) -> torch.Tensor:
-        """`kept` of rows without padding, which are long enough; noted."""
-        tokens = q.shape[2]
+        """`kept` of rows without padding, which are long enough; noted. Each has `held` tokens and `sealed` blocks."""
+        tokens, rest = q.shape[2], None
+        if past is not None:
+            k, rest = sparse_keys(past, k, sealed, held - sealed * past.block, backend=backend)
         if self.heads is not None and self.heads.device != q.device:
             with torch.inference_mode(False):
                 self.heads = self.heads.to(q.device)
@@ -185,7 +218,7 @@ class PromptTally:
         dense = torch.zeros_like(read, dtype=torch.bool)
         if rule.audit:
             places = self.places(first_of_tail(tokens, rule.rule) * PROMPT_TILE, q.device)
-            dropped = dropped_mass(q, k, kept, places, scoring, backend=backend)
+            dropped = dropped_mass(q, k, kept, places, scoring, rest, backend=backend)
             # a mean that is not a number is over the bound
             dense = ~(dropped.mean(-1) <= rule.bound)
         if rule.most_density is not None:
@@ -195,15 +228,25 @@ class PromptTally:
             read = read.masked_fill(dense, 1.0)
             dropped = None if dropped is None else dropped.masked_fill(dense[..., None], 0.0)
         self.prompts += len(q)
+        self.continued += len(q) if held else 0
         self.passes.append(_Pass(read, dropped, dense))
         return kept
 
 
-def _why_dense(q: torch.Tensor, past: KVStore | None, mode: str, backend: str) -> str | None:
+def _places(tokens: int, whole: int, most: int) -> torch.Tensor:
+    """int64: where the entries of `kept` lie among those of a batch, of a row whose past has `whole` tiles and not
+    `most`."""
+    tiles = -(-tokens // PROMPT_TILE)
+    tile, entry = torch.ones(tiles, whole + tiles).tril(whole - 1).nonzero().unbind(1)
+    return tile * most + tile * (tile - 1) // 2 + entry + (entry >= whole) * (most - whole)
+
+
+def _why_dense(q: torch.Tensor, past: KVStore | None, sorted_past: bool, mode: str, backend: str) -> str | None:
     """Why a long prompt reads every key; None: it may be sparse."""
-    if past is not None:
-        return "they continue a cache"
-    if q.shape[2] > MOST_TILES * PROMPT_TILE:
+    if past is not None and sorted_past:
+        return "they continue a cache that is in the order of buckets"
+    room = 0 if past is None else past.table.shape[1] * past.block
+    if room + q.shape[2] > MOST_TILES * PROMPT_TILE:
         return f"they have more than {MOST_TILES * PROMPT_TILE} tokens"
     # plain torch would save nothing on a GPU, and hold all scores; in float32, lists of tiles failed a test there
     if q.is_cuda and (backend == "reference" or q.dtype == torch.float32 or why_no_choice(q, mode) is not None):

@@ -201,27 +201,64 @@ def _log2_scale(scale):
 
 
 @triton.jit
-def _past(state, query, past, row, kv_row, m, d, first, part, parts, scoring, FORM: tl.constexpr):
+def _sealed_tile(
+    state, query, past, k_base, v_base, scales, m, d, n0, tokens, v_scale, scoring, FORM: tl.constexpr
+):  # fmt: skip
+    """The tile of the past's sealed blocks that begins at `n0`. v_scale: that of its values, as it is stored."""
+    D: tl.constexpr = FORM.dim
+    WINDOW: tl.constexpr = FORM.window
+    n = tl.arange(0, FORM.past_tile)
+    place = (n0 + n).to(tl.int64)
+    k = tl.load(k_base + place[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0)
+    v_at = v_base + place[:, None] + d[None, :].to(tl.int64) * past.sealed_room
+    v = tl.load(v_at, mask=(d < D)[None, :], other=0)
+    k_scale = tl.load(scales + n0 // FORM.past_block * 2)
+    allowed = (n0 + n)[None, :] > (tokens + m)[:, None] - WINDOW
+    return _step(
+        state, query, None, k, k_scale, v, _log2_scale(v_scale), allowed, scoring, FORM, MASKED=WINDOW > 0,
+        K_TOKEN=False, V_TOKEN=False, ORDERED=not FORM.in_time, CLEAN=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _listed_past(
+    state, query, past, k_base, v_base, scales, m, d, at, listed, tokens, scoring, FORM: tl.constexpr
+):  # fmt: skip
+    """The `listed` tiles of TILE keys of the sealed blocks that `at` points to, the oldest first."""
+    PARTS: tl.constexpr = TILE // FORM.past_tile
+    for i in range(0, listed * PARTS):
+        # the interpreter has no int % constexpr
+        n0 = tl.load(at + listed - 1 - i // PARTS).to(tl.int32) * TILE + (i - i // PARTS * PARTS) * FORM.past_tile
+        v_scale = tl.load(scales + n0 // FORM.past_block * 2 + 1)
+        state = _sealed_tile(state, query, past, k_base, v_base, scales, m, d, n0, tokens, v_scale, scoring, FORM)
+    return state
+
+
+@triton.jit
+def _past(
+    state, query, past, row, kv_row, m, d, first, part, parts, at, listed, before, scoring, FORM: tl.constexpr
+):  # fmt: skip
     """Sealed blocks (one scale per block) and open tokens (one scale per token). Every query comes after them.
 
     Of several parts each reads a share of the sealed blocks; the last one, whose share is smaller, the open tokens.
+    Where `at` points to a list, of the first `before` tiles of TILE keys the `listed` ones are read.
     """
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.past_block
-    TILE: tl.constexpr = FORM.past_tile
+    STEP: tl.constexpr = FORM.past_tile
     WINDOW: tl.constexpr = FORM.window
     sealed = tl.load(past.sealed + row).to(tl.int32) * BLOCK
     opened = tl.load(past.open_len + row).to(tl.int32)
     tokens = sealed + opened
-    n = tl.arange(0, TILE)
+    n = tl.arange(0, STEP)
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(tokens + first - WINDOW + 1, 0)
-    begin, end, open_end = lowest // TILE * TILE, sealed, opened
+    begin, end, open_end = lowest // STEP * STEP, sealed, opened
     if FORM.split:
         # the open tokens and the chunk are read besides by the last part
-        rest = (first + FORM.block_m) // TILE + 1
-        share = tl.cdiv(tl.maximum(sealed - begin, 0) // TILE + rest, parts) * TILE
+        rest = (first + FORM.block_m) // STEP + 1
+        share = tl.cdiv(tl.maximum(sealed - begin, 0) // STEP + rest, parts) * STEP
         begin += part * share
         if part < parts - 1:
             end = tl.minimum(begin + share, sealed)
@@ -229,24 +266,18 @@ def _past(state, query, past, row, kv_row, m, d, first, part, parts, scoring, FO
     k_base = past.k + kv_row * past.sealed_room * D
     v_base = past.v + kv_row * past.sealed_room * D
     scales = past.scale + kv_row * (past.sealed_room // BLOCK) * 2
+    if at is not None:
+        state = _listed_past(state, query, past, k_base, v_base, scales, m, d, at, listed, tokens, scoring, FORM)
+        begin = tl.minimum(sealed // TILE, before) * TILE
     # the pipeline of loads leaves it out: it is loaded one tile ahead
     v_next = tl.load(scales + begin // BLOCK * 2 + 1, mask=begin < end, other=1.0)
-    for n0 in range(begin, end, TILE):
-        place = (n0 + n).to(tl.int64)
-        k = tl.load(k_base + place[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0)
-        v_at = v_base + place[:, None] + d[None, :].to(tl.int64) * past.sealed_room
-        v = tl.load(v_at, mask=(d < D)[None, :], other=0)
-        k_scale = tl.load(scales + n0 // BLOCK * 2)
-        v_scale = _log2_scale(v_next)
-        v_next = tl.load(scales + (n0 + TILE) // BLOCK * 2 + 1, mask=n0 + TILE < end, other=1.0)
-        allowed = (n0 + n)[None, :] > (tokens + m)[:, None] - WINDOW
-        state = _step(
-            state, query, None, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED=WINDOW > 0, K_TOKEN=False,
-            V_TOKEN=False, ORDERED=not FORM.in_time, CLEAN=False,
-        )  # fmt: skip
+    for n0 in range(begin, end, STEP):
+        v_scale = v_next
+        v_next = tl.load(scales + (n0 + STEP) // BLOCK * 2 + 1, mask=n0 + STEP < end, other=1.0)
+        state = _sealed_tile(state, query, past, k_base, v_base, scales, m, d, n0, tokens, v_scale, scoring, FORM)
     k_base = past.k_open + kv_row * past.open_room * D
     v_base = past.v_open + kv_row * past.open_room * D
-    for n0 in range(tl.maximum(lowest - sealed, 0) // TILE * TILE, open_end, TILE):
+    for n0 in range(tl.maximum(lowest - sealed, 0) // STEP * STEP, open_end, STEP):
         place = (n0 + n).to(tl.int64)
         here = n0 + n < opened
         k = tl.load(k_base + place[None, :] * D + d[:, None], mask=(d < D)[:, None] & here[None, :], other=0)
@@ -310,7 +341,7 @@ def _of_head(view, row, head, start, STARTS: tl.constexpr):
 
 @triton.jit
 def _attend(
-    tile, row_head, part, parts, queries, k_tiles, v_tiles, chunk, past, listed, scoring, result, pairs, tokens,
+    tile, row_head, part, parts, queries, k_tiles, v_tiles, chunk, past, listed, before, scoring, result, pairs, tokens,
     FORM: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head, or one of the parts of it."""
@@ -338,8 +369,20 @@ def _attend(
         total = tl.zeros((BLOCK_M,), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         state = acc, total, top, top, total
+        if listed is not None:
+            own, tiles = first // TILE, tl.cdiv(tokens, TILE)
+            at = listed.tiles + row_of(row_head, own, tiles, before)
+            of_chunk = tl.load(listed.count + row_head * tiles + own)
         if past is not None:
-            state = _past(state, (q, row_scale), past, row, kv_row, m, d, first, part, parts, scoring, FORM)
+            of_past = None
+            of_past_at = None
+            if listed is not None:
+                of_past = tl.load(listed.of_past + row_head * tiles + own)
+                of_past_at = at + of_chunk
+            state = _past(
+                state, (q, row_scale), past, row, kv_row, m, d, first, part, parts, of_past_at, of_past, before,
+                scoring, FORM,
+            )  # fmt: skip
 
         if queries.rotated is not None:
             q, row_scale = _queries(
@@ -375,10 +418,8 @@ def _attend(
                     count, scoring, False, FORM,
                 )  # fmt: skip
             else:
-                own, tiles = first // TILE, tl.cdiv(tokens, TILE)
                 state = _listed_tiles(
-                    state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d,
-                    listed.tiles + row_of(row_head, own, tiles), tl.load(listed.count + row_head * tiles + own), count,
+                    state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, at, of_chunk, count,
                     scoring, FORM,
                 )  # fmt: skip
                 clear_to = own * TILE
@@ -409,9 +450,9 @@ def _attend(
             tl.store(result.lse + row_head * tokens + column, lse, mask=m < count)
 
 
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["parts", "before"])
 def prefill_kernel(
-    queries, k_tiles, v_tiles, chunk, past, listed, scoring, result, pairs, tokens, parts,
+    queries, k_tiles, v_tiles, chunk, past, listed, before, scoring, result, pairs, tokens, parts,
     FORM: tl.constexpr, REPAIR: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """Each program computes one tile; with REPAIR, a few compute all tiles of the heads in `result.broken`.
@@ -422,10 +463,10 @@ def prefill_kernel(
     `result.broken`: int32 [B*Hq + B*Hkv], not 0 for a head whose queries hold NaN or Inf or whose scores are too large
     for INT8, and then for one whose keys or values hold NaN or Inf; FLAGS: a power of two that covers them.
 
-    Of `PrefillQueries`, `Chunk`, `Past` (or None), `Listed` (None: every key tile is read; else plain causal prompts
-    alone, without past, starts and window), `Scoring` (softcap in units of log2), `PrefillResult`, `PrefillForm`.
-    k_tiles, v_tiles: descriptors of the quantized operands, [B*Hkv*T, D] and [B*Hkv*D, T], or None. pairs: B*Hq.
-    tokens: M.
+    Of `PrefillQueries`, `Chunk`, `Past` (or None), `Listed` (None: every key tile is read; else causal prompts alone,
+    without a window), `Scoring` (softcap in units of log2), `PrefillResult`, `PrefillForm`. before: how many tiles of
+    the past the lists are about. k_tiles, v_tiles: descriptors of the quantized operands, [B*Hkv*T, D] and
+    [B*Hkv*D, T], or None. pairs: B*Hq. tokens: M.
     """
     tiles = tl.cdiv(tokens, FORM.block_m)
     # heads that share keys run side by side, and the longest tiles of each first
@@ -437,8 +478,8 @@ def prefill_kernel(
         tile = tiles - 1 - program % tiles
         row_head = (program // tiles).to(tl.int64)
         _attend(
-            tile, row_head, part, parts, queries, k_tiles, v_tiles, chunk, past, listed, scoring, result, pairs, tokens,
-            FORM,
+            tile, row_head, part, parts, queries, k_tiles, v_tiles, chunk, past, listed, before, scoring, result, pairs,
+            tokens, FORM,
         )  # fmt: skip
     else:
         n = tl.arange(0, FLAGS)
@@ -449,6 +490,6 @@ def prefill_kernel(
                 kv_row = row_head // FORM.heads * (FORM.heads // FORM.group) + row_head % FORM.heads // FORM.group
                 if tl.load(result.broken + row_head) + tl.load(result.broken + pairs + kv_row) != 0:
                     _attend(
-                        at % tiles, row_head, 0, 1, queries, k_tiles, v_tiles, chunk, past, listed, scoring, result,
-                        pairs, tokens, FORM,
+                        at % tiles, row_head, 0, 1, queries, k_tiles, v_tiles, chunk, past, listed, before, scoring,
+                        result, pairs, tokens, FORM,
                     )  # fmt: skip

@@ -110,15 +110,16 @@ def _lane(packed_ptr, at, bits: tl.constexpr, codes: tl.constexpr, index):
     return code
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k_room"])
 def unpack_past_kernel(
     k_ptr, v_ptr, meta_ptr, scale_ptr, table_ptr, sealed_ptr, order_ptr, k_out_ptr, v_out_ptr, scale_out_ptr,
-    blocks, first_slot, HEADS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    blocks, first_slot, k_room, HEADS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr, IN_TIME: tl.constexpr,
 ):  # fmt: skip
     """One sealed block of one slot: codes of keys [BLOCK, D] and of values [D, BLOCK], both scales.
 
-    Values are in `VALUE_ORDER`, or with IN_TIME in the order of time. Codes are INT8, or in a wider type.
+    Values are in `VALUE_ORDER`, or with IN_TIME in the order of time. Codes are INT8, or in a wider type. Without
+    v_out_ptr keys alone, dequantized. k_room: tokens from a head's first key to the next head's.
     """
     block, slot, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if block >= tl.load(sealed_ptr + row):
@@ -135,24 +136,25 @@ def unpack_past_kernel(
     V_LINE: tl.constexpr = 2 if BITS < 8 else 0
     LINES: tl.constexpr = V_LINE + (2 if VALUE_BITS < 8 else 0)
     k = _lane(k_ptr, (at * BLOCK + n)[:, None] * K_BYTES, BITS, D, channel[None, :])
-    # pages hold values in VALUE_ORDER, unless they are in 16 bit
-    stored = value_order(n) if BITS == 16 and not IN_TIME else n
-    v = _lane(v_ptr, (at * D + channel)[:, None] * V_BYTES, VALUE_BITS, BLOCK, stored[None, :])
     meta = meta_ptr + at * LINES * D + channel
     if BITS < 8:
         k_step, k_zero = tl.load(meta).to(tl.int32), tl.load(meta + D).to(tl.int32)
-    if VALUE_BITS < 8:
-        v_step, v_zero = tl.load(meta + V_LINE * D).to(tl.int32), tl.load(meta + (V_LINE + 1) * D).to(tl.int32)
-    if BITS < 8:
         k = tl.minimum(tl.maximum(k * k_step[None, :] + k_zero[None, :], -127), 127)
-    if VALUE_BITS < 8:
-        v = tl.minimum(tl.maximum(v * v_step[:, None] + v_zero[:, None], -127), 127)
     token = (block * BLOCK + n).to(tl.int64)
-    room = blocks * BLOCK
-    tl.store(k_out_ptr + (kv_row * room + token)[:, None] * D + d[None, :], k.to(k_out_ptr.dtype.element_ty), mask=kept)
-    if IN_TIME and BITS < 16:
-        v = in_time_order(v)
-    to = (kv_row * D + d)[:, None] * room + token[None, :]
-    tl.store(v_out_ptr + to, v.to(v_out_ptr.dtype.element_ty), mask=tl.trans(kept))
-    for i in tl.static_range(2):
-        tl.store(scale_out_ptr + (kv_row * blocks + block) * 2 + i, tl.load(scale_ptr + at * 2 + i))
+    k_to = k_out_ptr + (kv_row * k_room + token)[:, None] * D + d[None, :]
+    if v_out_ptr is None:
+        tl.store(k_to, (k.to(tl.float32) * tl.load(scale_ptr + at * 2)).to(k_out_ptr.dtype.element_ty), mask=kept)
+    else:
+        # pages hold values in VALUE_ORDER, unless they are in 16 bit
+        stored = value_order(n) if BITS == 16 and not IN_TIME else n
+        v = _lane(v_ptr, (at * D + channel)[:, None] * V_BYTES, VALUE_BITS, BLOCK, stored[None, :])
+        if VALUE_BITS < 8:
+            v_step, v_zero = tl.load(meta + V_LINE * D).to(tl.int32), tl.load(meta + (V_LINE + 1) * D).to(tl.int32)
+            v = tl.minimum(tl.maximum(v * v_step[:, None] + v_zero[:, None], -127), 127)
+        tl.store(k_to, k.to(k_out_ptr.dtype.element_ty), mask=kept)
+        if IN_TIME and BITS < 16:
+            v = in_time_order(v)
+        to = (kv_row * D + d)[:, None] * (blocks * BLOCK) + token[None, :]
+        tl.store(v_out_ptr + to, v.to(v_out_ptr.dtype.element_ty), mask=tl.trans(kept))
+        for i in tl.static_range(2):
+            tl.store(scale_out_ptr + (kv_row * blocks + block) * 2 + i, tl.load(scale_ptr + at * 2 + i))

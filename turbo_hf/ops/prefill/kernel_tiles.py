@@ -1,7 +1,8 @@
 """Which key tiles each tile of queries of a long prompt reads: scores by mean keys, the cut, the list, and the audit.
 
 Tiles have TILE queries and keys. What belongs to pairs of tiles lies in the order of a triangle: the row of queries t
-begins at t (t - 1) / 2 and holds the t tiles before its own, which is always read.
+begins at t (t - 1) / 2 and holds the t tiles before its own, which is always read. Over a past of P whole tiles each
+row begins with these: it begins at t P + t (t - 1) / 2, and holds P + t tiles.
 """
 
 import triton
@@ -15,9 +16,10 @@ LOG2_TILE = tl.constexpr(float(PROMPT_TILE.bit_length() - 1))
 
 
 @triton.jit
-def row_of(pair, tile, tiles):
-    """Where a row of the triangle of one row and head begins."""
-    return pair.to(tl.int64) * tiles * (tiles - 1) // 2 + tile.to(tl.int64) * (tile - 1) // 2
+def row_of(pair, tile, tiles, past):
+    """Where a row of the triangle of one row and head begins. past: key tiles before the first query."""
+    whole = pair.to(tl.int64) * tiles * (tiles - 1) // 2 + tile.to(tl.int64) * (tile - 1) // 2
+    return whole + (pair.to(tl.int64) * tiles + tile) * past
 
 
 @triton.jit
@@ -38,13 +40,13 @@ def _scores(a, b, scoring):
         return tanh(s * scoring.scaling / scoring.softcap) * (scoring.softcap * LOG2_E)
 
 
-@triton.jit(do_not_specialize=["tokens", "tiles", "whole", "last"])
+@triton.jit(do_not_specialize=["tokens", "tiles", "past", "whole", "last"])
 def score_tiles_kernel(
     q_ptr,  # [B, Hq, M, D]
-    means,  # [B, Hkv, whole tiles, D], in q's dtype
+    means,  # [B, Hkv, whole tiles, D], in q's dtype, those of the past first
     scores,  # float32 [B*Hq, triangle]
     scoring,  # `Scoring`
-    stride_b, stride_h, stride_m, tokens, tiles, whole, last, peak, first_head,
+    stride_b, stride_h, stride_m, tokens, tiles, past, whole, last, peak, first_head,
     heads_ptr,  # float32 [Hq, 2], mass and peak of each head; None: `peak`
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -53,9 +55,11 @@ def score_tiles_kernel(
 
     first_head: the number of the first of these heads, for `scoring.sinks`.
     """
-    # the longest rows first; no tile lies before the first one
-    tile = last - 1 - tl.program_id(0) % (last - 1)
-    pair = tl.program_id(0) // (last - 1)
+    # the longest rows first; without a past, no tile lies before the first one
+    rows = tl.where(past > 0, last, last - 1)
+    tile = last - 1 - tl.program_id(0) % rows
+    pair = tl.program_id(0) // rows
+    own = past + tile
     row, head = pair // HEADS, pair % HEADS
     if heads_ptr is not None:
         peak = tl.load(heads_ptr + 2 * head + 1)
@@ -72,8 +76,8 @@ def score_tiles_kernel(
         # a score counts for each key of its tile
         top = total + tl.load(scoring.sinks + first_head + head).to(tl.float32) * LOG2_E - LOG2_TILE
         total += 1.0
-    for first in range(0, tile, BLOCK):
-        mean, _, here = _means(means, first, tile, d, D, BLOCK)
+    for first in range(0, own, BLOCK):
+        mean, _, here = _means(means, first, own, d, D, BLOCK)
         s = _scores(q, tl.trans(mean), scoring)
         s = tl.where(here[None, :], s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
@@ -82,33 +86,35 @@ def score_tiles_kernel(
     log_total = top + tl.log2(total)
     inside = m < tokens
     count = tl.minimum(tokens - tile * TILE, TILE).to(tl.float32)
-    out = scores + row_of(pair, tile, tiles)
+    out = scores + row_of(pair, tile, tiles, past)
     # here a tile is a row, so that sums over queries stay within a warp, too
-    for first in range(0, tile, BLOCK):
-        mean, b, here = _means(means, first, tile, d, D, BLOCK)
+    for first in range(0, own, BLOCK):
+        mean, b, here = _means(means, first, own, d, D, BLOCK)
         s = _scores(mean, tl.trans(q), scoring)
         share = tl.where(inside[None, :], tl.exp2(s - log_total[None, :]), 0.0)
         average = tl.sum(share, 1) / count
         tl.store(out + b, tl.where(tl.max(share, 1) >= peak, -average, average), mask=here)
 
 
-@triton.jit(do_not_specialize=["tiles", "tail", "sink", "window"])
+@triton.jit(do_not_specialize=["tiles", "past", "tail", "sink", "window"])
 def keep_tiles_kernel(
     scores,  # float32 [B*Hq, triangle]
     kept,  # uint8 [B*Hq, triangle]
-    tiles, tail, sink, window, mass, heads_ptr, ALL: tl.constexpr,
+    tiles, past, tail, sink, window, mass, heads_ptr, ALL: tl.constexpr,
 ):  # fmt: skip
     """1 for each tile that is read: forced, wanted by one query, or among the fewest that cover `mass` (ties: all).
 
-    tail: the first tile of queries that reads every key. sink, window: tiles. ALL: a power of two, at least `tiles`.
+    tail: the first tile of queries that reads every key. sink, window: tiles. ALL: a power of two, at least `past`
+    + `tiles`.
 
     The cut is found without a sort: by bisection on the bits of positive numbers, which are ordered like the numbers.
     """
     tile = tl.program_id(0) % tiles
     pair = tl.program_id(0) // tiles
-    at = row_of(pair, tile, tiles)
+    at = row_of(pair, tile, tiles, past)
+    own = past + tile
     e = tl.arange(0, ALL)
-    inside = e < tile
+    inside = e < own
     keep = inside
     if tile < tail:
         raw = tl.load(scores + at + e, mask=inside, other=0.0)
@@ -126,38 +132,48 @@ def keep_tiles_kernel(
             high = tl.where(covers, high, middle)
         # what is not a number is read
         over = (mean < low.to(tl.float32, bitcast=True)) == 0
-        keep = inside & (over | (raw < 0) | (e < sink) | (e >= tile - window))
+        keep = inside & (over | (raw < 0) | (e < sink) | (e >= own - window))
     tl.store(kept + at + e, keep.to(tl.uint8), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tiles"])
+@triton.jit(do_not_specialize=["tiles", "past"])
 def list_tiles_kernel(
     kept,  # uint8 [B*Hq, triangle]
-    listed,  # int16 [B*Hq, triangle]
-    counts,  # int32 [B*Hq, tiles]
-    tiles, ALL: tl.constexpr,
+    listed,  # `Listed`
+    sealed,  # int64 [B], blocks of BLOCK tokens in each row's past, or None
+    tiles, past, HEADS: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """The tiles that each tile of queries reads, the newest first, and how many; behind them zeros."""
     tile = tl.program_id(0) % tiles
     pair = tl.program_id(0) // tiles
-    at = row_of(pair, tile, tiles)
+    at = row_of(pair, tile, tiles, past)
     e = tl.arange(0, ALL)
-    keep = tl.load(kept + at + e, mask=e < tile, other=0).to(tl.int32)
+    keep = tl.load(kept + at + e, mask=e < past + tile, other=0).to(tl.int32)
+    number = e
+    place = pair.to(tl.int64) * tiles + tile
+    earlier = 0
+    if sealed is not None:
+        # what a shorter row's past does not have is in no list
+        whole = (tl.load(sealed + pair // HEADS) * BLOCK // TILE).to(tl.int32)
+        keep = tl.where((e < whole) | (e >= past), keep, 0)
+        number = tl.where(e >= past, e - past, e)
+        earlier = tl.sum(tl.where(e < past, keep, 0), 0)
+        tl.store(listed.of_past + place, earlier)
     count = tl.sum(keep, 0)
-    tl.store(listed + at + count - tl.cumsum(keep, 0), e.to(tl.int16), mask=keep != 0)
-    tl.store(listed + at + e, tl.zeros_like(e).to(tl.int16), mask=(e >= count) & (e < tile))
-    tl.store(counts + pair.to(tl.int64) * tiles + tile, count)
+    tl.store(listed.tiles + at + count - tl.cumsum(keep, 0), number.to(tl.int16), mask=keep != 0)
+    tl.store(listed.tiles + at + e, tl.zeros_like(e).to(tl.int16), mask=(e >= count) & (e < past + tile))
+    tl.store(listed.count + place, count - earlier)
 
 
-@triton.jit(do_not_specialize=["count", "tokens", "tiles", "part"])
+@triton.jit(do_not_specialize=["count", "tokens", "tiles", "past", "part"])
 def dropped_mass_kernel(
     q_ptr,  # [B, Hq, R, D], contiguous
     places,  # int64 [R]
-    k_ptr,  # [B, Hkv, M, D]
+    k_ptr,  # [B, Hkv, P TILE + M, D]
     kept,  # uint8 [B*Hq, triangle]
     found,  # float32 [3, parts, B*Hq, R]
     scoring,  # `Scoring`
-    stride_b, stride_h, stride_m, count, tokens, tiles, part, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    stride_b, stride_h, stride_m, count, tokens, tiles, past, part, HEADS: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The softmax of some queries over `part` key tiles: its maximum, its sum, and the share of tiles that are not read
@@ -173,8 +189,11 @@ def dropped_mass_kernel(
         q_ptr + (pair.to(tl.int64) * count + r)[:, None] * D + d[None, :],
         mask=(r < count)[:, None] & (d < D)[None, :], other=0.0,
     )  # fmt: skip
+    at = kept + row_of(pair, place // TILE, tiles, past)
+    # from here on among all keys
+    place += past * TILE
+    tokens += past * TILE
     own = place // TILE
-    at = kept + row_of(pair, own, tiles)
     base = k_ptr + row.to(tl.int64) * stride_b + (head // GROUP).to(tl.int64) * stride_h
     top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_R,), tl.float32)

@@ -23,6 +23,7 @@ from turbo_hf.ops.prefill.kernel_arguments import Chunk, Past, PrefillForm, Pref
 from turbo_hf.ops.prefill.kernel_operands import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
 from turbo_hf.ops.prefill.kernel_parts import merge_parts_kernel
 from turbo_hf.ops.prefill.launch_tiles import launch_list_tiles
+from turbo_hf.ops.prefill.reference_tiles import past_tiles
 from turbo_hf.ops.store.launch import launch_rotate, pairs_of
 from turbo_hf.ops.tuning import PrefillTiles, prefill_tiles
 
@@ -132,7 +133,22 @@ def unpack_past(past: KVStore, wide: torch.dtype | None = None) -> tuple[torch.T
     k = torch.empty(shape, dtype=dtype, device=device)
     v = torch.empty(batch, heads, dim, shape[2], dtype=dtype, device=device)
     scale = torch.empty(batch, heads, blocks, 2, device=device)
-    first = 0
+    _unpack(past, k, v, scale, in_time=wide is not None)
+    return k, v, scale
+
+
+def dequantize_keys(past: KVStore, first: int, to: torch.Tensor) -> None:
+    """Write the keys of the sealed blocks from `first` on to `to`: float [B, Hkv, T, D], T whole blocks that every row
+    has, heads at one stride and rows at that of all of their heads."""
+    blocks = to.shape[2] // past.block
+    _unpack(past._replace(table=past.table[:, first : first + blocks]), to, None, None)
+
+
+def _unpack(
+    past: KVStore, k: torch.Tensor, v: torch.Tensor | None, scale: torch.Tensor | None, in_time: bool = False
+) -> None:
+    batch, heads, _, dim = k.shape
+    blocks, first, room = past.table.shape[1], 0, k.stride(1) // dim
     order, table = past.order.contiguous(), past.table.contiguous()
     with torch.cuda.device_of(k):
         for pages in past.paged:
@@ -140,11 +156,10 @@ def unpack_past(past: KVStore, wide: torch.dtype | None = None) -> tuple[torch.T
             if blocks:
                 unpack_past_kernel[(blocks, slots, batch)](
                     pages.k, pages.v, pages.meta, pages.scale, table, past.sealed, order, k, v, scale,
-                    blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
-                    BITS=pages.bits, VALUE_BITS=pages.value_bits, IN_TIME=wide is not None, **gpu.FMA,
+                    blocks, first, room, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
+                    BITS=pages.bits, VALUE_BITS=pages.value_bits, IN_TIME=in_time, **gpu.FMA,
                 )  # fmt: skip
             first += slots
-    return k, v, scale
 
 
 def _held(past: KVStore, wide: torch.dtype | None) -> Past:
@@ -175,15 +190,18 @@ def launch_prefill(
 
     def tiles_of(name: str) -> PrefillTiles:
         tile = SAS_TILE if name == "fp16" and scoring.sas_threshold is not None else block
-        return prefill_tiles(name, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device))
+        return prefill_tiles(
+            name, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device), past=past is not None
+        )
 
-    parts = 1 if past is None else _parts(-(-tokens // tiles_of(rounding.mode).block_m) * pairs, past, q.device)
+    programs = -(-tokens // tiles_of(rounding.mode).block_m) * pairs
+    parts = _parts(programs, past if kept is None else None, q.device)
     result, lse = _outputs(q, starts is not None and parts == 1)
     flags = torch.empty if rounding.mode == "fp16" else torch.zeros
     broken = flags(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
     held = None if past is None else _held(past, q.dtype if rounding.mode == "fp16" else None)
     kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
-    listed = None if kept is None else launch_list_tiles(kept, tokens)
+    listed, before = (None, 0) if kept is None else (launch_list_tiles(kept, tokens, past), past_tiles(kept, tokens))
 
     def run(
         operands: Operands,
@@ -221,7 +239,7 @@ def launch_prefill(
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
             PrefillQueries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
             # what is repaired is computed densely
-            None if repair else listed, kernel_scoring, to, pairs, tokens, parts, FORM=form, REPAIR=repair,
+            None if repair else listed, before, kernel_scoring, to, pairs, tokens, parts, FORM=form, REPAIR=repair,
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
             **gpu.FMA,
         )  # fmt: skip
@@ -249,11 +267,14 @@ def launch_prefill(
     return AttentionOutput(result, lse)
 
 
-def _parts(programs: int, past: KVStore, device: torch.device) -> int:
-    """How many programs share the past of a tile of queries, where there are fewer tiles than SMs.
+def _parts(programs: int, past: KVStore | None, device: torch.device) -> int:
+    """How many programs share the past of a tile of queries, where there are fewer tiles than SMs. past: None, if there
+    is none to share.
 
     What the host knows alone decides: a captured launch is replayed over other lengths.
     """
+    if past is None:
+        return 1
     room = past.table.shape[1] * past.block
     return max(1, min(gpu.sms(device) // programs, room // LEAST_SHARE, MOST_PARTS))
 

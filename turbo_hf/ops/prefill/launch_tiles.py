@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from turbo_hf.layout import PROMPT_TILE, Scoring, TileRule, power_of_two
+from turbo_hf.layout import PROMPT_TILE, KVStore, Scoring, TileRule, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.prefill.kernel_arguments import Listed
 from turbo_hf.ops.prefill.kernel_tiles import (
@@ -13,7 +13,7 @@ from turbo_hf.ops.prefill.kernel_tiles import (
     list_tiles_kernel,
     score_tiles_kernel,
 )
-from turbo_hf.ops.prefill.reference_tiles import first_of_tail, tile_means
+from turbo_hf.ops.prefill.reference_tiles import first_of_tail, past_tiles, tile_means
 
 SCRATCH = 1 << 28
 """Bytes of scores held at a time."""
@@ -31,8 +31,9 @@ def _shape(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:
 def launch_choose_tiles(q: torch.Tensor, k: torch.Tensor, rule: TileRule, scoring: Scoring) -> torch.Tensor:
     """`ops.prefill.tiles.choose_tiles`: two launches for as many heads at a time as their scores have room."""
     batch, heads, tokens, _ = q.shape
-    q, tiles = _last_contiguous(q), -(-tokens // PROMPT_TILE)
-    triangle, tail = tiles * (tiles - 1) // 2, first_of_tail(tokens, rule)
+    q, tiles, past = _last_contiguous(q), -(-tokens // PROMPT_TILE), (k.shape[2] - tokens) // PROMPT_TILE
+    triangle, tail = tiles * past + tiles * (tiles - 1) // 2, first_of_tail(tokens, rule)
+    scored = tail if past else tail - 1
     sink, window = (-(-n // PROMPT_TILE) for n in (rule.sink_tokens, rule.window_tokens))
     kept = torch.empty(batch, heads, triangle, dtype=torch.uint8, device=q.device)
     means = tile_means(k, q.dtype).contiguous()
@@ -47,14 +48,14 @@ def launch_choose_tiles(q: torch.Tensor, k: torch.Tensor, rule: TileRule, scorin
                 of_kv = means[row : row + 1, first // group :]
                 count = some.shape[1]
                 own = None if rule.heads is None else rule.heads[first:]
-                if tail > 1:
-                    score_tiles_kernel[(count * (tail - 1),)](
-                        some, of_kv, scores, scoring, *some.stride()[:3], tokens, tiles, means.shape[2], tail,
+                if scored > 0:
+                    score_tiles_kernel[(count * scored,)](
+                        some, of_kv, scores, scoring, *some.stride()[:3], tokens, tiles, past, means.shape[2], tail,
                         rule.peak, first, own, **shape, BLOCK=block, num_warps=warps, num_stages=stages, **gpu.FMA,
                     )  # fmt: skip
                 keep_tiles_kernel[(count * tiles,)](
-                    scores, kept[row, first:], tiles, tail, sink, window, rule.mass, own, ALL=_all(tiles),
-                    num_warps=_warps(tiles), **gpu.FMA,
+                    scores, kept[row, first:], tiles, past, tail, sink, window, rule.mass, own, ALL=_all(past + tiles),
+                    num_warps=_warps(past + tiles), **gpu.FMA,
                 )  # fmt: skip
     return kept
 
@@ -77,34 +78,44 @@ def _warps(tiles: int) -> int:
     return 1 if tiles <= 1024 else 4
 
 
-def launch_list_tiles(kept: torch.Tensor, tokens: int) -> Listed:
-    """The lists of what `kept` marks in prompts of so many tokens: one launch."""
-    pairs, tiles = kept.shape[0] * kept.shape[1], -(-tokens // PROMPT_TILE)
+def launch_list_tiles(kept: torch.Tensor, tokens: int, past: KVStore | None = None) -> Listed:
+    """The lists of what `kept` marks in prompts of so many tokens, or in chunks over a past: one launch."""
+    pairs, tiles, before = kept.shape[0] * kept.shape[1], -(-tokens // PROMPT_TILE), past_tiles(kept, tokens)
     # the kernel for Hopper reads ahead, by up to two places
     listed = torch.empty(pairs * kept.shape[2] + 2, dtype=torch.int16, device=kept.device)
     listed[-2:] = 0
-    counts = torch.empty(pairs, tiles, dtype=torch.int32, device=kept.device)
+    counts = torch.empty(1 if past is None else 2, pairs, tiles, dtype=torch.int32, device=kept.device)
+    # Triton compares no tuple with a None in it
+    lists, sealed, block = Listed(listed, counts[0], counts[-1]), None, 1
+    if past is not None:
+        sealed, block = past.sealed, past.block
     with torch.cuda.device_of(kept):
         list_tiles_kernel[(pairs * tiles,)](
-            kept, listed, counts, tiles, ALL=_all(tiles), num_warps=_warps(tiles), **gpu.FMA
-        )
-    return Listed(listed, counts)
+            kept, lists, sealed, tiles, before, HEADS=kept.shape[1], BLOCK=block, ALL=_all(before + tiles),
+            num_warps=_warps(before + tiles), **gpu.FMA,
+        )  # fmt: skip
+    return lists
 
 
 def launch_dropped_mass(
-    q: torch.Tensor, k: torch.Tensor, kept: torch.Tensor, places: torch.Tensor, scoring: Scoring
+    q: torch.Tensor,
+    k: torch.Tensor,
+    kept: torch.Tensor,
+    places: torch.Tensor,
+    scoring: Scoring,
+    besides: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`ops.prefill.tiles.dropped_mass`: one launch, in which several programs share the keys of a query."""
     batch, heads, tokens, _ = q.shape
     some, k = q[:, :, places].contiguous(), _last_contiguous(k)
-    tiles, part = -(-tokens // PROMPT_TILE), 32
-    parts, wide = -(-tiles // part), _row_bytes(q) > 256
+    tiles, part, past = -(-tokens // PROMPT_TILE), 32, past_tiles(kept, tokens)
+    parts, wide = -(-(past + tiles) // part), _row_bytes(q) > 256
     found = torch.empty(3, parts, batch * heads, len(places), device=q.device)
     rows = 16 if wide else 32
     with torch.cuda.device_of(q):
         dropped_mass_kernel[(batch * heads * -(-len(places) // rows), parts)](
-            some, places, k, kept, found, scoring, *k.stride()[:3], len(places), tokens, tiles, part, **_shape(q, k),
-            BLOCK_R=rows, BLOCK=32 if wide else PROMPT_TILE, num_warps=4, num_stages=2, **gpu.FMA,
+            some, places, k, kept, found, scoring, *k.stride()[:3], len(places), tokens, tiles, past, part,
+            BLOCK_R=rows, BLOCK=32 if wide else PROMPT_TILE, num_warps=4, num_stages=2, **_shape(q, k), **gpu.FMA,
         )  # fmt: skip
     top, total, gone = found
     # every query sees its own tile, so that some maximum is finite
@@ -114,5 +125,7 @@ def launch_dropped_mass(
     if scoring.sinks is not None:
         sinks = scoring.sinks.detach().float().repeat(batch)[:, None] * math.log2(math.e)
         whole = whole + torch.exp2(sinks - most)
+    if besides is not None:
+        whole = whole + torch.exp2(besides.reshape(most.shape) * math.log2(math.e) - most)
     share: torch.Tensor = (gone * weight).sum(0) / whole
     return share.view(batch, heads, -1)
