@@ -180,7 +180,7 @@ def test_values_have_bits_of_their_own() -> None:
 )
 def test_layers_have_the_bits_of_their_depth(layers: int, widths: list[Width]) -> None:
     config = TurboConfig.from_dict({"layer_bits": [8, 2, [8, 4]], "block_size": 32})
-    assert config == TurboConfig(layer_bits=(8, 2, (8, 4)), block_size=32)
+    assert config == TurboConfig(layer_bits=((8, 8), (2, 2), (8, 4)), block_size=32)
     assert TurboConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     each = [of_layer(config, index, layers) for index in range(layers)]
     assert [own.head_groups(4) for own in each] == [((width, 4),) for width in widths]

@@ -448,7 +448,8 @@ class TurboConfig(Options):
         if any(others.values()):
             name = next(name for name, set_ in others.items() if set_)
             raise ValueError(f"TurboConfig.layer_bits does not go with {name}: it gives all bits. Leave {name} out.")
-        object.__setattr__(self, "layer_bits", tuple(widths))
+        # what means the same is written the same: (2, 2) is 2
+        object.__setattr__(self, "layer_bits", tuple(_width(*widths_of(x)) for x in widths))
 
     def _check_recent(self) -> None:
         """ValueError unless the newest tokens may stay open as asked for."""
