@@ -68,6 +68,7 @@ class Scheme:
     whole_prompt: the first pass is compressed to its last token.
     rank: of the added matrix for the first pass, 0 none.
     later_rank: the same for each later block.
+    value_bits: of a value's code; None: as many as a key's.
     """
 
     bits: int
@@ -77,6 +78,7 @@ class Scheme:
     whole_prompt: bool = False
     rank: int = 0
     later_rank: int = 0
+    value_bits: int | None = None
 
     def sealed(self, tokens: int, first: int) -> tuple[int, int]:
         """How many of a row's first `tokens` keys and values are compressed; `first`: tokens of its first pass."""
@@ -100,7 +102,7 @@ class Scheme:
 
     def values(self, x: torch.Tensor, *, prompt: bool) -> torch.Tensor:
         """Values [B, H, T, D] that are compressed together, as they are read from then on."""
-        return self._completed(x, by_token(x, self.bits, self.group), prompt)
+        return self._completed(x, by_token(x, self.value_bits or self.bits, self.group), prompt)
 
     def _completed(self, x: torch.Tensor, base: torch.Tensor, prompt: bool) -> torch.Tensor:
         rank = self.rank if prompt else self.later_rank
@@ -112,7 +114,7 @@ class Scheme:
         keys, values = self.sealed(tokens, first)
         prompt, _ = self.sealed(first, first)
         blocks = (keys - prompt) // self.block
-        codes = (keys + values) * heads * dim * self.bits / 8
+        codes = (keys * self.bits + values * (self.value_bits or self.bits)) * heads * dim / 8
         if self.group is None:
             scales = ((1 if prompt else 0) + blocks) * heads * dim + values
         else:
@@ -126,17 +128,23 @@ class Scheme:
         return codes + SCALE_BYTES * scales + 2 * factors + itemsize * waiting
 
 
-def kivi(bits: int) -> Scheme:
-    """KIVI with groups of 64 and 64 newest tokens in full precision."""
-    return Scheme(bits, window=64)
+def kivi(bits: int, value_bits: int | None = None, group: int = 64) -> Scheme:
+    """KIVI with groups of `group` and 64 newest values in full precision."""
+    return Scheme(bits, group, block=group, window=64, value_bits=value_bits)
 
 
-def gear_l(bits: int, base: str) -> Scheme:
-    """GEAR-L: rank 4 for the prompt and 2 for each later block of 64 over "kcvt" (a group is a channel of all tokens,
-    or a token of all heads) or "kivi" (groups of 64)."""
-    if base == "kcvt":
-        return Scheme(bits, group=None, whole_prompt=True, rank=4, later_rank=2)
-    return Scheme(bits, rank=4, later_rank=2)
+def gear_l(bits: int, base: str, value_bits: int | None = None, rank: int = 4) -> Scheme:
+    """GEAR-L: `rank` for the prompt and half of it for each later block of 64 over "kcvt" (a group is a channel of all
+    tokens, or a token of all heads) or "kivi" (groups of 64)."""
+    kcvt = base == "kcvt"
+    return Scheme(
+        bits,
+        None if kcvt else 64,
+        whole_prompt=kcvt,
+        rank=rank,
+        later_rank=rank // 2,
+        value_bits=value_bits,
+    )
 
 
 SINKHORN = 16

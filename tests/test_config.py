@@ -180,7 +180,7 @@ def test_values_have_bits_of_their_own() -> None:
 )
 def test_layers_have_the_bits_of_their_depth(layers: int, widths: list[Width]) -> None:
     config = TurboConfig.from_dict({"layer_bits": [8, 2, [8, 4]], "block_size": 32})
-    assert config == TurboConfig(layer_bits=(8, 2, (8, 4)), block_size=32)
+    assert config == TurboConfig(layer_bits=((8, 8), (2, 2), (8, 4)), block_size=32)
     assert TurboConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     each = [of_layer(config, index, layers) for index in range(layers)]
     assert [own.head_groups(4) for own in each] == [((width, 4),) for width in widths]
@@ -189,11 +189,13 @@ def test_layers_have_the_bits_of_their_depth(layers: int, widths: list[Width]) -
     assert of_layer(TurboConfig(), 0, layers) == TurboConfig()
 
 
-def test_the_preset_of_depths_takes_104_bytes() -> None:
-    for layers in (8, 32, 80):
-        groups = [of_layer(PRESETS["turbo-depth"], index, layers).head_groups(1) for index in range(layers)]
-        each = [page_bytes(128, width) / 64 for ((width, _),) in groups]
-        assert 103 < sum(each) / layers < 104
+def test_the_presets_of_depths_take_104_and_72_bytes() -> None:
+    for name, whole in (("turbo-depth", 103.62), ("turbo2-depth", 72.06)):
+        config = PRESETS[name]
+        for layers in (8, 32, 80):
+            groups = [of_layer(config, index, layers).head_groups(1) for index in range(layers)]
+            each = [page_bytes(128, width, config.block_size) / config.block_size for ((width, _),) in groups]
+            assert sum(each) / layers == pytest.approx(whole, abs=0.01)
 
 
 def test_every_preset_is_tested_and_the_default_is_turbo4() -> None:
@@ -205,6 +207,7 @@ def test_every_preset_is_tested_and_the_default_is_turbo4() -> None:
         "turbo-k4v3",
         "turbo-k4v2",
         "turbo-depth",
+        "turbo2-depth",
         "saap",
         "turbo4-long",
     }

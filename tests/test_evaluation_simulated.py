@@ -178,9 +178,22 @@ def test_computed_bytes_are_those_of_a_count() -> None:
     waiting = 2 * 2 * HEADS * 16 * DIM
     assert gear_l(2, "kcvt").computed_bytes(230, 150, HEADS, DIM, 2) == codes + scales + factors + waiting
     assert Scheme(4).computed_bytes(10, 10, HEADS, DIM, 2) == 2 * 2 * HEADS * 10 * DIM
+    # 4 bit of 128 keys and 2 of 136 values, one group of keys a channel, one of values a token
+    per_head = 128 * DIM // 2 + 136 * DIM // 4 + 4 * (DIM + 136) + 2 * (72 + 64) * DIM
+    assert kivi(4, 2, group=128).computed_bytes(200, 120, HEADS, DIM, 2) == HEADS * per_head
     # 4 and 2 bit of 192, three 16-bit numbers for each token and, of three tiles, each channel, of keys as of values
     per_head = 192 * DIM * 6 // 8 + 6 * (192 + 3 * DIM) + 2 * 2 * 8 * DIM
     assert kvarn(4, 64).computed_bytes(200, 120, HEADS, DIM, 2) == HEADS * per_head
+
+
+def test_values_may_have_fewer_bits_than_keys() -> None:
+    x = torch.randn(1, HEADS, 128, DIM)
+    for both, keys, values in (
+        (kivi(4, 2), kivi(4), kivi(2)),
+        (gear_l(4, "kcvt", 2), *(gear_l(b, "kcvt") for b in (4, 2))),
+    ):
+        assert torch.equal(both.keys(x, prompt=True), keys.keys(x, prompt=True))
+        assert torch.equal(both.values(x, prompt=True), values.values(x, prompt=True))
 
 
 def test_kvarn_scales_tokens_and_channels_before_it_rounds() -> None:

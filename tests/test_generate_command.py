@@ -208,7 +208,7 @@ def test_more_tokens_than_the_model_was_made_for_are_told(capsys: pytest.Capture
         ([LAB, "hi", "--top-p", "0.9", "--temperature", "0"], "temperature 0 is greedy, and top-p has no effect"),
         (
             [LAB, "hi", "--preset", "turbo5"],
-            "turbo-mixed, turbo2, turbo-k4v3, turbo-k4v2, turbo-depth, saap, turbo4-long; got 'turbo5'",
+            "turbo-mixed, turbo2, turbo-k4v3, turbo-k4v2, turbo-depth, turbo2-depth, saap, turbo4-long; got 'turbo5'",
         ),
         ([LAB, "hi", "--preset", "saap"], 'selector "saap" needs a calibration'),
         (["./nowhere", "hi"], "there is no folder './nowhere', and no repository of the Hub can have this name."),

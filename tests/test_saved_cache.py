@@ -204,6 +204,7 @@ def other_config(model: Any) -> None:
         (other_weights, {}, "model.weights is"),
         (other_config, {}, "model.config.rms_norm_eps is"),
         (None, {"bits": 8}, "config.bits is 4, and here it is 8"),
+        (None, {"layer_bits": (4, 8)}, "layers.1.config.bits is 4, and here it is 8"),
         (None, {"dense_layers": (0,)}, r"config.dense_layers is \[\], and here it is \[0\]"),
     ],
 )
@@ -221,7 +222,8 @@ def test_what_differs_is_named(change: Any, options: dict[str, Any], said: str, 
 def test_another_version_and_another_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved_in(tmp_path)
     # the same pages, said in another way
-    TurboCache.from_pretrained(tmp_path, llama(value_bits=4)()[0])
+    for said in ({"value_bits": 4}, {"layer_bits": (4,)}, {"layer_bits": ((4, 4), 4)}):
+        TurboCache.from_pretrained(tmp_path, llama(**said)()[0])
     cache = TurboCache.from_pretrained(tmp_path, model)
     run(model, cache, prompts(1, 1))
     cache.save_pretrained(tmp_path, input_ids=prompts(1, 71))
@@ -252,8 +254,6 @@ def test_tensors_that_are_replaced_before_they_are_opened(tmp_path: Path, monkey
 
 def test_a_write_that_breaks_off_leaves_the_former_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved_in(tmp_path)
-    # the same pages, said in another way
-    TurboCache.from_pretrained(tmp_path, llama(value_bits=4)()[0])
     cache = TurboCache.from_pretrained(tmp_path, model)
     run(model, cache, prompts(1, 1))
     monkeypatch.setattr("turbo_hf.cache.saved_files._bytes", lambda x: 1 / 0)

@@ -13,7 +13,7 @@ from turbo_hf._version import __version__
 from turbo_hf.cache import saved_files
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.saved_layers import held_by, hold
-from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.config.turbo_config import TurboConfig, of_layer
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import require_model
 from turbo_hf.models.versions import version_of
@@ -157,7 +157,12 @@ def weights_digest(model: Any) -> str:
 
 
 def _stored(config: TurboConfig) -> dict[str, Any]:
-    stored = {name: value for name, value in config.to_dict().items() if name not in HOW_IT_RUNS}
+    if len({*(config.layer_bits or ())}) == 1:
+        # all layers are alike
+        config = of_layer(config, 0, 1)
+    # of which depth each width is, each layer's own config says
+    ignored = (*HOW_IT_RUNS, "layer_bits")
+    stored = {name: value for name, value in config.to_dict().items() if name not in ignored}
     # the same pages, whether named or left out
     return stored | {"value_bits": None if config.value_bits == config.bits else config.value_bits}
 

@@ -448,7 +448,8 @@ class TurboConfig(Options):
         if any(others.values()):
             name = next(name for name, set_ in others.items() if set_)
             raise ValueError(f"TurboConfig.layer_bits does not go with {name}: it gives all bits. Leave {name} out.")
-        object.__setattr__(self, "layer_bits", tuple(widths))
+        # what means the same is written the same: (2, 2) is 2
+        object.__setattr__(self, "layer_bits", tuple(_width(*widths_of(x)) for x in widths))
 
     def _check_recent(self) -> None:
         """ValueError unless the newest tokens may stay open as asked for."""
@@ -525,12 +526,14 @@ PRESETS: dict[str, TurboConfig] = {
     "turbo-k4v3": TurboConfig(bits=4, value_bits=3),
     "turbo-k4v2": TurboConfig(bits=4, value_bits=2),
     "turbo-depth": TurboConfig(layer_bits=((4, 2), 2, 2, 2, 2, (4, 2), 4, (8, 4)), recent_tokens=64),
+    "turbo2-depth": TurboConfig(layer_bits=(*7 * (2,), (4, 2)), block_size=128, recent_tokens=128),
     "saap": TurboConfig(bits=4, sparse=SparseConfig()),
     "turbo4-long": TurboConfig(bits=4, sparse_prompt=PromptSparsity()),
 }
 """INT8; 4 bit (the default); 4 bit with half of the heads at 2 bit; 2 bit (experimental); keys of 4 bit with values of
-3 or 2; bits by depth, most in the last layers; sparse decoding over 4 bit, which needs a calibration; 4 bit with sparse
-attention of prompts from 16k tokens up (experimental)."""
+3 or 2; bits by depth, most in the last layers, at the bytes of `turbo-k4v2`; 2 bit with keys of 4 in the last eighth of
+the layers, at the bytes of `turbo2`; sparse decoding over 4 bit, which needs a calibration; 4 bit with sparse attention
+of prompts from 16k tokens up (experimental)."""
 
 
 ConfigLike = str | Path | Mapping[str, Any] | TurboConfig
