@@ -7,7 +7,6 @@ the model unchanged.
 """
 
 import functools
-import operator
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -38,6 +37,9 @@ CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_rou
 
 FALSE = frozenset({"output_attentions", "output_hidden_states"})
 """Keywords of a step that ask for outputs that a replay does not provide."""
+
+LOOKED_AT = frozenset({CACHE, "input_ids", "position_ids", "attention_mask", *HANDED_ON})
+"""Keywords of a step that it takes whatever they hold, or as far as their tensors fit."""
 
 OF_ONE_TOKEN = frozenset({"output_router_logits"})
 """Constants of which a step over several tokens knows nothing."""
@@ -120,16 +122,17 @@ class StepRunner:
         if steps is None or not self._confirmed(steps, mask):
             return self._pass(**kwargs)
         size = power_of_two(tokens)
-        capture = self._take(kwargs, size)
-        if steps.needs_pages():
+        capture, steady = self._take(kwargs, size), steps.steady(size)
+        if not steady and steps.needs_pages():
             # captures use the current pages
             self._drop()
         if capture.replay is None and self._compiled is not None and size == 1:
             capture.fused = self._compiled.ready(self._model, capture.inputs, self._device.warm)
         steps.mark_unfinished()
-        steps.begin(size)
+        if not steady:
+            steps.begin(size)
         try:
-            out = self._run(steps, self._device, capture, size)
+            out = self._run(steps, self._device, capture, size, steady)
         except BaseException:
             # some layers may already hold the tokens, which the next pass must know
             steps.recount()
@@ -201,7 +204,7 @@ class StepRunner:
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != (len(ids), first.seen + tokens)):
             return 0
         for name, value in kwargs.items():
-            if name in (CACHE, "input_ids", "position_ids", "attention_mask", *HANDED_ON) or value is None:
+            if name in LOOKED_AT or value is None:
                 continue
             if not isinstance(value, int) or (name not in CONSTANTS and (name not in FALSE or value)):
                 return 0
@@ -255,23 +258,27 @@ class StepRunner:
                 }
         for name, value in given.items():
             if isinstance(value, torch.Tensor):
-                tokens = value.shape[-1]
-                old[name][..., :tokens].copy_(value)
-                if tokens < size:
-                    old[name][..., tokens:].copy_(value[..., -1:])
+                tokens, memory = value.shape[-1], old[name]
+                if tokens == size:
+                    memory.copy_(value)
+                else:
+                    memory[..., :tokens].copy_(value)
+                    memory[..., tokens:].copy_(value[..., -1:])
         return capture
 
-    def _run(self, steps: ReplayableSteps, device: Device, capture: _Capture, size: int) -> Any:
-        """The model's output for the inputs; None if a capture failed, in which case nothing has been done."""
-        tensors, old = steps.tensors(size), steps.used.get(size, [])
-        if capture.replay is not None and (len(tensors) != len(old) or not all(map(operator.is_, tensors, old))):
+    def _run(self, steps: ReplayableSteps, device: Device, capture: _Capture, size: int, steady: bool) -> Any:
+        """The model's output for the inputs; None if a capture failed, in which case nothing has been done.
+
+        steady: as in `ReplayableSteps`.
+        """
+        if capture.replay is not None and not (steady or steps.unmoved(size)):
             self._drop_one(capture)
         step = functools.partial(self._fused_step if capture.fused else self._step, capture, size)
         if capture.warm < self._restarts:
             capture.warm += 1
             return device.warm(step)
         if capture.replay is None:
-            steps.used[size] = tensors
+            steps.used[size] = steps.tensors(size)
             try:
                 # sums over ranks must be captured on all of them, or on none
                 with steps.integrity.ranks.together():
