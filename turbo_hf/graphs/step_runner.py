@@ -9,6 +9,7 @@ the model unchanged.
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +107,8 @@ class StepRunner:
         self._captures: dict[int, _Capture] = {}
         self._off = False
         self._restarts = 0
+        # the mask that has been read, or what `generate` has made of it since, and the version of that tensor
+        self._mask: tuple[torch.Tensor, int] | None = None
 
     def __call__(self, **kwargs: Any) -> Any:
         """`model(**kwargs)`."""
@@ -119,10 +122,11 @@ class StepRunner:
             return self._launch(kwargs) if tokens == 1 else self._pass(**kwargs)
         cache, mask = kwargs[CACHE], kwargs.get("attention_mask")
         steps = self._steps_over(cache, kwargs)
-        if steps is None or not self._confirmed(steps, mask):
-            return self._pass(**kwargs)
         size = power_of_two(tokens)
-        capture, steady = self._take(kwargs, size), steps.steady(size)
+        steady = steps is not None and steps.steady(size)
+        if steps is None or not ((steady and self._knows(mask)) or self._confirmed(steps, mask)):
+            return self._pass(**kwargs)
+        capture = self._take(kwargs, size)
         if not steady and steps.needs_pages():
             # captures use the current pages
             self._drop()
@@ -146,6 +150,15 @@ class StepRunner:
             kept = min(kwargs.get("logits_to_keep") or tokens, tokens)
             out["logits"] = out["logits"][:, tokens - kept : tokens]
         return out
+
+    def grown(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        """`generate` has appended a column of ones to the mask `before`: if that has been read, `after` need not be."""
+        self._mask = (after, _version(after)) if self._knows(before) else None
+
+    def _knows(self, mask: torch.Tensor | None) -> bool:
+        """Whether this mask, as it is now, has been read since the cache's rows were last changed."""
+        known = self._mask
+        return mask is None or (known is not None and known[0] is mask and known[1] == _version(mask))
 
     def _steps_over(self, cache: TurboCache, kwargs: dict[str, Any]) -> ReplayableSteps | None:
         """What prepares the steps over this cache; None: as it is now, none can be replayed. kwargs: of the pass.
@@ -230,6 +243,7 @@ class StepRunner:
             found = [steps.integrity.ranks.most(flags) for flags in steps.nonfinite]
             proofs += [(bad == 0).all().to(steps.layers[0].device) for bad in found]
         if not proofs or bool(proofs[0] if len(proofs) == 1 else torch.stack(proofs).all()):
+            self._mask = None if mask is None else (mask, _version(mask))
             return True
         if steps.seals():
             steps.require_finite()
@@ -330,7 +344,12 @@ class StepRunner:
             self._drop_one(capture)
 
     def _forget(self) -> None:
-        self._steps, self._captures = None, {}
+        self._steps, self._captures, self._mask = None, {}, None
+
+
+def _version(x: torch.Tensor) -> int:
+    """How often a tensor has been changed in place. Not counted in inference mode."""
+    return 0 if x.is_inference() else x._version
 
 
 def _capturing(x: torch.Tensor) -> bool:
@@ -459,7 +478,13 @@ class HandOff:
     def take(self) -> StepRunner | None:
         """The runner that was given in this thread, once."""
         runner, self._local.runner = getattr(self._local, "runner", None), None
+        self._local.taken = None if runner is None else weakref.ref(runner)
         return runner
+
+    def taken(self) -> StepRunner | None:
+        """The runner that this thread has taken last, as long as its `generate` lasts."""
+        runner = getattr(self._local, "taken", None)
+        return None if runner is None else runner()
 
     def __reduce__(self) -> Any:
         return HandOff, (self.demanded, self.graphs, self.compiled, self.ranks)
