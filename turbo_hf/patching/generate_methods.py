@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, EarlyExitCandidateGenerator
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
