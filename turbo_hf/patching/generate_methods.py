@@ -411,14 +411,12 @@ def _update(
     hand_off: HandOff, before: Any, model: Any, outputs: Any, model_kwargs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """In place of `_update_model_kwargs_for_generation`: a runner learns what became of the mask that it knows."""
-    runner, method, old = hand_off.taken(), type(model)._update_model_kwargs_for_generation, model_kwargs.get(MASK)
-    updated = (
-        before(outputs, model_kwargs, *args, **kwargs)
-        if before
-        else method(model, outputs, model_kwargs, *args, **kwargs)
-    )
-    if runner is not None and before is None and old is not None and _appends_ones(method):
-        runner.grown(old, updated[MASK])
+    method, mask = type(model)._update_model_kwargs_for_generation, model_kwargs.get(MASK)
+    original: Callable[..., Any] = before or functools.partial(method, model)
+    updated = original(outputs, model_kwargs, *args, **kwargs)
+    runner = hand_off.taken()
+    if runner is not None and mask is not None and before is None and _appends_ones(method):
+        runner.grown(mask, updated[MASK])
     return updated
 
 
