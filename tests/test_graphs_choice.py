@@ -9,6 +9,7 @@ import torch
 from graphs_support import PLAIN, SMALL, Again, an_index, answer, ragged, watch_runners
 from models import prompts, tiny_llama
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
@@ -154,7 +155,12 @@ def test_padding_that_changes_is_refused_as_ever(monkeypatch: pytest.MonkeyPatch
 def test_a_mask_is_read_unless_generate_has_only_lengthened_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Tensor] = []
     confirmed = StepRunner._confirmed
-    monkeypatch.setattr(StepRunner, "_confirmed", lambda *given: read.append(given[2]) or confirmed(*given))
+
+    def reads(*given: Any) -> bool:
+        read.append(given[2])
+        return confirmed(*given)
+
+    monkeypatch.setattr(StepRunner, "_confirmed", reads)
     masks = [torch.ones(2, 40, dtype=torch.long)]
 
     def step(hides: bool = False) -> int:
@@ -182,7 +188,7 @@ def test_masks_of_a_model_that_makes_its_own_are_read(monkeypatch: pytest.Monkey
     runners = watch_runners(monkeypatch)
     model: Any = tiny_llama()
 
-    class Hides(type(model)):
+    class Hides(LlamaForCausalLM):
         def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
             updated = super()._update_model_kwargs_for_generation(*args, **kwargs)
             mask = updated["attention_mask"]
