@@ -143,6 +143,12 @@ class StoredProducts:
             for x, by_slot in zip((k, v), found, strict=True):
                 x.copy_(by_index(by_slot, self._slot_of_head))
 
+    def parts(self) -> list[slice] | None:
+        """Blocks that are summed at a time, if they are the same for all heads."""
+        parts = [part for _, part, _, _ in self._parts]
+        own = parts[: len(parts) // max(1, len(self.store.paged))]
+        return own if own * len(self.store.paged) == parts else None
+
     def _whole(self, codes: torch.Tensor, dim: int) -> torch.Tensor:
         """Open codes as numbers, in whole blocks of tokens, which are dimension `dim` of 4."""
         numbers = codes.to(self.dtype)
@@ -166,15 +172,17 @@ class LaidOutProducts:
 
     Args:
         products: of a store whose sealed blocks stay the same, while open tokens may come.
+        parts: as `StoredProducts.parts`.
+        dtype: in which numbers are laid out: the type of products, or int16, which takes half of it.
     """
 
-    def __init__(self, products: StoredProducts):
+    def __init__(self, products: StoredProducts, parts: list[slice], dtype: torch.dtype):
         store = products.store
-        self._store, self._blocks = store, store.table.shape[1]
+        self._store, self._blocks, self._parts = store, store.table.shape[1], parts
         self.tokens, self.opened, self.place = products.tokens, products.opened, products.place
         batch, heads, held, dim = store.k_open.shape
         shape = (batch, heads, products.tokens // store.block, store.block, dim)
-        self._k, self._v = (torch.zeros(shape, dtype=products.dtype, device=store.k_open.device) for _ in range(2))
+        self._k, self._v = (torch.zeros(shape, dtype=dtype, device=store.k_open.device) for _ in range(2))
         if self._blocks:
             products.lay_out(self._k[:, :, : self._blocks], self._v[:, :, : self._blocks])
         self._scales = products.scales()
@@ -197,16 +205,19 @@ class LaidOutProducts:
     def scores(self, q: torch.Tensor) -> torch.Tensor:
         """As of `StoredProducts`."""
         self._open[0].copy_(self._store.k_open)
-        return q @ self._k.flatten(2, 3).mT
+        return q @ self._k.to(q.dtype).flatten(2, 3).mT
 
     def weighted(self, weight: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
         """As of `StoredProducts`."""
         self._open[1].copy_(self._store.v_open.mT)
-        tiles = (weight.transpose(2, 3) @ self._v).mul_(worth.transpose(2, 3)[..., None])
+        tiles = (weight.transpose(2, 3) @ self._v.to(weight.dtype)).mul_(worth.transpose(2, 3)[..., None])
         if not self._blocks:
             return tiles.sum(2)
         # in the order of `StoredProducts`
-        return tiles[:, :, self._blocks :].sum(2).add_(tiles[:, :, : self._blocks].sum(2))
+        sealed = tiles[:, :, self._parts[0]].sum(2)
+        for part in self._parts[1:]:
+            sealed.add_(tiles[:, :, part].sum(2))
+        return tiles[:, :, self._blocks :].sum(2).add_(sealed)
 
 
 def _pages(table: torch.Tensor) -> slice | torch.Tensor:

@@ -6,8 +6,8 @@ from turbo_hf.layout import INT8_MAX, UNQUANTIZED, KVStore, Scoring
 from turbo_hf.ops.decode.reference_products import LaidOutProducts, StoredProducts
 from turbo_hf.ops.reference_flash import rounded, sas_exp
 
-LAID_OUT = 1 << 17
-"""Up to so many numbers of a layer's keys, they and the values are laid out in float32: 1 MiB at most."""
+LAID_OUT, LAID_OUT_16 = 1 << 18, 5 << 18
+"""Up to so many numbers of a layer's keys, they and the values are laid out in float32 (2 MiB), in int16 (5 MiB)."""
 
 
 class RepeatedDecode:
@@ -25,13 +25,18 @@ class RepeatedDecode:
         self._store, self._scoring, self._window = store, scoring, window
         products = StoredProducts(store, torch.float32)
         numbers = store.order.numel() * store.k_open.shape[3] * products.tokens
-        self._products = LaidOutProducts(products) if numbers <= LAID_OUT else products
+        parts = products.parts()
+        self._products: LaidOutProducts | StoredProducts = products
+        if numbers <= LAID_OUT_16 and parts is not None:
+            self._products = LaidOutProducts(products, parts, torch.float32 if numbers <= LAID_OUT else torch.int16)
         batch, heads, _, _ = store.k_open.shape
         self._shape = batch, heads, -1, 1
         self._place = torch.arange(self._products.opened, device=store.k_open.device)
         sealed = store.sealed.tolist()
         # then only places in the open buffer may hold no token that is seen
         self._open_alone = window is None and sealed.count(sealed[0]) == batch
+        # then each tile holds a token that is seen
+        self._seen = self._open_alone and self._products.opened == store.block
         self._top: torch.Tensor | None = None
 
     @property
@@ -68,7 +73,8 @@ class RepeatedDecode:
         score = score.unflatten(-1, (-1, store.block))
         own = score.amax(-1)
         # finite also where a query sees no key of a tile: its P is 0 whatever is subtracted
-        shifted = score.sub_(own.clamp(min=torch.finfo(own.dtype).min)[..., None])
+        finite = own if self._seen else own.clamp(min=torch.finfo(own.dtype).min)
+        shifted = score.sub_(finite[..., None])
         p = shifted.exp_() if threshold is None else sas_exp(shifted, threshold)
         top = own.amax(-1)
         moves = torch.exp(own - top[..., None])

@@ -19,7 +19,8 @@ class RepeatedAppend:
         self._store, self._heads = store, heads
         self._new = torch.empty(2, batch, heads, tokens, dim, device=k.device)
         self._top = torch.full((2, batch, heads, tokens), CODE_MAX, device=k.device)
-        # by query heads: buffers for sums and differences, and the views of each level
+        self._signs = torch.tensor([[1.0], [-1.0]], device=k.device)
+        # by query heads: buffers for sums and differences, and the views of each level: two halves, and both results
         self._levels: dict[int, tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, ...]]]] = {}
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor | None) -> torch.Tensor | None:
@@ -57,19 +58,20 @@ class RepeatedAppend:
         first, last, levels = known
         first[:, : self._heads].copy_(k)
         first[:, self._heads :].copy_(queries)
-        for a, b, total, difference in levels:
-            torch.add(a, b, out=total)
-            torch.sub(a, b, out=difference)
+        for a, b, both in levels:
+            # a + b and a - b
+            torch.addcmul(a, b, self._signs, out=both)
         return last
 
 
 def _levels(k: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, ...]]]:
     batch, _, tokens, dim = k.shape
     source, target = (torch.empty(batch, heads, tokens, dim, device=k.device) for _ in range(2))
-    first, levels, half = source, [], (dim & -dim) // 2
+    first, half = source, (dim & -dim) // 2
+    levels: list[tuple[torch.Tensor, ...]] = []
     while half:
-        pairs = (x.unflatten(-1, (-1, 2, half)).unbind(-2) for x in (source, target))
-        levels.append(tuple(x for pair in pairs for x in pair))
+        pair, both = (x.unflatten(-1, (-1, 2, half)) for x in (source, target))
+        levels.append((pair[..., :1, :], pair[..., 1:, :], both))
         source, target, half = target, source, half // 2
     return first, source, levels
 
