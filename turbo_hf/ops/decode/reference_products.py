@@ -186,6 +186,8 @@ class LaidOutProducts:
         if self._blocks:
             products.lay_out(self._k[:, :, : self._blocks], self._v[:, :, : self._blocks])
         self._scales = products.scales()
+        # views for products of three dimensions, which torch multiplies as they are
+        self._keys, self._values = self._k.view(batch * heads, -1, dim).mT, self._v.view(-1, store.block, dim)
         # where open tokens lie in them
         first = self._blocks * store.block
         self._open = tuple(x.flatten(2, 3)[:, :, first : first + held] for x in (self._k, self._v))
@@ -205,12 +207,15 @@ class LaidOutProducts:
     def scores(self, q: torch.Tensor) -> torch.Tensor:
         """As of `StoredProducts`."""
         self._open[0].copy_(self._store.k_open)
-        return q @ self._k.to(q.dtype).flatten(2, 3).mT
+        return torch.bmm(q.reshape(-1, *q.shape[2:]), self._keys.to(q.dtype)).view(*q.shape[:3], -1)
 
     def weighted(self, weight: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
         """As of `StoredProducts`."""
         self._open[1].copy_(self._store.v_open.mT)
-        tiles = (weight.transpose(2, 3) @ self._v.to(weight.dtype)).mul_(worth.transpose(2, 3)[..., None])
+        batch, heads, queries, count, block = weight.shape
+        by_tile = weight.transpose(2, 3).reshape(-1, queries, block)
+        tiles = torch.bmm(by_tile, self._values.to(weight.dtype)).view(batch, heads, count, queries, -1)
+        tiles.mul_(worth.transpose(2, 3)[..., None])
         if not self._blocks:
             return tiles.sum(2)
         # in the order of `StoredProducts`

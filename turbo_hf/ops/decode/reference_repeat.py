@@ -70,7 +70,7 @@ class RepeatedDecode:
         if scoring.softcap is not None:
             score = scoring.softcap * torch.tanh(score / scoring.softcap)
         score[..., -hidden.shape[-1] :].masked_fill_(hidden[:, :, None], -torch.inf)
-        score = score.unflatten(-1, (-1, store.block))
+        score = score.view(*score.shape[:3], -1, store.block)
         own = score.amax(-1)
         # finite also where a query sees no key of a tile: its P is 0 whatever is subtracted
         finite = own if self._seen else own.clamp(min=torch.finfo(own.dtype).min)
@@ -79,7 +79,7 @@ class RepeatedDecode:
         top = own.amax(-1)
         moves = torch.exp(own - top[..., None])
         total = (p.sum(-1) * moves).sum(-1)
-        weight, unit = rounded(p.mul_(v_scale.unflatten(-1, (-1, store.block))[:, :, None]), torch.int8)
+        weight, unit = rounded(p.mul_(v_scale.view(*v_scale.shape[:2], 1, -1, store.block)), torch.int8)
         acc = products.weighted(weight, unit[..., 0] * moves)
         if scoring.sinks is not None:
             sink = scoring.sinks.to(top.dtype).view(1, *self._shape[1:3])
