@@ -38,6 +38,10 @@ class RepeatedDecode:
         # then each tile holds a token that is seen
         self._seen = self._open_alone and self._products.opened == store.block
         self._top: torch.Tensor | None = None
+        # torch makes a tensor of a number in each operation that takes one
+        self._zero, self._one, self._scaling = (
+            torch.tensor(number, device=store.k_open.device) for number in (0.0, 1.0, scoring.scaling)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -51,9 +55,9 @@ class RepeatedDecode:
         largest = x.abs().amax(-1)
         if self._top is None or self._top.shape != largest.shape:
             self._top = torch.full_like(largest, INT8_MAX)
-        inverse = self._top / torch.where(largest > 0, largest, 1.0)
+        inverse = self._top / torch.where(largest > self._zero, largest, self._one)
         codes = x.double().mul_(inverse[..., None]).round_().float().view(*self._shape[:3], q.shape[-1])
-        q_scale = (largest / self._top * scoring.scaling).view(self._shape)
+        q_scale = (largest / self._top * self._scaling).view(self._shape)
         scales = products.scales()
         if self._open_alone:
             hidden = (self._place >= store.open_len[:, None])[:, None]

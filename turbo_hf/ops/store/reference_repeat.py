@@ -20,6 +20,9 @@ class RepeatedAppend:
         self._new = torch.empty(2, batch, heads, tokens, dim, device=k.device)
         self._top = torch.full((2, batch, heads, tokens), CODE_MAX, device=k.device)
         self._signs = torch.tensor([[1.0], [-1.0]], device=k.device)
+        # torch makes a tensor of a number in each operation that takes one
+        numbers = 0.0, 1.0, 2.0 ** -key_shift(dim), 2.0 ** -query_shift(dim)
+        self._zero, self._one, self._of_keys, self._of_queries = (torch.tensor(x, device=k.device) for x in numbers)
         # by query heads: buffers for sums and differences, and the views of each level: two halves, and both results
         self._levels: dict[int, tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, ...]]]] = {}
 
@@ -29,12 +32,12 @@ class RepeatedAppend:
         if queries is None:
             self._new[0].copy_(k)
         else:
-            both, dim = self._rotated(k, queries), k.shape[-1]
-            torch.mul(both[:, : self._heads], 2.0 ** -key_shift(dim), out=self._new[0])
-            turned = (both[:, self._heads :] * 2.0 ** -query_shift(dim)).to(queries.dtype)
+            both = self._rotated(k, queries)
+            torch.mul(both[:, : self._heads], self._of_keys, out=self._new[0])
+            turned = (both[:, self._heads :] * self._of_queries).to(queries.dtype)
         self._new[1].copy_(v)
         scale = self._new.abs().amax(-1) / self._top
-        codes = self._new / torch.where(scale > 0, scale, 1.0)[..., None]
+        codes = self._new / torch.where(scale > self._zero, scale, self._one)[..., None]
         k_codes, v_codes = codes.round_().clamp_(-CODE_MAX, CODE_MAX).unbind()
         k_scale, v_scale = scale.unbind()
         tokens, held = k.shape[2], store.open_len.tolist()
