@@ -40,7 +40,8 @@ class RepeatedDecode:
         self._top: torch.Tensor | None = None
         # torch makes a tensor of a number in each operation that takes one
         self._zero, self._one, self._scaling = (
-            torch.tensor(number, device=store.k_open.device) for number in (0.0, 1.0, scoring.scaling)
+            torch.tensor(number, dtype=torch.float32, device=store.k_open.device)
+            for number in (0.0, 1.0, scoring.scaling)
         )
 
     @property

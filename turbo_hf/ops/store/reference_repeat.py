@@ -1,5 +1,7 @@
 """`append_tokens` of a step in plain torch, repeated over the same store: the same bits in fewer operations."""
 
+from typing import Any
+
 import torch
 
 from turbo_hf.layout import CODE_MAX, KVStore
@@ -17,12 +19,13 @@ class RepeatedAppend:
     def __init__(self, k: torch.Tensor, store: KVStore):
         batch, heads, tokens, dim = k.shape
         self._store, self._heads = store, heads
-        self._new = torch.empty(2, batch, heads, tokens, dim, device=k.device)
-        self._top = torch.full((2, batch, heads, tokens), CODE_MAX, device=k.device)
-        self._signs = torch.tensor([[1.0], [-1.0]], device=k.device)
+        how: Any = {"dtype": torch.float32, "device": k.device}
+        self._new = torch.empty(2, batch, heads, tokens, dim, **how)
+        self._top = torch.full((2, batch, heads, tokens), CODE_MAX, **how)
+        self._signs = torch.tensor([[1.0], [-1.0]], **how)
         # torch makes a tensor of a number in each operation that takes one
         numbers = 0.0, 1.0, 2.0 ** -key_shift(dim), 2.0 ** -query_shift(dim)
-        self._zero, self._one, self._of_keys, self._of_queries = (torch.tensor(x, device=k.device) for x in numbers)
+        self._zero, self._one, self._of_keys, self._of_queries = (torch.tensor(x, **how) for x in numbers)
         # by query heads: buffers for sums and differences, and the views of each level: two halves, and both results
         self._levels: dict[int, tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, ...]]]] = {}
 
@@ -69,7 +72,7 @@ class RepeatedAppend:
 
 def _levels(k: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, ...]]]:
     batch, _, tokens, dim = k.shape
-    source, target = (torch.empty(batch, heads, tokens, dim, device=k.device) for _ in range(2))
+    source, target = (torch.empty(batch, heads, tokens, dim, dtype=torch.float32, device=k.device) for _ in range(2))
     first, half = source, (dim & -dim) // 2
     levels: list[tuple[torch.Tensor, ...]] = []
     while half:
