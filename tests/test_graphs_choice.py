@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from graphs_support import SMALL, Again, an_index, ragged
+from graphs_support import PLAIN, SMALL, Again, an_index, answer, ragged, watch_runners
 from models import prompts, tiny_llama
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
@@ -149,6 +150,55 @@ def test_padding_that_changes_is_refused_as_ever(monkeypatch: pytest.MonkeyPatch
     bench.padding = 8
     with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
         bench.step()
+
+
+def test_a_mask_is_read_unless_generate_has_only_lengthened_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Tensor] = []
+    confirmed = StepRunner._confirmed
+
+    def reads(*given: Any) -> bool:
+        read.append(given[2])
+        return confirmed(*given)
+
+    monkeypatch.setattr(StepRunner, "_confirmed", reads)
+    masks = [torch.ones(2, 40, dtype=torch.long)]
+
+    def step(hides: bool = False) -> int:
+        masks.append(torch.cat((masks[-1], masks[-1].new_ones(2, 1)), 1))
+        bench.runner.grown(masks[-2], masks[-1])
+        if hides:
+            masks[-1][1, -1] = 0
+        bench.step(attention_mask=masks[-1])
+        return len(read)
+
+    # the step that warms, and the one that is captured
+    assert [step() for _ in range(5)] == [1, 2, 2, 2, 2]
+    # another tensor that is the same
+    masks[-1] = masks[-1].clone()
+    assert [step(), step()] == [3, 3]
+    counts = bench.counts
+    # one that was changed: its token is padding in the second row
+    assert step(hides=True) == 4
+    assert bench.counts == counts
+    assert bench.cache.layers[0].valid_prefix is not None
+    assert step() == 5
+
+
+def test_masks_of_a_model_that_makes_its_own_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    runners = watch_runners(monkeypatch)
+    model: Any = tiny_llama()
+
+    class Hides(LlamaForCausalLM):
+        def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+            updated = super()._update_model_kwargs_for_generation(*args, **kwargs)
+            mask = updated["attention_mask"]
+            mask[:, -1] = int(mask.shape[1] % 7 > 0)
+            return updated
+
+    model.__class__ = Hides
+    want = answer(model, PLAIN, **ragged())
+    assert torch.equal(answer(model, SMALL, **ragged()), want)
+    assert runners[0].captures
 
 
 def test_training_mode_is_refused_and_not_replayed(bench: Bench) -> None:

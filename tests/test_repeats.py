@@ -139,7 +139,10 @@ def test_repeated_steps_without_kernels(
     """The same bits, over several sealed blocks; `memory` tells of numbers that are laid out."""
     falls = "turbo_hf.attention.turbo_attention.sas_threshold"
     monkeypatch.setattr(falls, lambda config, tokens: -3 - tokens / 64 if config.sas else None)
-    monkeypatch.setattr("turbo_hf.ops.decode.reference_repeat.LAID_OUT", laid_out)
+    # in float32 at first, then in 16 bit; and several parts of a row are summed
+    monkeypatch.setattr("turbo_hf.ops.decode.reference_repeat.LAID_OUT", min(laid_out, 1 << 11))
+    monkeypatch.setattr("turbo_hf.ops.decode.reference_repeat.LAID_OUT_16", laid_out)
+    monkeypatch.setattr("turbo_hf.ops.decode.reference_products.CODES", 1 << 10)
     calls: list[RepeatedDecode] = []
     decode = RepeatedDecode.__call__
 

@@ -65,8 +65,10 @@ class _Repeats:
 
 def _surely_finite(*stored: torch.Tensor) -> bool:
     """Whether sums of these numbers are finite: a rotation only adds and subtracts them."""
-    sums = [torch.linalg.vector_norm(x, 1, dtype=torch.promote_types(x.dtype, torch.float32)) for x in stored]
-    return math.isfinite(sum(sums))
+    wide = (torch.promote_types(x.dtype, torch.float32) for x in stored)
+    return all(
+        math.isfinite(torch.linalg.vector_norm(x, 1, dtype=dtype)) for x, dtype in zip(stored, wide, strict=True)
+    )
 
 
 class RowBlocks(NamedTuple):

@@ -8,6 +8,7 @@ While a cache waits for a `crop` after each pass (assisted decoding), a step app
 nothing. `crop` then takes tokens back, and seals blocks, in the same memory.
 """
 
+import operator
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from turbo_hf.cache.guards import storing
-from turbo_hf.cache.integrity import STEP
+from turbo_hf.cache.integrity import STEP, Pass
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.rows import RowState
 from turbo_hf.cache.storage import ReplayState
@@ -185,6 +186,8 @@ class ReplayableSteps:
         self.cache, self.layers, self._limit, self._depth = cache, cache.turbo_layers(), limit, depth
         # the objects that captured steps use, by tokens per row, as `tensors` returned them
         self.used: dict[int, list[Any]] = {}
+        # the pass that the newest step was and its tokens, if the next one can be replayed like it (`steady`)
+        self._steady: tuple[Pass, int] | None = None
         self._prepare()
         cache.captured = weakref.ref(self)
 
@@ -279,6 +282,16 @@ class ReplayableSteps:
     def needs_pages(self) -> bool:
         """Whether the next step seals a block for which no page is reserved."""
         return any(group.needs_pages() for group in self._groups)
+
+    def steady(self, tokens: int) -> bool:
+        """Whether this step only repeats the one before: no pass or operation came between, nothing is due, and `used`
+        holds the objects that it uses. It then needs no `begin`."""
+        return self._steady is not None and self._steady[0] is self.integrity.last and self._steady[1] == tokens
+
+    def unmoved(self, tokens: int) -> bool:
+        """Whether the launches of a step use the same objects as those of the captured step over as many tokens."""
+        tensors, old = self.tensors(tokens), self.used.get(tokens, [])
+        return len(tensors) == len(old) and all(map(operator.is_, tensors, old))
 
     def require_finite(self) -> None:
         """ValueError if `nonfinite`, which is read from the device, names a layer."""
@@ -385,6 +398,9 @@ class ReplayableSteps:
             self.integrity.writing = None
         # the model's own call is still to end
         self.integrity.leave(STEP)
+        # looked up here, where the device is busy with the step, and not before the next one, which it waits for
+        rests = self._depth == STEP and not any(group.state.recording or group.seals() for group in self._groups)
+        self._steady = (self.integrity.last, tokens) if rests and self.unmoved(tokens) else None
 
     @storing
     def crop(self, columns: int) -> bool:

@@ -7,9 +7,9 @@ the model unchanged.
 """
 
 import functools
-import operator
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,9 @@ CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_rou
 
 FALSE = frozenset({"output_attentions", "output_hidden_states"})
 """Keywords of a step that ask for outputs that a replay does not provide."""
+
+LOOKED_AT = frozenset({CACHE, "input_ids", "position_ids", "attention_mask", *HANDED_ON})
+"""Keywords of a step that it takes whatever they hold, or as far as their tensors fit."""
 
 OF_ONE_TOKEN = frozenset({"output_router_logits"})
 """Constants of which a step over several tokens knows nothing."""
@@ -104,6 +107,8 @@ class StepRunner:
         self._captures: dict[int, _Capture] = {}
         self._off = False
         self._restarts = 0
+        # the mask that has been read, or what `generate` has made of it since, and the version of that tensor
+        self._mask: tuple[torch.Tensor, int] | None = None
 
     def __call__(self, **kwargs: Any) -> Any:
         """`model(**kwargs)`."""
@@ -117,19 +122,21 @@ class StepRunner:
             return self._launch(kwargs) if tokens == 1 else self._pass(**kwargs)
         cache, mask = kwargs[CACHE], kwargs.get("attention_mask")
         steps = self._steps_over(cache, kwargs)
-        if steps is None or not self._confirmed(steps, mask):
-            return self._pass(**kwargs)
         size = power_of_two(tokens)
+        steady = steps is not None and steps.steady(size)
+        if steps is None or not ((steady and self._knows(mask)) or self._confirmed(steps, mask)):
+            return self._pass(**kwargs)
         capture = self._take(kwargs, size)
-        if steps.needs_pages():
+        if not steady and steps.needs_pages():
             # captures use the current pages
             self._drop()
         if capture.replay is None and self._compiled is not None and size == 1:
             capture.fused = self._compiled.ready(self._model, capture.inputs, self._device.warm)
         steps.mark_unfinished()
-        steps.begin(size)
+        if not steady:
+            steps.begin(size)
         try:
-            out = self._run(steps, self._device, capture, size)
+            out = self._run(steps, self._device, capture, size, steady)
         except BaseException:
             # some layers may already hold the tokens, which the next pass must know
             steps.recount()
@@ -143,6 +150,15 @@ class StepRunner:
             kept = min(kwargs.get("logits_to_keep") or tokens, tokens)
             out["logits"] = out["logits"][:, tokens - kept : tokens]
         return out
+
+    def grown(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        """`generate` has appended a column of ones to the mask `before`: if that has been read, `after` need not be."""
+        self._mask = (after, _version(after)) if self._knows(before) else None
+
+    def _knows(self, mask: torch.Tensor | None) -> bool:
+        """Whether this mask, as it is now, has been read since the cache's rows were last changed."""
+        known = self._mask
+        return mask is None or (known is not None and known[0] is mask and known[1] == _version(mask))
 
     def _steps_over(self, cache: TurboCache, kwargs: dict[str, Any]) -> ReplayableSteps | None:
         """What prepares the steps over this cache; None: as it is now, none can be replayed. kwargs: of the pass.
@@ -201,7 +217,7 @@ class StepRunner:
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != (len(ids), first.seen + tokens)):
             return 0
         for name, value in kwargs.items():
-            if name in (CACHE, "input_ids", "position_ids", "attention_mask", *HANDED_ON) or value is None:
+            if name in LOOKED_AT or value is None:
                 continue
             if not isinstance(value, int) or (name not in CONSTANTS and (name not in FALSE or value)):
                 return 0
@@ -227,6 +243,7 @@ class StepRunner:
             found = [steps.integrity.ranks.most(flags) for flags in steps.nonfinite]
             proofs += [(bad == 0).all().to(steps.layers[0].device) for bad in found]
         if not proofs or bool(proofs[0] if len(proofs) == 1 else torch.stack(proofs).all()):
+            self._mask = None if mask is None else (mask, _version(mask))
             return True
         if steps.seals():
             steps.require_finite()
@@ -255,23 +272,27 @@ class StepRunner:
                 }
         for name, value in given.items():
             if isinstance(value, torch.Tensor):
-                tokens = value.shape[-1]
-                old[name][..., :tokens].copy_(value)
-                if tokens < size:
-                    old[name][..., tokens:].copy_(value[..., -1:])
+                tokens, memory = value.shape[-1], old[name]
+                if tokens == size:
+                    memory.copy_(value)
+                else:
+                    memory[..., :tokens].copy_(value)
+                    memory[..., tokens:].copy_(value[..., -1:])
         return capture
 
-    def _run(self, steps: ReplayableSteps, device: Device, capture: _Capture, size: int) -> Any:
-        """The model's output for the inputs; None if a capture failed, in which case nothing has been done."""
-        tensors, old = steps.tensors(size), steps.used.get(size, [])
-        if capture.replay is not None and (len(tensors) != len(old) or not all(map(operator.is_, tensors, old))):
+    def _run(self, steps: ReplayableSteps, device: Device, capture: _Capture, size: int, steady: bool) -> Any:
+        """The model's output for the inputs; None if a capture failed, in which case nothing has been done.
+
+        steady: as in `ReplayableSteps`.
+        """
+        if capture.replay is not None and not (steady or steps.unmoved(size)):
             self._drop_one(capture)
         step = functools.partial(self._fused_step if capture.fused else self._step, capture, size)
         if capture.warm < self._restarts:
             capture.warm += 1
             return device.warm(step)
         if capture.replay is None:
-            steps.used[size] = tensors
+            steps.used[size] = steps.tensors(size)
             try:
                 # sums over ranks must be captured on all of them, or on none
                 with steps.integrity.ranks.together():
@@ -323,7 +344,12 @@ class StepRunner:
             self._drop_one(capture)
 
     def _forget(self) -> None:
-        self._steps, self._captures = None, {}
+        self._steps, self._captures, self._mask = None, {}, None
+
+
+def _version(x: torch.Tensor) -> int:
+    """How often a tensor has been changed in place. Not counted in inference mode."""
+    return 0 if x.is_inference() else x._version
 
 
 def _capturing(x: torch.Tensor) -> bool:
@@ -452,7 +478,13 @@ class HandOff:
     def take(self) -> StepRunner | None:
         """The runner that was given in this thread, once."""
         runner, self._local.runner = getattr(self._local, "runner", None), None
+        self._local.taken = None if runner is None else weakref.ref(runner)
         return runner
+
+    def taken(self) -> StepRunner | None:
+        """The runner that this thread has taken last, as long as its `generate` lasts."""
+        runner = getattr(self._local, "taken", None)
+        return None if runner is None else runner()
 
     def __reduce__(self) -> Any:
         return HandOff, (self.demanded, self.graphs, self.compiled, self.ranks)

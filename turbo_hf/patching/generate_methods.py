@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, EarlyExitCandidateGenerator
+from transformers.utils.generic import ModelOutput
 
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
@@ -30,6 +31,7 @@ FORGETS = (
     "this version of Transformers then computes the newest token alone: what it generates from here on lacks the "
     "prompt, with or without the patch. Of Phi-3 and PhiMoE, Transformers 5.23 computes all tokens again: upgrade it."
 )
+MASK = "attention_mask"
 RUNNER = "turbo_runner"
 """Keyword that takes a runner from `generate` to `forward`, in searches that call the model itself."""
 
@@ -48,7 +50,11 @@ class _Drafts:
 
 _of_thread = threading.local()
 
-MAY_COMPILE, COMPILED = "_valid_auto_compile_criteria", "get_compiled_call"
+MAY_COMPILE, COMPILED, UPDATE = (
+    "_valid_auto_compile_criteria",
+    "get_compiled_call",
+    "_update_model_kwargs_for_generation",
+)
 
 
 def replace_methods(
@@ -70,7 +76,7 @@ def replace_methods(
     if hand_off is not None:
         methods += [
             (model, name, functools.partial(replacement, hand_off, model.__dict__.get(name)))
-            for name, replacement in ((MAY_COMPILE, _may_replay), (COMPILED, _compiled_call))
+            for name, replacement in ((MAY_COMPILE, _may_replay), (COMPILED, _compiled_call), (UPDATE, _update))
         ]
         methods.append((model, "forward", functools.partial(_forward, model.__dict__.get("forward"))))
     if family is not None:
@@ -399,3 +405,27 @@ def _compiled_call(hand_off: HandOff, before: Any, model: Any, compile_config: A
     """In place of `get_compiled_call`: the runner, if `_may_replay` has just returned True."""
     original: Callable[..., Any] = before or functools.partial(type(model).get_compiled_call, model)
     return hand_off.take() or original(compile_config)
+
+
+def _update(
+    hand_off: HandOff, before: Any, model: Any, outputs: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `_update_model_kwargs_for_generation`: a runner learns what became of the mask that it knows."""
+    method, mask = type(model)._update_model_kwargs_for_generation, model_kwargs.get(MASK)
+    original: Callable[..., Any] = before or functools.partial(method, model)
+    updated = original(outputs, model_kwargs, *args, **kwargs)
+    runner = hand_off.taken()
+    if runner is not None and mask is not None and before is None and _appends_ones(method):
+        runner.grown(mask, updated[MASK])
+    return updated
+
+
+@functools.lru_cache(maxsize=8)
+def _appends_ones(method: Callable[..., Any]) -> bool:
+    """Whether this `_update_model_kwargs_for_generation` is known to append a column of ones to the mask: if it is
+    Transformers' own for all models, which is tried out."""
+    if method is not GenerationMixin._update_model_kwargs_for_generation:
+        return False
+    mask = torch.tensor([[0, 1]], device="cpu")
+    after: Any = method(None, ModelOutput(), {MASK: mask})[MASK]
+    return bool(mask.tolist() == [[0, 1]] and after.tolist() == [[0, 1, 1]])

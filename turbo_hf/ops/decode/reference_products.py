@@ -143,6 +143,12 @@ class StoredProducts:
             for x, by_slot in zip((k, v), found, strict=True):
                 x.copy_(by_index(by_slot, self._slot_of_head))
 
+    def parts(self) -> list[slice] | None:
+        """Blocks that are summed at a time, if they are the same for all heads."""
+        parts = [part for _, part, _, _ in self._parts]
+        own = parts[: len(parts) // max(1, len(self.store.paged))]
+        return own if own * len(self.store.paged) == parts else None
+
     def _whole(self, codes: torch.Tensor, dim: int) -> torch.Tensor:
         """Open codes as numbers, in whole blocks of tokens, which are dimension `dim` of 4."""
         numbers = codes.to(self.dtype)
@@ -166,18 +172,22 @@ class LaidOutProducts:
 
     Args:
         products: of a store whose sealed blocks stay the same, while open tokens may come.
+        parts: as `StoredProducts.parts`.
+        dtype: in which numbers are laid out: the type of products, or int16, which takes half of it.
     """
 
-    def __init__(self, products: StoredProducts):
+    def __init__(self, products: StoredProducts, parts: list[slice], dtype: torch.dtype):
         store = products.store
-        self._store, self._blocks = store, store.table.shape[1]
+        self._store, self._blocks, self._parts = store, store.table.shape[1], parts
         self.tokens, self.opened, self.place = products.tokens, products.opened, products.place
         batch, heads, held, dim = store.k_open.shape
         shape = (batch, heads, products.tokens // store.block, store.block, dim)
-        self._k, self._v = (torch.zeros(shape, dtype=products.dtype, device=store.k_open.device) for _ in range(2))
+        self._k, self._v = (torch.zeros(shape, dtype=dtype, device=store.k_open.device) for _ in range(2))
         if self._blocks:
             products.lay_out(self._k[:, :, : self._blocks], self._v[:, :, : self._blocks])
         self._scales = products.scales()
+        # views for products of three dimensions, which torch multiplies as they are
+        self._keys, self._values = self._k.view(batch * heads, -1, dim).mT, self._v.view(-1, store.block, dim)
         # where open tokens lie in them
         first = self._blocks * store.block
         self._open = tuple(x.flatten(2, 3)[:, :, first : first + held] for x in (self._k, self._v))
@@ -197,16 +207,22 @@ class LaidOutProducts:
     def scores(self, q: torch.Tensor) -> torch.Tensor:
         """As of `StoredProducts`."""
         self._open[0].copy_(self._store.k_open)
-        return q @ self._k.flatten(2, 3).mT
+        return torch.bmm(q.reshape(-1, *q.shape[2:]), self._keys.to(q.dtype)).view(*q.shape[:3], -1)
 
     def weighted(self, weight: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
         """As of `StoredProducts`."""
         self._open[1].copy_(self._store.v_open.mT)
-        tiles = (weight.transpose(2, 3) @ self._v).mul_(worth.transpose(2, 3)[..., None])
+        batch, heads, queries, count, block = weight.shape
+        by_tile = weight.transpose(2, 3).reshape(-1, queries, block)
+        tiles = torch.bmm(by_tile, self._values.to(weight.dtype)).view(batch, heads, count, queries, -1)
+        tiles.mul_(worth.transpose(2, 3)[..., None])
         if not self._blocks:
             return tiles.sum(2)
         # in the order of `StoredProducts`
-        return tiles[:, :, self._blocks :].sum(2).add_(tiles[:, :, : self._blocks].sum(2))
+        sealed = tiles[:, :, self._parts[0]].sum(2)
+        for part in self._parts[1:]:
+            sealed.add_(tiles[:, :, part].sum(2))
+        return tiles[:, :, self._blocks :].sum(2).add_(sealed)
 
 
 def _pages(table: torch.Tensor) -> slice | torch.Tensor:

@@ -6,8 +6,8 @@ from turbo_hf.layout import INT8_MAX, UNQUANTIZED, KVStore, Scoring
 from turbo_hf.ops.decode.reference_products import LaidOutProducts, StoredProducts
 from turbo_hf.ops.reference_flash import rounded, sas_exp
 
-LAID_OUT = 1 << 17
-"""Up to so many numbers of a layer's keys, they and the values are laid out in float32: 1 MiB at most."""
+LAID_OUT, LAID_OUT_16 = 1 << 18, 5 << 18
+"""Up to so many numbers of a layer's keys, they and the values are laid out in float32 (2 MiB), in int16 (5 MiB)."""
 
 
 class RepeatedDecode:
@@ -25,14 +25,24 @@ class RepeatedDecode:
         self._store, self._scoring, self._window = store, scoring, window
         products = StoredProducts(store, torch.float32)
         numbers = store.order.numel() * store.k_open.shape[3] * products.tokens
-        self._products = LaidOutProducts(products) if numbers <= LAID_OUT else products
+        parts = products.parts()
+        self._products: LaidOutProducts | StoredProducts = products
+        if numbers <= LAID_OUT_16 and parts is not None:
+            self._products = LaidOutProducts(products, parts, torch.float32 if numbers <= LAID_OUT else torch.int16)
         batch, heads, _, _ = store.k_open.shape
         self._shape = batch, heads, -1, 1
         self._place = torch.arange(self._products.opened, device=store.k_open.device)
         sealed = store.sealed.tolist()
         # then only places in the open buffer may hold no token that is seen
         self._open_alone = window is None and sealed.count(sealed[0]) == batch
+        # then each tile holds a token that is seen
+        self._seen = self._open_alone and self._products.opened == store.block
         self._top: torch.Tensor | None = None
+        # torch makes a tensor of a number in each operation that takes one
+        self._zero, self._one, self._scaling = (
+            torch.tensor(number, dtype=torch.float32, device=store.k_open.device)
+            for number in (0.0, 1.0, scoring.scaling)
+        )
 
     @property
     def nbytes(self) -> int:
@@ -46,9 +56,9 @@ class RepeatedDecode:
         largest = x.abs().amax(-1)
         if self._top is None or self._top.shape != largest.shape:
             self._top = torch.full_like(largest, INT8_MAX)
-        inverse = self._top / torch.where(largest > 0, largest, 1.0)
+        inverse = self._top / torch.where(largest > self._zero, largest, self._one)
         codes = x.double().mul_(inverse[..., None]).round_().float().view(*self._shape[:3], q.shape[-1])
-        q_scale = (largest / self._top * scoring.scaling).view(self._shape)
+        q_scale = (largest / self._top * self._scaling).view(self._shape)
         scales = products.scales()
         if self._open_alone:
             hidden = (self._place >= store.open_len[:, None])[:, None]
@@ -65,15 +75,16 @@ class RepeatedDecode:
         if scoring.softcap is not None:
             score = scoring.softcap * torch.tanh(score / scoring.softcap)
         score[..., -hidden.shape[-1] :].masked_fill_(hidden[:, :, None], -torch.inf)
-        score = score.unflatten(-1, (-1, store.block))
+        score = score.view(*score.shape[:3], -1, store.block)
         own = score.amax(-1)
         # finite also where a query sees no key of a tile: its P is 0 whatever is subtracted
-        shifted = score.sub_(own.clamp(min=torch.finfo(own.dtype).min)[..., None])
+        finite = own if self._seen else own.clamp(min=torch.finfo(own.dtype).min)
+        shifted = score.sub_(finite[..., None])
         p = shifted.exp_() if threshold is None else sas_exp(shifted, threshold)
         top = own.amax(-1)
         moves = torch.exp(own - top[..., None])
         total = (p.sum(-1) * moves).sum(-1)
-        weight, unit = rounded(p.mul_(v_scale.unflatten(-1, (-1, store.block))[:, :, None]), torch.int8)
+        weight, unit = rounded(p.mul_(v_scale.view(*v_scale.shape[:2], 1, -1, store.block)), torch.int8)
         acc = products.weighted(weight, unit[..., 0] * moves)
         if scoring.sinks is not None:
             sink = scoring.sinks.to(top.dtype).view(1, *self._shape[1:3])

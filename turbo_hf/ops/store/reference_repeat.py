@@ -1,5 +1,7 @@
 """`append_tokens` of a step in plain torch, repeated over the same store: the same bits in fewer operations."""
 
+from typing import Any
+
 import torch
 
 from turbo_hf.layout import CODE_MAX, KVStore
@@ -17,9 +19,14 @@ class RepeatedAppend:
     def __init__(self, k: torch.Tensor, store: KVStore):
         batch, heads, tokens, dim = k.shape
         self._store, self._heads = store, heads
-        self._new = torch.empty(2, batch, heads, tokens, dim, device=k.device)
-        self._top = torch.full((2, batch, heads, tokens), CODE_MAX, device=k.device)
-        # by query heads: buffers for sums and differences, and the views of each level
+        how: Any = {"dtype": torch.float32, "device": k.device}
+        self._new = torch.empty(2, batch, heads, tokens, dim, **how)
+        self._top = torch.full((2, batch, heads, tokens), CODE_MAX, **how)
+        self._signs = torch.tensor([[1.0], [-1.0]], **how)
+        # torch makes a tensor of a number in each operation that takes one
+        numbers = 0.0, 1.0, 2.0 ** -key_shift(dim), 2.0 ** -query_shift(dim)
+        self._zero, self._one, self._of_keys, self._of_queries = (torch.tensor(x, **how) for x in numbers)
+        # by query heads: buffers for sums and differences, and the views of each level: two halves, and both results
         self._levels: dict[int, tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, ...]]]] = {}
 
     def __call__(self, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor | None) -> torch.Tensor | None:
@@ -28,12 +35,12 @@ class RepeatedAppend:
         if queries is None:
             self._new[0].copy_(k)
         else:
-            both, dim = self._rotated(k, queries), k.shape[-1]
-            torch.mul(both[:, : self._heads], 2.0 ** -key_shift(dim), out=self._new[0])
-            turned = (both[:, self._heads :] * 2.0 ** -query_shift(dim)).to(queries.dtype)
+            both = self._rotated(k, queries)
+            torch.mul(both[:, : self._heads], self._of_keys, out=self._new[0])
+            turned = (both[:, self._heads :] * self._of_queries).to(queries.dtype)
         self._new[1].copy_(v)
         scale = self._new.abs().amax(-1) / self._top
-        codes = self._new / torch.where(scale > 0, scale, 1.0)[..., None]
+        codes = self._new / torch.where(scale > self._zero, scale, self._one)[..., None]
         k_codes, v_codes = codes.round_().clamp_(-CODE_MAX, CODE_MAX).unbind()
         k_scale, v_scale = scale.unbind()
         tokens, held = k.shape[2], store.open_len.tolist()
@@ -57,19 +64,20 @@ class RepeatedAppend:
         first, last, levels = known
         first[:, : self._heads].copy_(k)
         first[:, self._heads :].copy_(queries)
-        for a, b, total, difference in levels:
-            torch.add(a, b, out=total)
-            torch.sub(a, b, out=difference)
+        for a, b, both in levels:
+            # a + b and a - b
+            torch.addcmul(a, b, self._signs, out=both)
         return last
 
 
 def _levels(k: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, ...]]]:
     batch, _, tokens, dim = k.shape
-    source, target = (torch.empty(batch, heads, tokens, dim, device=k.device) for _ in range(2))
-    first, levels, half = source, [], (dim & -dim) // 2
+    source, target = (torch.empty(batch, heads, tokens, dim, dtype=torch.float32, device=k.device) for _ in range(2))
+    first, half = source, (dim & -dim) // 2
+    levels: list[tuple[torch.Tensor, ...]] = []
     while half:
-        pairs = (x.unflatten(-1, (-1, 2, half)).unbind(-2) for x in (source, target))
-        levels.append(tuple(x for pair in pairs for x in pair))
+        pair, both = (x.unflatten(-1, (-1, 2, half)) for x in (source, target))
+        levels.append((pair[..., :1, :], pair[..., 1:, :], both))
         source, target, half = target, source, half // 2
     return first, source, levels
 
