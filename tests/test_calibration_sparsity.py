@@ -20,7 +20,7 @@ from turbo_hf.layout import AlwaysRead
 @pytest.fixture(scope="module")
 def found() -> Calibration:
     # all windows of a test are shorter than what steps usually read
-    with mock.patch.object(sparsity, "_always", lambda: AlwaysRead(1, 128)):
+    with mock.patch.object(sparsity, "_always", return_value=AlwaysRead(1, 128)):
         return lab(settings=replace(HEADS, window=1024, windows=2, sparsity=True))
 
 
