@@ -9,7 +9,7 @@ import torch
 from graphs_support import PLAIN, SMALL, Again, an_index, answer, ragged, watch_runners
 from models import prompts, tiny_llama
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import GenerationMixin, LlamaForCausalLM
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
@@ -380,3 +380,39 @@ def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(
     assert len(steps) == 3
     assert each >= 2
     assert all(step == steps[0] for step in steps)
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no-grad", "inference"])
+def test_masks_that_a_model_changes_in_place_are_read(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    runners = watch_runners(monkeypatch)
+    model: Any = tiny_llama()
+
+    class Hides(LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Any = None, **rest: Any) -> Any:
+            if attention_mask is not None and attention_mask.shape[1] == 46:
+                attention_mask[:, -1] = 0
+            return super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **rest)
+
+    model.__class__ = Hides
+    with torch.inference_mode(inference):
+        want = answer(model, PLAIN, **ragged([40, 37]))
+        assert torch.equal(answer(model, SMALL, **ragged([40, 37])), want)
+    assert runners[-1].captures
+
+
+def test_masks_of_a_method_put_in_the_place_of_transformers_own_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    runners = watch_runners(monkeypatch)
+    own = GenerationMixin._update_model_kwargs_for_generation
+
+    def hides(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.config is not None
+        updated = own(self, *args, **kwargs)
+        if updated["attention_mask"].shape[1] == 46:
+            updated["attention_mask"][:, -1] = 0
+        return updated
+
+    monkeypatch.setattr(GenerationMixin, "_update_model_kwargs_for_generation", hides)
+    model = tiny_llama()
+    want = answer(model, PLAIN, **ragged([40, 37]))
+    assert torch.equal(answer(model, SMALL, **ragged([40, 37])), want)
+    assert runners[-1].captures

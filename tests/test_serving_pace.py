@@ -2,7 +2,7 @@
 
 import pytest
 
-from turbo_hf.serving.pace import MARGIN, Pace
+from turbo_hf.serving.pace import MARGIN, MOST_WAIT, Pace
 
 
 def simulate(took: list[float], preparation: float) -> tuple[list[float], float]:
@@ -35,6 +35,19 @@ def test_passes_that_become_quicker_are_found_out() -> None:
     waits, idle = simulate([0.020] * 20 + [0.010] * 30, 0.003)
     assert waits[-1] == pytest.approx(0.010 - 0.003 - MARGIN)
     assert idle <= 0.01, "one pass, in all"
+
+
+def test_a_pass_that_was_held_up_holds_up_nothing_else() -> None:
+    waits, _ = simulate([30.0] + [0.010] * 20, 0.003)
+    assert max(waits) == MOST_WAIT
+    waits, _ = simulate([0.010] * 10 + [30.0] + [0.010] * 20, 0.003)
+    assert max(waits) == pytest.approx(0.010 - 0.003 - MARGIN)
+
+
+def test_passes_of_two_lengths_keep_the_gpu_busy() -> None:
+    waits, idle = simulate([0.010, 0.020] * 20, 0.003)
+    assert waits[10:] == pytest.approx([0.010 - 0.003 - MARGIN] * 30)
+    assert idle == 0
 
 
 def test_what_takes_longer_to_prepare_than_a_pass_is_prepared_at_once() -> None:

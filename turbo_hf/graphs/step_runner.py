@@ -153,12 +153,14 @@ class StepRunner:
 
     def grown(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """`generate` has appended a column of ones to the mask `before`: if that has been read, `after` need not be."""
-        self._mask = (after, _version(after)) if self._knows(before) else None
+        # in inference mode torch does not count changes
+        known = self._knows(before) and not after.is_inference()
+        self._mask = (after, after._version) if known else None
 
     def _knows(self, mask: torch.Tensor | None) -> bool:
         """Whether this mask, as it is now, has been read since the cache's rows were last changed."""
         known = self._mask
-        return mask is None or (known is not None and known[0] is mask and known[1] == _version(mask))
+        return mask is None or (known is not None and known[0] is mask and known[1] == mask._version)
 
     def _steps_over(self, cache: TurboCache, kwargs: dict[str, Any]) -> ReplayableSteps | None:
         """What prepares the steps over this cache; None: as it is now, none can be replayed. kwargs: of the pass.
@@ -243,7 +245,7 @@ class StepRunner:
             found = [steps.integrity.ranks.most(flags) for flags in steps.nonfinite]
             proofs += [(bad == 0).all().to(steps.layers[0].device) for bad in found]
         if not proofs or bool(proofs[0] if len(proofs) == 1 else torch.stack(proofs).all()):
-            self._mask = None if mask is None else (mask, _version(mask))
+            self._mask = None if mask is None or mask.is_inference() else (mask, mask._version)
             return True
         if steps.seals():
             steps.require_finite()
@@ -345,11 +347,6 @@ class StepRunner:
 
     def _forget(self) -> None:
         self._steps, self._captures, self._mask = None, {}, None
-
-
-def _version(x: torch.Tensor) -> int:
-    """How often a tensor has been changed in place. Not counted in inference mode."""
-    return 0 if x.is_inference() else x._version
 
 
 def _capturing(x: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.generation import utils as generation_utils
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, EarlyExitCandidateGenerator
 from transformers.utils.generic import ModelOutput
 
@@ -424,7 +425,9 @@ def _update(
 def _appends_ones(method: Callable[..., Any]) -> bool:
     """Whether this `_update_model_kwargs_for_generation` is known to append a column of ones to the mask: if it is
     Transformers' own for all models, which is tried out."""
-    if method is not GenerationMixin._update_model_kwargs_for_generation:
+    own = GenerationMixin._update_model_kwargs_for_generation
+    # not one that somebody has put in its place
+    if method is not own or getattr(own, "__globals__", None) is not vars(generation_utils):
         return False
     mask = torch.tensor([[0, 1]], device="cpu")
     after: Any = method(None, ModelOutput(), {MASK: mask})[MASK]

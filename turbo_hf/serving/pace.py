@@ -6,6 +6,9 @@ from collections.abc import Hashable
 MARGIN = 0.001
 """Seconds by which a batch shall be launched before the pass ahead of it ends."""
 
+MOST_WAIT = 0.25
+"""Seconds that are waited at most: a pass that was held up once shall not hold up requests again."""
+
 KEPT = 0.9
 """Of the time that the slowest preparation took, what counts one batch later."""
 
@@ -14,11 +17,13 @@ class Pace:
     """When to prepare the next batch: so late that requests which arrive while a pass runs join it, and so early that
     it is launched before that pass ends and the GPU never waits.
 
-    A pass is expected to take as long as the last one of its kind. Times are in seconds, on any clock.
+    A pass is expected to take as long as the quicker one of the last two of its kind. Times are in seconds, on any
+    clock.
     """
 
     def __init__(self) -> None:
-        self._took: dict[Hashable, float] = {}
+        # by kind, the last two, the newest last
+        self._took: dict[Hashable, tuple[float, float]] = {}
         self._preparation = 0.0
         # passes that have not been waited for, the oldest first: its kind, and since when it can have run
         self._running: deque[tuple[Hashable, float]] = deque(maxlen=2)
@@ -28,7 +33,7 @@ class Pace:
         kind, began = self._running[-1] if self._running else (None, now)
         if kind not in self._took:
             return 0.0
-        return max(0.0, began + self._took[kind] - self._preparation - MARGIN - now)
+        return min(MOST_WAIT, max(0.0, began + min(self._took[kind]) - self._preparation - MARGIN - now))
 
     def launched(self, kind: Hashable | None, begun: float, now: float) -> None:
         """A pass was launched, whose preparation began at `begun`. kind: of passes that take equally long and are
@@ -44,8 +49,8 @@ class Pace:
         kind, began = self._running.popleft()
         took = now - began
         if kind is not None and just_now:
-            self._took[kind] = took
-        elif took < self._took.get(kind, 0.0):
+            self._took[kind] = self._took.get(kind, (took, took))[1], took
+        elif kind in self._took and took < min(self._took[kind]):
             # it was quicker than expected; how quick, the next one will show
             del self._took[kind]
         if self._running:
