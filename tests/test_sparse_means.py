@@ -36,6 +36,7 @@ from turbo_hf.layout import (
     page_bytes,
 )
 from turbo_hf.models.versions import CACHE
+from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.sparse.reference_means import reference_read_blocks
 from turbo_hf.ops.store.append import append_step, seal_open
@@ -338,6 +339,18 @@ RULES: dict[str, Any] = {
     "capped": {"left": 0.3, "always": AlwaysRead(1, 1), "softcap": 1.5},
     "sinks": {"left": 0.3, "always": AlwaysRead(70, 10), "sinks": True},
 }
+
+
+def test_a_head_whose_query_is_no_number_reads_everything(backend: str, device: torch.device) -> None:
+    """So that NaN is not left out, and what another head of its group reads is the same on every backend."""
+    store = store_with([700], 1, 32, device, block=32)
+    q = torch.randn(1, 2, 1, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    q[0, 1, 0, 3] = torch.nan
+    rule, always = ByMeans(0.9), AlwaysRead(0, 64)
+    assert reference_read_blocks(q, store, Scoring(1.0), rule, always, places(store, 1))[..., : 700 // 32].all()
+    got = sparse_decode(q, store, Scoring(1.0), rule, always, backend=backend)
+    want = decode(q[:, :1], store, Scoring(1.0), backend="reference")
+    assert torch.allclose(got.lse[:, :1], want.lse, atol=1e-3)
 
 
 @all_pairs(case=CASES, rule=RULES)

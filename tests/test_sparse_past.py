@@ -299,7 +299,7 @@ def test_rows_of_a_batch_read_as_they_do_alone_over_a_past() -> None:
         torch.testing.assert_close(out[0], batch[row], rtol=1e-4, atol=1e-4)
 
 
-def test_short_additions_and_sorted_pasts_are_dense_and_said() -> None:
+def test_short_additions_and_sorted_or_open_pasts_are_dense_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, _ = heads(1, 300, torch.device("cpu"))
     store = past_of([700], torch.device("cpu"))._replace(sealed_host=(10,))
     given: dict[str, Any] = {"held": [700], "mode": "turbo", "backend": "auto"}
@@ -312,6 +312,13 @@ def test_short_additions_and_sorted_pasts_are_dense_and_said() -> None:
         "they add fewer than 1,024 tokens to a cache": 1,
         "they continue a cache that is in the order of buckets": 1,
     }
+    monkeypatch.setattr(sparse_prompts, "LEAST_ADDED", 300)
+    # of 700 tokens, 60 are in no sealed block, as the device knows it too
+    tally, store, rule = PromptTally(), store._replace(sealed_host=None), replace(rule, tail_tokens=0)
+    assert tally.tiles_to_read(rule, q, k, store, None, scoring, **given) is not None
+    monkeypatch.setattr(sparse_prompts, "MOST_OPEN", 59)
+    assert tally.tiles_to_read(rule, q, k, store, None, scoring, **given) is None
+    assert dict(tally.dense) == {"more than 59 tokens before them are not sealed yet": 1}
 
 
 @pytest.mark.usefixtures("short_chunks")

@@ -18,6 +18,9 @@ AUDIT_ROWS = 128
 LEAST_ADDED = 1024
 """Tokens that a prompt must add to a cache to be sparse: choice and audit look at all that it holds."""
 
+MOST_OPEN = 8192
+"""Unsealed tokens of a cache that audits of what continues it look at, all at once."""
+
 REMEMBERED = 16
 """Sparse prompts whose shares are remembered: the newest ones."""
 
@@ -174,12 +177,18 @@ class PromptTally:
         short = [row for row in long if held[row] and added[row] < LEAST_ADDED]
         if short:
             self.dense[f"they add fewer than {LEAST_ADDED:,} tokens to a cache"] += len(short)
-        # where nothing is replayed, the host knows it
-        sealed = [0] * len(q) if past is None else list(past.sealed_host or ())
-        whole = [0 if past is None else count * past.block // PROMPT_TILE for count in sealed]
+        sealed, block = [0] * len(q), 0
+        if past is not None:
+            sealed, block = list(past.sealed.tolist() if past.sealed_host is None else past.sealed_host), past.block
+        whole = [count * block // PROMPT_TILE for count in sealed]
+        opened = [row for row in long if row not in short and held[row] - sealed[row] * block > MOST_OPEN]
+        if opened:
+            self.dense[f"more than {MOST_OPEN:,} tokens before them are not sealed yet"] += len(opened)
         # the first tile of a first prompt has nothing to choose from
         sparse = [
-            row for row in long if row not in short and first_of_tail(added[row], rule.rule) > (0 if whole[row] else 1)
+            row
+            for row in long
+            if row not in {*short, *opened} and first_of_tail(added[row], rule.rule) > (0 if whole[row] else 1)
         ]
         if not sparse:
             return None

@@ -52,7 +52,7 @@ def reference_read_blocks(
         enough = covered >= total * (1 - left)
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     # what is not a number is read
-    wanted = (~(p < torch.exp2(low)) & whole[:, :, None]).any(2)
+    wanted = ((x.isnan() | ~(p < torch.exp2(low))) & whole[:, :, None]).any(2)
     if rule.left_by_head is not None:
         wanted = wanted | (rule.left_by_head[:, :, None, None] <= 0)
     read = (forced | wanted) & there
