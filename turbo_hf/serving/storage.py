@@ -114,6 +114,7 @@ class Storage:
             own = NewQKV(*(x[0, :, : rows.size].transpose(0, 1).unsqueeze(2) for x in qkv))
             outs.append(self._steps(rows, module, own, scoring, window, True).squeeze(2).transpose(0, 1)[None])
             at += rows.size
+        # one group at most (`Layout`), so that all is stored once
         for group in now.prompts:
             own = NewQKV(*(x[0, :, at:].unflatten(1, (group.count, group.new)).transpose(0, 1) for x in prompts))
             past = self._past(group, module.layer_idx)
