@@ -57,9 +57,9 @@ class Method:
 SIMULATED: dict[str, Scheme] = {
     **{f"kivi{bits}": kivi(bits) for bits in (4, 3, 2)},
     **{f"gear-l-{base}{bits}": gear_l(bits, base) for base in ("kcvt", "kivi") for bits in (4, 3, 2)},
-    # 104 bytes per token and head at d = 128, as turbo-k4v2; GEAR's own rank of 4 takes 112
-    "kivi-k4v2-g128": kivi(4, 2, group=128),
-    **{f"gear-l-kcvt-k4v2-r{rank}": gear_l(4, "kcvt", 2, rank) for rank in (4, 2)},
+    # 104 bytes per token and head at d = 128, as turbo-k4v2, and 72, as turbo2; GEAR's own rank of 4 takes 8 more
+    **{f"kivi-k{bits}v2-g128": kivi(bits, 2, group=128) for bits in (4, 2)},
+    **{f"gear-l-kcvt-k{bits}v2-r{rank}": gear_l(bits, "kcvt", 2, rank) for bits in (4, 2) for rank in (4, 2)},
     **{f"kvarn-k{bits}v2-g{block}": kvarn(bits, block) for bits in (4, 2) for block in (128, 64)},
 }
 """Published caches, simulated in plain torch: full-precision attention over what they would return."""
@@ -116,9 +116,9 @@ EXPLAINED = (
     ),
     ("quanto4, quanto2, hqq4, hqq2", "Transformers' QuantizedCache, if optimum-quanto or hqq is installed"),
     ("kivi4, kivi3, kivi2", "KIVI, groups of 64, the 64 newest tokens in full precision. Simulated"),
-    ("kivi-k4v2-g128", "KIVI of 4-bit keys and 2-bit values, groups of 128. Simulated"),
+    ("kivi-k4v2-g128 (also k2v2)", "KIVI of 4-bit keys and 2-bit values, groups of 128. Simulated"),
     ("gear-l-kcvt4, gear-l-kivi4 (also 3, 2)", "GEAR-L over either base, rank 4 and 2. Simulated"),
-    ("gear-l-kcvt-k4v2-r4 (also r2)", "GEAR-L of 4-bit keys and 2-bit values, rank 4 and 2, or 2 and 1. Simulated"),
+    ("gear-l-kcvt-k4v2-r4 (also k2v2, r2)", "GEAR-L of 4-bit keys, 2-bit values, rank 4 and 2, or 2 and 1. Simulated"),
     ("kvarn-k4v2-g128 (also k2v2, g64)", "KVarN: 4-bit keys, 2-bit values, tiles of 128 tokens. Simulated"),
     ("streaming-N", "StreamingLLM: a window of N tokens, including the first 4. Simulated"),
     ("ablation-heads", "set: head metric x share of heads with 2 bits"),

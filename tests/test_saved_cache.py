@@ -203,7 +203,7 @@ def other_config(model: Any) -> None:
     [
         (other_weights, {}, "model.weights is"),
         (other_config, {}, "model.config.rms_norm_eps is"),
-        (None, {"bits": 8}, "config.bits is 4, and here it is 8"),
+        (None, {"bits": 8}, "layers.0.config.bits is 4, and here it is 8"),
         (None, {"layer_bits": (4, 8)}, "layers.1.config.bits is 4, and here it is 8"),
         (None, {"dense_layers": (0,)}, r"config.dense_layers is \[\], and here it is \[0\]"),
     ],
@@ -235,6 +235,19 @@ def test_another_version_and_another_prompt(tmp_path: Path, monkeypatch: pytest.
         TurboCache.from_pretrained(tmp_path, model)
     with pytest.raises(OSError, match="there is no saved cache"):
         TurboCache.from_pretrained(tmp_path / "none", model)
+
+
+def test_bits_of_one_layer_by_depth_or_for_all(tmp_path: Path) -> None:
+    def made(**options: Any) -> Made:
+        model = tiny_llama(num_hidden_layers=1).requires_grad_(False)
+        return model, turbo_hf.patch(model, TurboConfig(block_size=32, **options)).new_cache()
+
+    model, cache = made(layer_bits=(8, (4, 2)))
+    run(model, cache, prompts(1, 70))
+    cache.save_pretrained(tmp_path)
+    assert TurboCache.from_pretrained(tmp_path, made(bits=4, value_bits=2)[0]).get_seq_length() == 70
+    with pytest.raises(ValueError, match="value_bits is 2, and here it is 4"):
+        TurboCache.from_pretrained(tmp_path, made(bits=4)[0])
 
 
 def test_tensors_that_are_replaced_before_they_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

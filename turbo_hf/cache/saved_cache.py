@@ -13,7 +13,7 @@ from turbo_hf._version import __version__
 from turbo_hf.cache import saved_files
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.saved_layers import held_by, hold
-from turbo_hf.config.turbo_config import TurboConfig, of_layer
+from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import require_model
 from turbo_hf.models.versions import version_of
@@ -23,6 +23,9 @@ MAKER = "turbo_cache_maker"
 
 HOW_IT_RUNS = ("backend", "cuda_graphs", "compile")
 """Options of `TurboConfig` that change nothing of what is stored."""
+
+BY_LAYER = ("bits", "value_bits", "layer_bits")
+"""Options of `TurboConfig` that are compared layer by layer: however they were given, a layer has its own bits."""
 
 NOT_OF_MODELS = ("transformers_version", "use_cache", "return_dict", "output_attentions", "output_hidden_states")
 """Entries of a model's config that change nothing of what it computes, as do those that begin with "_"."""
@@ -137,7 +140,7 @@ def _identity(cache: Any, model: Any) -> dict[str, Any]:
             "turbo_hf": __version__,
             **{name: (version_of(name) or "none").partition("+")[0] for name in ("torch", "transformers", "triton")},
         },
-        "config": _stored(cache.turbo_config),
+        "config": {name: value for name, value in _stored(cache.turbo_config).items() if name not in BY_LAYER},
         "model": {
             "class": type(model).__name__,
             "config": _of_model(json.loads(model.config.to_json_string(use_diff=False))),
@@ -157,14 +160,9 @@ def weights_digest(model: Any) -> str:
 
 
 def _stored(config: TurboConfig) -> dict[str, Any]:
-    if len({*(config.layer_bits or ())}) == 1:
-        # all layers are alike
-        config = of_layer(config, 0, 1)
-    # of which depth each width is, each layer's own config says
-    ignored = (*HOW_IT_RUNS, "layer_bits")
-    stored = {name: value for name, value in config.to_dict().items() if name not in ignored}
+    stored = {name: value for name, value in config.to_dict().items() if name not in HOW_IT_RUNS}
     # the same pages, whether named or left out
-    return stored | {"value_bits": None if config.value_bits == config.bits else config.value_bits}
+    return stored | {"value_bits": config.value_bits or config.bits}
 
 
 def _of_model(config: Any) -> Any:
