@@ -208,10 +208,11 @@ def test_a_head_that_drops_too_much_is_computed_densely() -> None:
 
 
 def test_a_tile_of_queries_that_would_read_nearly_all_reads_all() -> None:
-    rule = replace(SHORT, mass=0.9, audit=False)
-    few = as_square(read_by(replace(rule, most_density=1.0), PromptTally()), 8 * TILE)
-    tally = PromptTally()
-    got = as_square(read_by(replace(rule, most_density=0.7), tally), 8 * TILE)
+    rule, tally = replace(SHORT, mass=0.9, audit=False), PromptTally()
+    usual, all_above = (read_by(replace(rule, most_density=most), tally) for most in (1.0, 0.7))
+    assert usual is not None
+    assert all_above is not None
+    few, got = as_square(usual, 8 * TILE), as_square(all_above, 8 * TILE)
     before = torch.arange(8)
     over = few.tril(-1).sum(-1) > 0.7 * before
     assert 0 < over[..., 2:].sum() < over[..., 2:].numel()
