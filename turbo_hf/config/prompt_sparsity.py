@@ -39,7 +39,7 @@ class PromptSparsity(Options):
     window_tokens: int = 512
     tail_tokens: int = 256
     audit: bool = True
-    most_density: float = 0.9
+    most_density: float = 0.8
 
     def __post_init__(self) -> None:
         for field in ("mass", "peak", "most_density"):
