@@ -307,7 +307,7 @@ def _sparse_value(field: str, text: str) -> object:
     if field == "independent":
         # another word than True and False is refused by `SparseConfig`, which names them
         return _value(text)
-    return float(text) if field == "mass" else int(text)
+    return float(text) if field in ("mass", "most_dropped") else int(text)
 
 
 @contextmanager

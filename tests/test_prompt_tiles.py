@@ -21,7 +21,7 @@ from turbo_hf.ops.prefill.tiles import check_kept, choose_tiles, density, droppe
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-RULE = TileRule(mass=0.5, peak=0.5, sink_tokens=1, window_tokens=TILE, tail_tokens=3)
+RULE = TileRule(mass=0.5, peak=0.5, sink_tokens=1, window_tokens=TILE, tail_tokens=3, most_density=1.0)
 BARE = RULE._replace(sink_tokens=0, window_tokens=0, tail_tokens=0)
 SCALING = 0.2
 SCORING = Scoring(SCALING)
@@ -61,7 +61,14 @@ def random_kept(q: Tensor, share: float = 0.5) -> Tensor:
 @all_pairs(
     tokens=(TILE - 1, TILE + 1, 6 * TILE, 6 * TILE + 7),
     form=FORMS,
-    rule=(RULE, BARE, BARE._replace(mass=0.9, peak=1.0), BARE._replace(mass=1e-6, peak=0.3), RULE._replace(mass=1.0)),
+    rule=(
+        RULE,
+        BARE,
+        BARE._replace(mass=0.9, peak=1.0),
+        BARE._replace(mass=1e-6, peak=0.3),
+        RULE._replace(mass=1.0),
+        BARE._replace(peak=1.0, most_density=0.5),
+    ),
     scoring=(SCORING, *MORE),
     backend=("reference", "triton"),
 )
@@ -97,6 +104,10 @@ def test_choice(
         forced |= torch.tensor(tile * TILE + TILE > tokens - rule.tail_tokens)
         surely = forced | (most > rule.peak * (1 + slack)) | (mean > cut * (1 + slack))
         never = ~forced & (most < rule.peak * (1 - slack)) & (mean < cut * (1 - slack))
+        # more than so many are all
+        most_read = rule.most_density * tile + 1e-4
+        surely |= surely.sum(-1, keepdim=True) > most_read
+        never &= (~never).sum(-1, keepdim=True) <= most_read
         here = got[:, :, tile, :tile]
         assert here[surely].all()
         assert not here[never].any()

@@ -36,6 +36,10 @@ from turbo_hf.eval.run_identity import BY_METHOD, META
             "turbo4@saap:independent=True:probes=24",
             TurboConfig(sparse=SparseConfig(independent=True, probes=24)),
         ),
+        (
+            "turbo4@means:mass=0.02:most_dropped=0.1",
+            TurboConfig(sparse=SparseConfig(selector="means", mass=0.02, most_dropped=0.1)),
+        ),
         ("turbo4@window:dense_layers=", TurboConfig(sparse=SparseConfig(selector="window", dense_layers=()))),
     ],
 )  # fmt: skip

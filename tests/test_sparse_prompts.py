@@ -18,6 +18,7 @@ from turbo_hf import PromptSparsity, TurboConfig
 from turbo_hf.layout import PROMPT_TILE as TILE
 from turbo_hf.layout import Scoring
 from turbo_hf.models.versions import CACHE
+from turbo_hf.ops.prefill.reference_tiles import as_square
 from turbo_hf.ops.prefill.tiles import density
 from turbo_hf.sparse.prompts import PromptTally
 
@@ -206,16 +207,17 @@ def test_a_head_that_drops_too_much_is_computed_densely() -> None:
     assert "1 of 2 heads dense" in str(found)
 
 
-def test_a_head_that_reads_too_much_is_computed_densely() -> None:
-    rule = replace(SHORT, mass=0.9, audit=False)
-    sparse = read_by(rule, PromptTally())
-    assert sparse is not None
-    share = density(sparse, 8 * TILE).max().item()
-    tally = PromptTally()
-    for most, wanted in ((share + 0.01, sparse), (share - 0.2, torch.ones_like(sparse))):
-        assert torch.equal(read_by(replace(rule, most_density=most), tally), wanted)  # type: ignore[arg-type]
-    found = tally.shares(0)
-    assert (found.prompts, found.dense_heads, found.dropped_mean) == (2, 2, None)
+def test_a_tile_of_queries_that_would_read_nearly_all_reads_all() -> None:
+    rule, tally = replace(SHORT, mass=0.9, audit=False), PromptTally()
+    usual, all_above = (read_by(replace(rule, most_density=most), tally) for most in (1.0, 0.7))
+    assert usual is not None
+    assert all_above is not None
+    few, got = as_square(usual, 8 * TILE), as_square(all_above, 8 * TILE)
+    before = torch.arange(8)
+    over = few.tril(-1).sum(-1) > 0.7 * before
+    assert 0 < over[..., 2:].sum() < over[..., 2:].numel()
+    assert torch.equal(got, few | over[..., None] & (before[:, None] > before))
+    assert tally.shares(0).dense_heads == 0
 
 
 def test_audited_queries_are_spread_over_all_but_the_tail_and_the_same_each_time() -> None:

@@ -288,6 +288,7 @@ class TileRule(NamedTuple):
     sink_tokens: int = 128
     window_tokens: int = 512
     tail_tokens: int = 256
+    most_density: float = 0.8
     heads: torch.Tensor | None = None
 
 

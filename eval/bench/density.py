@@ -78,6 +78,9 @@ def density_command(
     length: Annotated[list[str] | None, typer.Option(help="Tokens, such as 8k; may be repeated. Default: 4k.")] = None,
     mass: Annotated[list[float] | None, typer.Option(help="May be repeated. Default: 0.9, 0.95, 0.98.")] = None,
     peak: Annotated[float, typer.Option(help="A tile that one row gives this share is read.")] = PromptSparsity().peak,
+    most_density: Annotated[
+        float, typer.Option(help="A tile of queries that would read more of the earlier key tiles reads all; 1: off.")
+    ] = PromptSparsity().most_density,
     tail: Annotated[int, typer.Option(help="The last queries, which read every key.")] = PromptSparsity().tail_tokens,
     text: Annotated[Path | None, typer.Option(help="What the model reads; default: the included prose.")] = None,
     seed: Seed = 0,
@@ -91,7 +94,8 @@ def density_command(
     `TurboConfig.sparse_prompt` would read and drop of this model, before a head that dropped too much is made dense.
     """
     with mistakes_end_the_command():
-        shape: dict[str, Any] = {"peak": peak, "tail_tokens": tail, "from_tokens": max(16384, tail + 1024)}
+        shape: dict[str, Any] = {"peak": peak, "most_density": most_density, "tail_tokens": tail}
+        shape["from_tokens"] = max(16384, tail + 1024)
         rules = [PromptSparsity(mass=each, **shape) for each in mass or MASSES]
         lengths = [parse_tokens(word) for word in length or ("4k",)]
         if min(lengths) < tail + 2 * TILE:
@@ -105,7 +109,8 @@ def density_command(
             raise ValueError("every layer of this model has a window: its prompts are short already.")
     bench = BenchRun[DensityRow]("density", loaded.device, folder)
     _print(rows)
-    given = {"model": Path(model).name, "text": text and text.name, "tail": tail, "seed": seed}
+    given: dict[str, Any] = {"model": Path(model).name, "text": text and text.name, "tail": tail, "seed": seed}
+    given["most_density"] = most_density
     bench.keep(rows, options=given)
     if folder is not None:
         plot_density(rows, bench.headline, folder / "density.png")

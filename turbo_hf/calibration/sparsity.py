@@ -8,7 +8,7 @@ import torch
 from turbo_hf.calibration.capture import Seen
 from turbo_hf.config.prompt_sparsity import PromptSparsity
 from turbo_hf.config.turbo_config import SparseConfig
-from turbo_hf.layout import PROMPT_TILE, AlwaysRead, ByMeans, KVStore, Scoring, TileRule
+from turbo_hf.layout import PROMPT_TILE, AlwaysRead, ByMeans, KVStore, Scoring
 from turbo_hf.ops.prefill.tiles import choose_tiles, density, dropped_mass
 from turbo_hf.ops.sparse.reference_means import reference_read_blocks
 from turbo_hf.ops.store.reference_quantize import reference_means
@@ -59,7 +59,7 @@ class HeadRules:
         places = torch.randperm(tokens, generator=seeded)[:QUERIES].sort().values.to(q.device)
         reads, drops = [], []
         for mass, peak in RULES:
-            rule = TileRule(mass, peak, always.sink_tokens, always.window_tokens, 0)
+            rule = always.rule._replace(mass=mass, peak=peak, tail_tokens=0)
             kept = choose_tiles(q, k, rule, Scoring(seen.scaling))
             reads.append(density(kept, tokens)[0].cpu())
             drops.append(dropped_mass(q, k, kept, places, Scoring(seen.scaling))[0].cpu())

@@ -14,7 +14,8 @@ class PromptSparsity(Options):
 
     Each tile of queries of each query head reads its own keys, the first and the newest ones before it, the fewest
     key tiles that cover `mass`, and each key tile that one of its queries wants by itself (`peak`). Both are judged by
-    the mean key of a tile, so that what is dropped is an estimate; `audit` measures it.
+    the mean key of a tile, so that what is dropped is an estimate; `audit` measures it. Where these are nearly all key
+    tiles, all are read (`most_density`).
 
     Args:
         mass: share of the estimated softmax, averaged over the queries of a tile, that is read; above 0, at most 1.
@@ -27,7 +28,8 @@ class PromptSparsity(Options):
             from there.
         audit: measure the share of the softmax that was dropped, on 128 random queries per head against all keys, and
             compute a head whose mean is above 2 (1 - mass) densely. False: the estimate is trusted.
-        most_density: a head that would read more than this share of its key tiles is computed densely; None: no limit.
+        most_density: a tile of queries that would read more than this share of the key tiles before it reads them all:
+            mean keys tell them apart too little there; above 0, at most 1, which turns it off.
     """
 
     mass: float = 0.95
@@ -37,13 +39,11 @@ class PromptSparsity(Options):
     window_tokens: int = 512
     tail_tokens: int = 256
     audit: bool = True
-    most_density: float | None = None
+    most_density: float = 0.8
 
     def __post_init__(self) -> None:
         for field in ("mass", "peak", "most_density"):
             share = getattr(self, field)
-            if share is None and field == "most_density":
-                continue
             number = isinstance(share, int | float) and not isinstance(share, bool)
             if not number or not 0 < share <= 1:
                 raise ValueError(f"PromptSparsity.{field} must be above 0 and at most 1; got {share!r}.")
@@ -66,8 +66,8 @@ class PromptSparsity(Options):
     def rule(self) -> TileRule:
         """What chooses tiles."""
         # a whole number would compile kernels of its own
-        shares = float(self.mass), float(self.peak)
-        return TileRule(*shares, self.sink_tokens, self.window_tokens, self.tail_tokens)
+        mass, peak, most = float(self.mass), float(self.peak), float(self.most_density)
+        return TileRule(mass, peak, self.sink_tokens, self.window_tokens, self.tail_tokens, most)
 
     @property
     def bound(self) -> float:

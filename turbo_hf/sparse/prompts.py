@@ -45,8 +45,7 @@ class PromptShares:
         density: share of the causal key tiles that were read, over heads and rows; dense heads count with 1.
         dropped_mean, dropped_p95, dropped_max: exact dropped share of the softmax of audited queries, which are random
             and outside of the tail, over heads and rows; 0 on heads that the audit has made dense. None without audit.
-        heads, dense_heads: heads times rows, and those that were computed densely because the audit found too much, or
-            because their density passed `most_density`.
+        heads, dense_heads: heads times rows, and those that were computed densely because the audit found too much.
         dense: prompts that were long enough and ran densely, by the reason.
         by_head: the shares of each query head.
     """
@@ -230,12 +229,8 @@ class PromptTally:
             dropped = dropped_mass(q, k, kept, places, scoring, rest, backend=backend)
             # a mean that is not a number is over the bound
             dense = ~(dropped.mean(-1) <= rule.bound)
-        if rule.most_density is not None:
-            dense = dense | (read > rule.most_density)
-        if rule.audit or rule.most_density is not None:
             kept.masked_fill_(dense[..., None], 1)
-            read = read.masked_fill(dense, 1.0)
-            dropped = None if dropped is None else dropped.masked_fill(dense[..., None], 0.0)
+            read, dropped = read.masked_fill(dense, 1.0), dropped.masked_fill(dense[..., None], 0.0)
         self.prompts += len(q)
         self.continued += len(q) if held else 0
         self.passes.append(_Pass(read, dropped, dense))

@@ -100,9 +100,10 @@ def score_tiles_kernel(
 def keep_tiles_kernel(
     scores,  # float32 [B*Hq, triangle]
     kept,  # uint8 [B*Hq, triangle]
-    tiles, past, tail, sink, window, mass, heads_ptr, ALL: tl.constexpr,
+    tiles, past, tail, sink, window, mass, most_density, heads_ptr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """1 for each tile that is read: forced, wanted by one query, or among the fewest that cover `mass` (ties: all).
+    """1 for each tile that is read: forced, wanted by one query, or among the fewest that cover `mass` (ties: all); for
+    all of them where these are more than `most_density`.
 
     tail: the first tile of queries that reads every key. sink, window: tiles. ALL: a power of two, at least `past`
     + `tiles`.
@@ -133,6 +134,8 @@ def keep_tiles_kernel(
         # what is not a number is read
         over = (mean < low.to(tl.float32, bitcast=True)) == 0
         keep = inside & (over | (raw < 0) | (e < sink) | (e >= own - window))
+        if tl.sum(keep.to(tl.int32), 0) > most_density * own:
+            keep = inside
     tl.store(kept + at + e, keep.to(tl.uint8), mask=inside)
 
 

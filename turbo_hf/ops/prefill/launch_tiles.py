@@ -54,8 +54,8 @@ def launch_choose_tiles(q: torch.Tensor, k: torch.Tensor, rule: TileRule, scorin
                         rule.peak, first, own, **shape, BLOCK=block, num_warps=warps, num_stages=stages, **gpu.FMA,
                     )  # fmt: skip
                 keep_tiles_kernel[(count * tiles,)](
-                    scores, kept[row, first:], tiles, past, tail, sink, window, rule.mass, own, ALL=_all(past + tiles),
-                    num_warps=_warps(past + tiles), **gpu.FMA,
+                    scores, kept[row, first:], tiles, past, tail, sink, window, rule.mass, rule.most_density, own,
+                    ALL=_all(past + tiles), num_warps=_warps(past + tiles), **gpu.FMA,
                 )  # fmt: skip
     return kept
 

@@ -21,6 +21,7 @@ def reference_choose_tiles(
 
     A row's score of a key tile is ln 128 + scaling q . mean(k): by Jensen at most the logarithm of the tile's true sum
     of exponentials. Its softmax runs over the tiles wholly before the row's own. Ties at the cut are all read.
+    A tile of queries that would read more than `most_density` of the tiles before its own reads them all.
     """
     heads, tokens, _ = q.shape
     scoring = Scoring(scaling, softcap, sinks)
@@ -44,6 +45,8 @@ def reference_choose_tiles(
         cut = ordered.gather(-1, short.sum(-1, keepdim=True).clamp(max=own - 1))
         # what is not a number is read
         kept[:, tile, :own] |= wanted | ~(mean < cut)
+        read = kept[:, tile, :own].sum(-1, keepdim=True, dtype=torch.float32)
+        kept[:, tile, :own] |= read > read.new_tensor(rule.most_density) * own
     return kept
 
 
