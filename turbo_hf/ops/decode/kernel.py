@@ -28,6 +28,7 @@ from turbo_hf.ops.decode.kernel_tiles import (
     odd_of,
     packed_bytes,
     prefetch_pages,
+    steps_of,
     to_values,
     values_of,
 )
@@ -152,18 +153,15 @@ def _attend_width(
         else:
             k_scale = tl.load(scale_ptr + 2 * at, mask=live, other=0.0)
             v_scale = tl.load(scale_ptr + 2 * at + 1, mask=live, other=0.0)
-        meta, shown = (meta_ptr + at * (LINES * D))[:, None], live[:, None]
+        meta, shown = (meta_ptr + at * (LINES * D))[:, None, None], live[:, None, None]
         k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
         if K_STAGE2:
             # side by side in memory, or the loads are not pipelined
-            at_c = d if D == DP else c
-            k_step = packed_bytes(meta + at_c[None, :], shown, at_c[None, :], D, DP)
-            k_zero = packed_bytes(meta + D + at_c[None, :], shown, at_c[None, :], D, DP)
+            k_step, k_zero = steps_of(meta, shown, d if D == DP else c, D, DP)
             if IN_TURN and D == DP:
                 k_step, k_zero = in_key_order(k_step), in_key_order(k_zero)
         if V_STAGE2:
-            v_step = packed_bytes(meta + V_LINE * D + d[None, :], shown, d[None, :], D, DP)
-            v_zero = packed_bytes(meta + (V_LINE + 1) * D + d[None, :], shown, d[None, :], D, DP)
+            v_step, v_zero = steps_of(meta + V_LINE * D, shown, d, D, DP)
         if CHOSEN:
             t = (page & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             if not WHOLE:

@@ -17,6 +17,17 @@ def packed_bytes(pointer, row_mask, c, SIZE: tl.constexpr, PADDED: tl.constexpr)
 
 
 @triton.jit
+def steps_of(meta, ok, c, D: tl.constexpr, DP: tl.constexpr):
+    """The steps and the zero points int8 [NB, DP] of channels c, two lines of D at `meta` [NB, 1, 1], where ok.
+
+    By one load: of a line alone, a thread has less than the 4 bytes from which on loads are pipelined, at 64 channels.
+    """
+    line = tl.arange(0, 2)[None, :, None]
+    both = packed_bytes(meta + line * D + c[None, None, :], ok, c[None, None, :], D, DP)
+    return tl.split(both.permute(0, 2, 1))
+
+
+@triton.jit
 def _merge_keys(x, y):
     """Lanes x and y of channels [NB, C, T], one after the other."""
     return tl.join(x, y).permute(0, 3, 1, 2).reshape(x.shape[0], 2 * x.shape[1], x.shape[2])
