@@ -20,7 +20,8 @@ Half-split packing of n codes of w bits: byte j holds codes j, j + n/p, j + 2n/p
 
     4 bit   byte j = c[j] | c[j + n/2] << 4
     2 bit   byte j = c[j] | c[j + n/4] << 2 | c[j + n/2] << 4 | c[j + 3n/4] << 6
-    3 bit   a 2-bit plane of the low bits (n/4 bytes), then a 1-bit plane of the high bits (n/8 bytes)
+    3 bit   a 2-bit plane of the low bits (n/4 bytes a line), then a 1-bit plane of the high bits (n/8 bytes a line);
+            all lines of a page in the one plane, then all in the other, so that neighbours are loaded together
     8 bit   not packed: the stage 1 code itself, int8
 
 so that a mask and a shift of whole words unpack it, without interleaving.
@@ -455,7 +456,8 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def half_split(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes of `bits` bits along the last dimension. uint8 [..., n] -> uint8 [..., n*bits/8]; exact."""
+    """Pack codes of `bits` bits: the lines of a page, or one line. uint8 [..., m, n] -> uint8 [..., m, n*bits/8]; exact.
+    """
     planes, done = [], 0
     for width in PLANES[bits]:
         per = 8 // width
@@ -465,21 +467,29 @@ def half_split(codes: torch.Tensor, bits: int) -> torch.Tensor:
             byte = byte | (lanes[..., lane, :] << (lane * width))
         planes.append(byte)
         done += width
-    return torch.cat(planes, -1)
+    if len(planes) == 1 or codes.dim() == 1:
+        return torch.cat(planes, -1)
+    return torch.cat([plane.flatten(-2) for plane in planes], -1).unflatten(-1, (codes.shape[-2], -1))
 
 
 def half_merge(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack what `half_split` packed. uint8 [..., n*bits/8] -> uint8 [..., n]; exact."""
+    """Unpack what `half_split` packed. uint8 [..., m, n*bits/8] -> uint8 [..., m, n]; exact."""
     n = packed.shape[-1] * 8 // bits
     out, done, start = None, 0, 0
+    lines = packed.shape[-2:-1]
+    page = packed.flatten(-2) if lines and len(PLANES[bits]) > 1 else packed
     for width in PLANES[bits]:
         per = 8 // width
-        byte = packed[..., start : start + n // per]
+        byte = packed
+        if len(PLANES[bits]) > 1:
+            size = lines.numel() * n // per
+            byte = page[..., start : start + size].unflatten(-1, (*lines, n // per))
+            start += size
         mask = (1 << width) - 1
         # the first lane needs no shift, the last one no mask
         lanes = [byte & mask, *((byte >> (lane * width)) & mask for lane in range(1, per - 1)), byte >> (8 - width)]
         plane = torch.cat(lanes, -1)
         out = plane if out is None else out | (plane << done)
-        done, start = done + width, start + n // per
+        done += width
     assert out is not None
     return out

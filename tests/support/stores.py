@@ -98,16 +98,19 @@ def random_store(
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Codes of the last dimension, one after the other as `turbo_hf.layout` draws them; int64."""
+    """Codes of a line, or of the lines of a page, one after the other as `turbo_hf.layout` draws them; int64."""
     packed = packed.cpu().long()
     if bits == 8:
         return packed
     n = packed.shape[-1] * 8 // bits
     codes = []
+    lines = packed.reshape(-1, packed.shape[-1]).shape[0]
+    low_plane, high_plane = packed.flatten().split((lines * n // 4, lines * n // 8)) if bits == 3 else (packed, packed)
     for c in range(n):
         if bits == 3:
-            low = packed[..., c % (n // 4)] >> 2 * (c // (n // 4)) & 3
-            high = packed[..., n // 4 + c % (n // 8)] >> c // (n // 8) & 1
+            line = torch.arange(lines).reshape(packed.shape[:-1])
+            low = low_plane[line * (n // 4) + c % (n // 4)] >> 2 * (c // (n // 4)) & 3
+            high = high_plane[line * (n // 8) + c % (n // 8)] >> c // (n // 8) & 1
             codes.append(low + 4 * high)
         else:
             lane = n * bits // 8

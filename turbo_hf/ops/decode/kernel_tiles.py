@@ -72,7 +72,8 @@ def keys_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, B
     At 16 bit the numbers themselves.
     """
     t = tl.arange(0, T)[None, None, :]
-    at = base[:, None, None] + t * (D * min(BITS, 8) // 8)
+    # of 3 bits, two lie in a plane of their own
+    at = base[:, None, None] + t * (D * (2 if BITS == 3 else min(BITS, 8)) // 8)
     live = ok[:, None, None]
     if BITS >= 8:
         c = tl.arange(0, DP)[None, :, None]
@@ -88,11 +89,12 @@ def keys_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, B
             x, y, z, w = lanes2(low, ASM)
         else:
             tl.static_assert(BITS == 3)
+            plane = base[:, None, None] + T * D // 4 + t * (D // 8)
             if D == DP:
-                high = tl.load(at + D // 4 + tl.arange(0, DP // 8)[None, :, None], mask=live, other=0)
+                high = tl.load(plane + tl.arange(0, DP // 8)[None, :, None], mask=live, other=0)
                 high = tl.broadcast_to(high[:, None], [high.shape[0], 2, DP // 8, T]).reshape(low.shape)
             else:
-                high = packed_bytes(at + D // 4 + c % (D // 8), live, c, D // 4, DP // 4)
+                high = packed_bytes(plane + c % (D // 8), live, c, D // 4, DP // 4)
             x, y, z, w = lanes3(low, high, odd, ASM)
         if DP == 64:
             return _merge_keys(_interleave_keys(x, y), _interleave_keys(z, w))
@@ -104,7 +106,7 @@ def keys_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, B
 def values_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Codes int8 [NB, DP, T] of the pages at `base` [NB], zeros where not `ok`; tokens in the order of `to_values`."""
     c = tl.arange(0, DP)[None, :, None]
-    at = base[:, None, None] + c * (T * min(BITS, 8) // 8)
+    at = base[:, None, None] + c * (T * (2 if BITS == 3 else min(BITS, 8)) // 8)
     live = ok[:, None, None]
     if BITS >= 8:
         return packed_bytes(at + tl.arange(0, T)[None, None, :], live, c, D, DP)
@@ -118,7 +120,8 @@ def values_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
             x, y, z, w = lanes2(low, ASM)
         else:
             tl.static_assert(BITS == 3)
-            high = packed_bytes(at + T // 4 + tl.arange(0, T // 8)[None, None, :], live, c, D, DP)
+            plane = base[:, None, None] + D * T // 4 + c * (T // 8)
+            high = packed_bytes(plane + tl.arange(0, T // 8)[None, None, :], live, c, D, DP)
             high = tl.broadcast_to(high[:, :, None], [high.shape[0], DP, 2, T // 8]).reshape(low.shape)
             x, y, z, w = lanes3(low, high, odd, ASM)
         return _by_thread(_merge_values(_merge_values(x, y), _merge_values(z, w)))

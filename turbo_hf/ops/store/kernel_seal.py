@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, value_order
+from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, plane_places, value_order
 from turbo_hf.ops.store.kernel_arguments import Block
 
 LARGEST_HALF = tl.constexpr(65504.0)
@@ -69,10 +69,13 @@ def _codes(q1, step, zero, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _store_planes(ptr, at, codes, inside, lane: tl.constexpr, before, width, BITS: tl.constexpr, LANES: tl.constexpr):
+def _store_planes(
+    ptr, at, high_at, codes, inside, lane: tl.constexpr, before, width, BITS: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
     """One lane of a half-split run joins the bytes of the lanes `before`; stores them with the last.
 
     A lane: the codes that take the same bits of their bytes. Lanes follow each other in the run. width: codes per lane.
+    at, high_at: places of its bytes in the plane of low bits, and at 3 bit in that of high bits.
     """
     if BITS == 3:
         low, other, high = before
@@ -85,7 +88,7 @@ def _store_planes(ptr, at, codes, inside, lane: tl.constexpr, before, width, BIT
         if lane == LANES - 1:
             tl.store(ptr + at, low.to(tl.uint8), mask=inside)
             tl.store(ptr + at + width, other.to(tl.uint8), mask=inside)
-            tl.store(ptr + at + 2 * width, high.to(tl.uint8), mask=inside)
+            tl.store(ptr + high_at, high.to(tl.uint8), mask=inside)
     else:
         low, other, high = before
         low = low | codes << (lane * BITS)
@@ -106,7 +109,7 @@ def seal_lines(
     j = tl.arange(0, LANE_WIDTH)
     none = tl.zeros((BLOCK, LANE_WIDTH), tl.int32)
     planes = (none, none, none)
-    at = page * (BLOCK * D * BITS // 8) + n[:, None] * (D * BITS // 8) + j[None, :]
+    at, high_at = plane_places(page, n[:, None], j[None, :], BLOCK, D, BITS)
     for lane in tl.static_range(LANES):
         run = lane * WIDTH + j
         inside = (j < WIDTH)[None, :] & (n >= 0)[:, None]
@@ -118,7 +121,7 @@ def seal_lines(
             tl.store(meta_ptr + run, step.to(tl.int8), mask=j < WIDTH)
             tl.store(meta_ptr + D + run, zero.to(tl.int8), mask=j < WIDTH)
             codes = _codes(q1, step[None, :], zero[None, :], LEVELS)
-            planes = _store_planes(out_ptr, at, codes, inside, lane, planes, WIDTH, BITS, LANES)
+            planes = _store_planes(out_ptr, at, high_at, codes, inside, lane, planes, WIDTH, BITS, LANES)
 
 
 @triton.jit
@@ -156,7 +159,7 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
     none = tl.zeros((DP, TOKENS), tl.int32)
     planes = (none, none, none)
     inside = (d < D)[:, None] & (i >= 0)[None, :]
-    v_at = page * (D * BLOCK * VALUE_BITS // 8) + d[:, None] * (BLOCK * VALUE_BITS // 8) + i[None, :]
+    v_at, v_high = plane_places(page, d[:, None], i[None, :], D, BLOCK, VALUE_BITS)
     for lane in tl.static_range(LANES):
         token = value_order(lane * TOKENS + i)
         share = tl.div_rn(tl.load(tokens.v_scale + token), tl.where(v_scale > 0, v_scale, 1.0))
@@ -166,7 +169,7 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
             tl.store(v_out + base + d[:, None] * BLOCK + i[None, :], q1.to(tl.int8), mask=inside)
         else:
             codes = _codes(q1, step[:, None], zero[:, None], LEVELS)
-            planes = _store_planes(v_out, v_at, codes, inside, lane, planes, TOKENS, VALUE_BITS, LANES)
+            planes = _store_planes(v_out, v_at, v_high, codes, inside, lane, planes, TOKENS, VALUE_BITS, LANES)
 
 
 @triton.jit
