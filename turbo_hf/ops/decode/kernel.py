@@ -209,7 +209,8 @@ def attend_open(
     cap = cache.cap
     acc, m, denom = state
     D: tl.constexpr = FORM.dim
-    BLOCK: tl.constexpr = FORM.block
+    # 128 tokens of one warp do not fit its registers
+    TOKENS: tl.constexpr = min(FORM.block, 64)
     CHOSEN: tl.constexpr = seen is None
     PLAIN: tl.constexpr = k_ptr.dtype.element_ty != tl.int8
     Q_PLAIN: tl.constexpr = PLAIN or not FORM.turbo
@@ -225,25 +226,25 @@ def attend_open(
         buckets = chosen.buckets
     else:
         first, last = seen
-    t = tl.arange(0, BLOCK)
+    t = tl.arange(0, TOKENS)
     # keys are permuted so that `to_values` puts the probabilities into time order
     column = t if PLAIN else t // 16 * 16 + t % 8 // 2 * 4 + t % 16 // 8 * 2 + t % 2
     channel = d[None, :, None]
-    count = length - sealed * BLOCK
+    count = length - sealed * FORM.block
     counted = tl.zeros([NB], tl.int32)
-    for start in tl.range(0, count, NB * BLOCK, num_stages=1):
-        token = start + nb[:, None] * BLOCK + column[None, :]
-        place = sealed * BLOCK + token
+    for start in tl.range(0, count, NB * TOKENS, num_stages=1):
+        token = start + nb[:, None] * TOKENS + column[None, :]
+        place = sealed * FORM.block + token
         live = place < length
         k_at = k_ptr + (at * cap + token)[:, None, :] * D
         keys = packed_bytes(k_at + channel, live[:, None, :], channel, D, DP)
-        stored = start + nb[:, None, None] * BLOCK + t[None, None, :]
+        stored = start + nb[:, None, None] * TOKENS + t[None, None, :]
         # whole groups of 16, of which `cap` is a multiple: tokens past the last one have a probability of 0
         values = packed_bytes(v_ptr + (at * D + channel) * cap + stored, stored // 16 * 16 < count, channel, D, DP)
         if PLAIN:
             # 0 * NaN is NaN, so the values are masked too
             values = tl.where(stored < count, values, 0.0)
-            k_scale = tl.full([NB, BLOCK], 1.0, tl.float32)
+            k_scale = tl.full([NB, TOKENS], 1.0, tl.float32)
             v_scale = tl.full([NB], 1.0, tl.float32)
         else:
             k_scale = tl.load(k_scale_ptr + at * cap + token, mask=live, other=0.0)
