@@ -209,13 +209,13 @@ def attend_open(
     cap = cache.cap
     acc, m, denom = state
     D: tl.constexpr = FORM.dim
-    # 128 tokens of one warp do not fit its registers
-    TOKENS: tl.constexpr = min(FORM.block, 64)
     CHOSEN: tl.constexpr = seen is None
     PLAIN: tl.constexpr = k_ptr.dtype.element_ty != tl.int8
     Q_PLAIN: tl.constexpr = PLAIN or not FORM.turbo
     NB: tl.constexpr = acc.shape[0]
     DP: tl.constexpr = acc.shape[1]
+    # of one warp at a time: few, so that a block of them is shared by several warps
+    TOKENS: tl.constexpr = 32 if NB > 1 else min(FORM.block, 64)
     nb = tl.arange(0, NB)
     d = tl.arange(0, DP)
     queries, units = prepared
