@@ -61,10 +61,11 @@ def test_2_bit_bytes_are_as_drawn(n: int) -> None:
 
 @pytest.mark.parametrize("n", [pytest.param(16, id="n16"), pytest.param(80, id="n80")])
 def test_3_bit_planes_are_as_drawn(n: int) -> None:
-    c = random_codes(n, bits=3).tolist()
-    low = [sum((c[j + i * n // 4] & 3) << 2 * i for i in range(4)) for j in range(n // 4)]
-    high = [sum((c[j + i * n // 8] >> 2) << i for i in range(8)) for j in range(n // 8)]
-    assert half_split(torch.tensor(c, dtype=torch.uint8), 3).tolist() == low + high
+    page = random_codes(2, n, bits=3)
+    low = [sum((c[j + i * n // 4] & 3) << 2 * i for i in range(4)) for c in page.tolist() for j in range(n // 4)]
+    high = [sum((c[j + i * n // 8] >> 2) << i for i in range(8)) for c in page.tolist() for j in range(n // 8)]
+    assert half_split(page, 3).flatten().tolist() == low + high
+    assert half_split(page[0], 3).tolist() == low[: n // 4] + high[: n // 8]
 
 
 @pytest.mark.parametrize("bits", PACKED)
