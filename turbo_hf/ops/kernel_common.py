@@ -48,17 +48,6 @@ def slot_of_width(slot, ok, G: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def plane_places(page, line, byte, LINES: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr):
-    """Places of a byte of a line of a page in the plane of low bits and, at 3 bit, in that of high bits.
-
-    A page has LINES lines of CODES codes (`layout.half_split`).
-    """
-    LOW: tl.constexpr = 2 if BITS == 3 else BITS
-    start = page * (LINES * CODES * BITS // 8) + byte
-    return start + line * (CODES * LOW // 8), start + LINES * CODES * LOW // 8 + line * (CODES // 8)
-
-
-@triton.jit
 def to_l2(pointer, ok):
     """Prefetch to L2 the cache lines that pointers point to, where ok; returns nothing. Not for the interpreter."""
     tl.inline_asm_elementwise(

@@ -25,7 +25,6 @@ from turbo_hf.ops.decode.kernel_tiles import (
     channels,
     in_key_order,
     keys_of,
-    odd_of,
     packed_bytes,
     prefetch_pages,
     steps_of,
@@ -131,11 +130,6 @@ def _attend_width(
         buckets = chosen.buckets
         counted = tl.zeros([NB, BLOCK], tl.int32)
         bucket = _buckets_of(buckets, page, nb < sealed - begin * NB, BLOCK)
-    k_odd, v_odd = 0, 0
-    if BITS == 3:
-        k_odd = odd_of(k_ptr, sealed, D, DP)[None, :, None]
-    if VALUE_BITS == 3:
-        v_odd = odd_of(v_ptr, sealed, BLOCK, BLOCK)[None, None, :]
     end = tl.cdiv(sealed, NB)
     if steps is not None:
         end = tl.minimum(begin + steps, end)
@@ -145,15 +139,15 @@ def _attend_width(
         at = page * SLOTS + slot
         if CHOSEN:
             at = (page >> 32) * SLOTS + slot
-        keys = keys_of(k_ptr + at * K_PAGE, live, k_odd, D, DP, BLOCK, BITS, ASM)
-        values = values_of(v_ptr + at * V_PAGE, live, v_odd, D, DP, BLOCK, VALUE_BITS, ASM)
+        keys = keys_of(k_ptr + at * K_PAGE, live, D, DP, BLOCK, BITS, ASM)
+        values = values_of(v_ptr + at * V_PAGE, live, D, DP, BLOCK, VALUE_BITS, ASM)
         if BITS == 16:
             k_scale = tl.full([NB], 1.0, tl.float32)
             v_scale = k_scale
         else:
             k_scale = tl.load(scale_ptr + 2 * at, mask=live, other=0.0)
             v_scale = tl.load(scale_ptr + 2 * at + 1, mask=live, other=0.0)
-        meta, shown = (meta_ptr + at * (LINES * D))[:, None, None], live[:, None, None]
+        meta, shown = (meta_ptr + at * (LINES * D))[:, None], live[:, None]
         k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
         if K_STAGE2:
             # side by side in memory, or the loads are not pipelined

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import as_int8, in_time_order, plane_places, value_order
+from turbo_hf.ops.kernel_common import as_int8, in_time_order, value_order
 
 
 @triton.jit
@@ -102,11 +102,13 @@ def _lane(packed_ptr, page, line, lines: tl.constexpr, bits: tl.constexpr, codes
     elif bits == 8:
         code = tl.load(packed_ptr + at + index).to(tl.int32)
     elif bits == 3:
-        at, _ = plane_places(page, line, index % (codes // 4), lines, codes, bits)
-        _, high_at = plane_places(page, line, index % (codes // 8), lines, codes, bits)
-        low = tl.load(packed_ptr + at).to(tl.int32) >> (index // (codes // 4) * 2) & 3
-        high = tl.load(packed_ptr + high_at).to(tl.int32) >> (index // (codes // 8)) & 1
-        code = low | high << 2
+        odd, lane = line // 8 % 2, index // (codes // 4)
+        plane: tl.constexpr = lines * codes // 8
+        at = packed_ptr + page * (3 * plane) + (line // 16 * 8 + line % 8) * (codes // 4) + index % (codes // 4)
+        byte = tl.load(at + tl.where(lane == 2, 2, odd) * plane).to(tl.int32)
+        rest = tl.load(at + 2 * plane).to(tl.int32) >> (6 + odd) & 1
+        code = byte >> tl.where(lane == 2, 3 * odd, tl.minimum(3 * lane, 6)) & 7
+        code = tl.where(lane == 3, code | rest << 2, code)
     else:
         run: tl.constexpr = codes * bits // 8
         code = tl.load(packed_ptr + at + index % run).to(tl.int32) >> (index // run * bits) & ((1 << bits) - 1)

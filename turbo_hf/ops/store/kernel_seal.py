@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, plane_places, value_order
+from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, value_order
 from turbo_hf.ops.store.kernel_arguments import Block
 
 LARGEST_HALF = tl.constexpr(65504.0)
@@ -69,32 +69,57 @@ def _codes(q1, step, zero, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _store_planes(
-    ptr, at, high_at, codes, inside, lane: tl.constexpr, before, width, BITS: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
-    """One lane of a half-split run joins the bytes of the lanes `before`; stores them with the last.
+def _pairs(x):
+    """Lines [M, N] of a page, e and o = e + 8 of each 16: both [M / 16, 8, N]."""
+    return tl.split(x.reshape(x.shape[0] // 16, 2, 8, x.shape[1]).permute(0, 2, 3, 1))
 
-    A lane: the codes that take the same bits of their bytes. Lanes follow each other in the run. width: codes per lane.
-    at, high_at: places of its bytes in the plane of low bits, and at 3 bit in that of high bits.
-    """
+
+@triton.jit
+def _no_planes(M: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr):
+    """The bytes of M lines of N bytes before their first lane, as `_store_lane` takes them."""
     if BITS == 3:
-        low, other, high = before
-        shifted = (codes & 3) << (lane // 2 * 2)
-        if lane % 2 == 0:
-            low = low | shifted
-        else:
-            other = other | shifted
-        high = high | (codes >> 2) << lane
-        if lane == LANES - 1:
-            tl.store(ptr + at, low.to(tl.uint8), mask=inside)
-            tl.store(ptr + at + width, other.to(tl.uint8), mask=inside)
-            tl.store(ptr + high_at, high.to(tl.uint8), mask=inside)
+        none = tl.zeros((M // 16, 8, N), tl.int32)
     else:
-        low, other, high = before
-        low = low | codes << (lane * BITS)
+        none = tl.zeros((M, N), tl.int32)
+    return none, none, none
+
+
+@triton.jit
+def _store_lane(
+    ptr, page, line, j, codes, inside, lane: tl.constexpr, before, LINES: tl.constexpr, CODES: tl.constexpr,
+    BITS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """One lane of half-split lines joins the bytes of the lanes `before`; stores them with the last.
+
+    A lane: the codes that take the same bits of their bytes. Lanes follow each other in a line. A page has LINES lines
+    of CODES codes; line, j: places of codes [M, N] in it and in their lane.
+    """
+    first, second, third = before
+    if BITS == 3:
+        even, odd = _pairs(codes)
+        if lane == 2:
+            third = third | even | odd << 3
+        elif lane == 3:
+            first = first | (even & 3) << 6
+            second = second | (odd & 3) << 6
+            third = third | (even >> 2) << 6 | (odd >> 2) << 7
+        else:
+            first = first | even << lane * 3
+            second = second | odd << lane * 3
         if lane == LANES - 1:
-            tl.store(ptr + at, low.to(tl.uint8), mask=inside)
-    return low, other, high
+            PLANE: tl.constexpr = LINES * CODES // 8
+            at, _ = _pairs(tl.broadcast_to((line // 16 * 8 + line % 8) * (CODES // 4) + j, codes.shape))
+            kept, _ = _pairs(tl.broadcast_to(inside, codes.shape).to(tl.int32))
+            to = ptr + page * (3 * PLANE) + at
+            tl.store(to, first.to(tl.uint8), mask=kept != 0)
+            tl.store(to + PLANE, second.to(tl.uint8), mask=kept != 0)
+            tl.store(to + 2 * PLANE, third.to(tl.uint8), mask=kept != 0)
+    else:
+        first = first | codes << (lane * BITS)
+        if lane == LANES - 1:
+            to = ptr + page * (LINES * CODES * BITS // 8) + line * (CODES * BITS // 8) + j
+            tl.store(to, first.to(tl.uint8), mask=inside)
+    return first, second, third
 
 
 @triton.jit
@@ -107,9 +132,7 @@ def seal_lines(
     WIDTH: tl.constexpr = D // LANES
     n = tl.arange(0, BLOCK)
     j = tl.arange(0, LANE_WIDTH)
-    none = tl.zeros((BLOCK, LANE_WIDTH), tl.int32)
-    planes = (none, none, none)
-    at, high_at = plane_places(page, n[:, None], j[None, :], BLOCK, D, BITS)
+    planes = _no_planes(BLOCK, LANE_WIDTH, BITS)
     for lane in tl.static_range(LANES):
         run = lane * WIDTH + j
         inside = (j < WIDTH)[None, :] & (n >= 0)[:, None]
@@ -121,7 +144,9 @@ def seal_lines(
             tl.store(meta_ptr + run, step.to(tl.int8), mask=j < WIDTH)
             tl.store(meta_ptr + D + run, zero.to(tl.int8), mask=j < WIDTH)
             codes = _codes(q1, step[None, :], zero[None, :], LEVELS)
-            planes = _store_planes(out_ptr, at, high_at, codes, inside, lane, planes, WIDTH, BITS, LANES)
+            planes = _store_lane(
+                out_ptr, page, n[:, None], j[None, :], codes, inside, lane, planes, BLOCK, D, BITS, LANES
+            )
 
 
 @triton.jit
@@ -156,10 +181,8 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
         tl.store(meta + (V_LINE + 1) * D + d, zero.to(tl.int8), mask=d < D)
     TOKENS: tl.constexpr = BLOCK // LANES
     i = tl.arange(0, TOKENS)
-    none = tl.zeros((DP, TOKENS), tl.int32)
-    planes = (none, none, none)
+    planes = _no_planes(DP, TOKENS, VALUE_BITS)
     inside = (d < D)[:, None] & (i >= 0)[None, :]
-    v_at, v_high = plane_places(page, d[:, None], i[None, :], D, BLOCK, VALUE_BITS)
     for lane in tl.static_range(LANES):
         token = value_order(lane * TOKENS + i)
         share = tl.div_rn(tl.load(tokens.v_scale + token), tl.where(v_scale > 0, v_scale, 1.0))
@@ -169,7 +192,9 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
             tl.store(v_out + base + d[:, None] * BLOCK + i[None, :], q1.to(tl.int8), mask=inside)
         else:
             codes = _codes(q1, step[:, None], zero[:, None], LEVELS)
-            planes = _store_planes(v_out, v_at, v_high, codes, inside, lane, planes, TOKENS, VALUE_BITS, LANES)
+            planes = _store_lane(
+                v_out, page, d[:, None], i[None, :], codes, inside, lane, planes, D, BLOCK, VALUE_BITS, LANES
+            )
 
 
 @triton.jit
