@@ -462,8 +462,9 @@ def half_split(codes: torch.Tensor, bits: int) -> torch.Tensor:
         (e0, o0), (e1, o1), (e2, o2), (e3, o3) = (lane.unflatten(-2, (-1, 2, 8)).unbind(-3) for lane in lanes)
         first, second = e0 | e1 << 3 | (e3 & 3) << 6, o0 | o1 << 3 | (o3 & 3) << 6
         third = e2 | o2 << 3 | (e3 >> 2) << 6 | (o3 >> 2) << 7
-        return torch.stack((first, second, third), -4).flatten(-4).unflatten(-1, (codes.shape[-2], -1))
-    byte = lanes[0]
+        packed: torch.Tensor = torch.stack((first, second, third), -4).flatten(-4).unflatten(-1, (codes.shape[-2], -1))
+        return packed
+    byte: torch.Tensor = lanes[0]
     for lane, part in enumerate(lanes[1:], 1):
         byte = byte | (part << (lane * bits))
     return byte
