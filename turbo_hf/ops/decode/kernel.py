@@ -197,7 +197,7 @@ def attend_open(
 ):  # fmt: skip
     """The open tokens of one row and head: INT8 with one scale per token, or unquantized. at: row * Hkv + head, int64.
 
-    The rest is as in `attend_sealed`.
+    A scale of P is that of TOKENS tokens. The rest is as in `attend_sealed`.
     """
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr = cache.opened
     cap = cache.cap
