@@ -32,10 +32,10 @@ def random_codes(*shape: int, bits: int) -> torch.Tensor:
 @pytest.mark.parametrize("bits", PACKED)
 def test_packing_is_exact(bits: int, device: torch.device) -> None:
     for n in (16, 32, 64, 80, 96, 128, 256):
-        codes = random_codes(2, 3, n, bits=bits).to(device)
+        codes = random_codes(2, 16, n, bits=bits).to(device)
         packed = half_split(codes, bits)
         assert packed.dtype == torch.uint8
-        assert packed.shape == (2, 3, packed_bytes(n, bits))
+        assert packed.shape == (2, 16, packed_bytes(n, bits))
         assert torch.equal(half_merge(packed, bits), codes)
 
 
@@ -61,15 +61,18 @@ def test_2_bit_bytes_are_as_drawn(n: int) -> None:
 
 @pytest.mark.parametrize("n", [pytest.param(16, id="n16"), pytest.param(80, id="n80")])
 def test_3_bit_planes_are_as_drawn(n: int) -> None:
-    c = random_codes(n, bits=3).tolist()
-    low = [sum((c[j + i * n // 4] & 3) << 2 * i for i in range(4)) for j in range(n // 4)]
-    high = [sum((c[j + i * n // 8] >> 2) << i for i in range(8)) for j in range(n // 8)]
-    assert half_split(torch.tensor(c, dtype=torch.uint8), 3).tolist() == low + high
+    page = random_codes(16, n, bits=3)
+    pairs = [(page[i].tolist(), page[i + 8].tolist(), j) for i in range(8) for j in range(n // 4)]
+    q = n // 4
+    drawn = [e[j] | e[j + q] << 3 | (e[j + 3 * q] & 3) << 6 for e, _, j in pairs]
+    drawn += [o[j] | o[j + q] << 3 | (o[j + 3 * q] & 3) << 6 for _, o, j in pairs]
+    drawn += [e[j + 2 * q] | o[j + 2 * q] << 3 | e[j + 3 * q] >> 2 << 6 | o[j + 3 * q] >> 2 << 7 for e, o, j in pairs]
+    assert half_split(page, 3).flatten().tolist() == drawn
 
 
 @pytest.mark.parametrize("bits", PACKED)
 def test_packing_takes_any_strides(bits: int) -> None:
-    codes = random_codes(32, 5, bits=bits)
+    codes = random_codes(32, 16, bits=bits)
     packed = half_split(codes.T, bits)
     assert torch.equal(packed, half_split(codes.T.contiguous(), bits))
     assert torch.equal(half_merge(packed.T.contiguous().T, bits), codes.T)
@@ -77,7 +80,8 @@ def test_packing_takes_any_strides(bits: int) -> None:
 
 @given(bits=st.sampled_from((4, 3, 2)), n=st.integers(1, 24).map(lambda i: 16 * i), data=st.data())
 def test_packing_of_any_codes(bits: int, n: int, data: st.DataObject) -> None:
-    codes = torch.tensor(data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=n, max_size=n)), dtype=torch.uint8)
+    line = torch.tensor(data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=n, max_size=n)), dtype=torch.uint8)
+    codes = torch.stack([line.roll(i) for i in range(16)])
     packed = half_split(codes, bits)
     assert torch.equal(half_merge(packed, bits), codes)
     # the tests' own reader, on which the oracle of compressed attention stands

@@ -20,7 +20,11 @@ Half-split packing of n codes of w bits: byte j holds codes j, j + n/p, j + 2n/p
 
     4 bit   byte j = c[j] | c[j + n/2] << 4
     2 bit   byte j = c[j] | c[j + n/4] << 2 | c[j + n/2] << 4 | c[j + 3n/4] << 6
-    3 bit   a 2-bit plane of the low bits (n/4 bytes), then a 1-bit plane of the high bits (n/8 bytes)
+    3 bit   lines e and o = e + 8 of each 16 are packed together, into three planes of b/2 (keys) or D/2 (values) lines
+            of n/4 bytes, one plane after the other; with e0[j] = e[j], e1[j] = e[j + n/4], ..., byte j of each is
+            e0[j] | e1[j] << 3 | (e3[j] & 3) << 6
+            o0[j] | o1[j] << 3 | (o3[j] & 3) << 6
+            e2[j] | o2[j] << 3 | (e3[j] >> 2) << 6 | (o3[j] >> 2) << 7
     8 bit   not packed: the stage 1 code itself, int8
 
 so that a mask and a shift of whole words unpack it, without interleaving.
@@ -88,9 +92,6 @@ HEAD_DIM_MULTIPLE = 16
 
 VALUE_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 """Stored position p of a group of 16 value tokens holds token VALUE_ORDER[p]."""
-
-PLANES = {4: (4,), 3: (2, 1), 2: (2,)}
-"""Widths of the bit planes of a packed code, lowest bits first."""
 
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -456,31 +457,29 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def half_split(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes of `bits` bits along the last dimension. uint8 [..., n] -> uint8 [..., n*bits/8]; exact."""
-    planes, done = [], 0
-    for width in PLANES[bits]:
-        per = 8 // width
-        lanes = ((codes >> done) & ((1 << width) - 1)).unflatten(-1, (per, codes.shape[-1] // per))
-        byte = lanes[..., 0, :]
-        for lane in range(1, per):
-            byte = byte | (lanes[..., lane, :] << (lane * width))
-        planes.append(byte)
-        done += width
-    return torch.cat(planes, -1)
+    """Pack the lines of a page of codes of `bits` bits. uint8 [..., m, n] -> uint8 [..., m, n*bits/8]; exact."""
+    lanes = codes.unflatten(-1, (4 if bits == 3 else 8 // bits, -1)).unbind(-2)
+    if bits == 3:
+        (e0, o0), (e1, o1), (e2, o2), (e3, o3) = (lane.unflatten(-2, (-1, 2, 8)).unbind(-3) for lane in lanes)
+        first, second = e0 | e1 << 3 | (e3 & 3) << 6, o0 | o1 << 3 | (o3 & 3) << 6
+        third = e2 | o2 << 3 | (e3 >> 2) << 6 | (o3 >> 2) << 7
+        packed: torch.Tensor = torch.stack((first, second, third), -4).flatten(-4).unflatten(-1, (codes.shape[-2], -1))
+        return packed
+    byte: torch.Tensor = lanes[0]
+    for lane, part in enumerate(lanes[1:], 1):
+        byte = byte | (part << (lane * bits))
+    return byte
 
 
 def half_merge(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack what `half_split` packed. uint8 [..., n*bits/8] -> uint8 [..., n]; exact."""
-    n = packed.shape[-1] * 8 // bits
-    out, done, start = None, 0, 0
-    for width in PLANES[bits]:
-        per = 8 // width
-        byte = packed[..., start : start + n // per]
-        mask = (1 << width) - 1
-        # the first lane needs no shift, the last one no mask
-        lanes = [byte & mask, *((byte >> (lane * width)) & mask for lane in range(1, per - 1)), byte >> (8 - width)]
-        plane = torch.cat(lanes, -1)
-        out = plane if out is None else out | (plane << done)
-        done, start = done + width, start + n // per
-    assert out is not None
-    return out
+    """Unpack what `half_split` packed. uint8 [..., m, n*bits/8] -> uint8 [..., m, n]; exact."""
+    if bits == 3:
+        lines, size = packed.shape[-2:]
+        first, second, third = packed.flatten(-2).unflatten(-1, (3, lines // 16, 8, size * 2 // 3)).unbind(-4)
+        even = first & 7, first >> 3 & 7, third & 7, first >> 6 | third >> 4 & 4
+        odd = second & 7, second >> 3 & 7, third >> 3 & 7, second >> 6 | third >> 5 & 4
+        return torch.stack((torch.cat(even, -1), torch.cat(odd, -1)), -3).flatten(-4, -2)
+    mask = (1 << bits) - 1
+    # the first lane needs no shift, the last one no mask
+    between = ((packed >> shift) & mask for shift in range(bits, 8 - bits, bits))
+    return torch.cat((packed & mask, *between, packed >> (8 - bits)), -1)

@@ -98,20 +98,27 @@ def random_store(
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Codes of the last dimension, one after the other as `turbo_hf.layout` draws them; int64."""
+    """Codes of the lines of a page, one after the other as `turbo_hf.layout` draws them; int64."""
     packed = packed.cpu().long()
     if bits == 8:
         return packed
-    n = packed.shape[-1] * 8 // bits
-    codes = []
+    lines, n = packed.shape[0], packed.shape[1] * 8 // bits
+    line, size, codes = torch.arange(lines), lines * n // 8, []
+    odd = line // 8 % 2
     for c in range(n):
         if bits == 3:
-            low = packed[..., c % (n // 4)] >> 2 * (c // (n // 4)) & 3
-            high = packed[..., n // 4 + c % (n // 8)] >> c // (n // 8) & 1
-            codes.append(low + 4 * high)
+            at = (line // 16 * 8 + line % 8) * (n // 4) + c % (n // 4)
+            bytes_of = packed.flatten()[torch.stack((at + odd * size, at + 2 * size))]
+            lane = c // (n // 4)
+            if lane == 2:
+                codes.append(bytes_of[1] >> 3 * odd & 7)
+            elif lane == 3:
+                codes.append((bytes_of[0] >> 6) + 4 * (bytes_of[1] >> 6 + odd & 1))
+            else:
+                codes.append(bytes_of[0] >> 3 * lane & 7)
         else:
             lane = n * bits // 8
-            codes.append(packed[..., c % lane] >> bits * (c // lane) & (2**bits - 1))
+            codes.append(packed[:, c % lane] >> bits * (c // lane) & (2**bits - 1))
     return torch.stack(codes, -1)
 
 

@@ -17,7 +17,7 @@ import torch
 from turbo_hf.config.whole_files import PARTIAL, FactsFile, checked_facts, facts_hash, one_writer, write_whole
 from turbo_hf.errors import Unsupported
 
-FORMAT, SCHEMA = "turbo_hf cache", 1
+FORMAT, SCHEMA = "turbo_hf cache", 2
 FACTS, TENSORS = "turbo_cache.json", "turbo_cache.{}.safetensors"
 LOCK, WAIT = f"{FACTS}.lock", 60.0
 """Held while the files are replaced, and how many seconds another process waits for that."""

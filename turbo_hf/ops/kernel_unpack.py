@@ -43,32 +43,33 @@ def lanes2(w, ASM: tl.constexpr):
 
 
 @triton.jit
-def lanes3(low, high, odd, ASM: tl.constexpr):
-    """The 4 codes of 3 bit whose low bits are in a byte of `low`, as int8. Their high bits: bits 0, 2, 4 and 6 of a
-    byte of `high`, or the others where `odd` (uint8) is 255 and not 0. Low and high are joined two codes at a time.
-    """
-    odd = tl.broadcast_to(odd, low.shape)
+def lanes3(first, second, third, ASM: tl.constexpr):
+    """The 4 codes of 3 bit of the one line, then the 4 of the other, of which each has a byte in three planes; int8."""
     if ASM:
         return tl.inline_asm_elementwise(
-            # 0xE4: the bits of the third operand from the first, the others from the second
-            "{ .reg .b32 a, b, h; shr.u32 h, $5, 1; lop3.b32 h, h, $5, $6, 0xE4;"
-            "shr.u32 b, $4, 2; lop3.b32 b, b, h, 0x33333333, 0xE4;"
-            "shl.b32 h, h, 2; lop3.b32 a, $4, h, 0x33333333, 0xE4;"
-            "and.b32 $0, a, 0x07070707; shr.u32 a, a, 4; and.b32 $2, a, 0x07070707;"
-            "and.b32 $1, b, 0x07070707; shr.u32 b, b, 4; and.b32 $3, b, 0x07070707; }",
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [low, high, odd],
-            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            # 0xEA: (a & b) | c
+            "{ .reg .b32 a; and.b32 $0, $8, 0x07070707; shr.u32 $1, $8, 3; and.b32 $1, $1, 0x07070707;"
+            "and.b32 $2, $10, 0x07070707; shr.u32 $3, $8, 6; shr.u32 a, $10, 4; and.b32 a, a, 0x04040404;"
+            "lop3.b32 $3, $3, 0x03030303, a, 0xEA;"
+            "and.b32 $4, $9, 0x07070707; shr.u32 $5, $9, 3; and.b32 $5, $5, 0x07070707;"
+            "shr.u32 $6, $10, 3; and.b32 $6, $6, 0x07070707; shr.u32 $7, $9, 6; shr.u32 a, $10, 5;"
+            "and.b32 a, a, 0x04040404; lop3.b32 $7, $7, 0x03030303, a, 0xEA; }",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
+            [first, second, third],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8),
             is_pure=True,
             pack=4,
         )
     else:
-        high = high >> (odd & 1)
         return (
-            (low & 3 | (high & 1) << 2).to(tl.int8),
-            (low >> 2 & 3 | (high & 4)).to(tl.int8),
-            (low >> 4 & 3 | (high >> 2 & 4)).to(tl.int8),
-            (low >> 6 | (high >> 4 & 4)).to(tl.int8),
+            (first & 7).to(tl.int8),
+            (first >> 3 & 7).to(tl.int8),
+            (third & 7).to(tl.int8),
+            (first >> 6 | (third >> 4 & 4)).to(tl.int8),
+            (second & 7).to(tl.int8),
+            (second >> 3 & 7).to(tl.int8),
+            (third >> 3 & 7).to(tl.int8),
+            (second >> 6 | (third >> 5 & 4)).to(tl.int8),
         )
 
 

@@ -194,9 +194,9 @@ ONE_WARP_TILES = (
 """The same for 16 bit where `tiles_16bit` does not apply: beside other widths, other query types, SAS, sparse."""
 
 
-TILE_COST = {16: 4.0, 8: 2.3, 4: 1.3, 3: 1.6, 2: 1.2}
+TILE_COST = {16: 4.0, 8: 2.3, 4: 1.3, 3: 1.3, 2: 1.2}
 """Microseconds of a tile of 4 blocks of each width on one SM of an H200, d = 128, 16 rows of 32k tokens; at 2 bit the
-one that made the fastest plans beside 4 bit."""
+one that made the fastest plans beside 4 bit; at 3 bit that of 4, from their instructions."""
 
 TILE_SETUP = 2.6
 """Cost of starting an output of decode, in the same unit."""

@@ -25,9 +25,9 @@ from turbo_hf.ops.decode.kernel_tiles import (
     channels,
     in_key_order,
     keys_of,
-    odd_of,
     packed_bytes,
     prefetch_pages,
+    steps_of,
     to_values,
     values_of,
 )
@@ -130,11 +130,6 @@ def _attend_width(
         buckets = chosen.buckets
         counted = tl.zeros([NB, BLOCK], tl.int32)
         bucket = _buckets_of(buckets, page, nb < sealed - begin * NB, BLOCK)
-    k_odd, v_odd = 0, 0
-    if BITS == 3:
-        k_odd = odd_of(k_ptr, sealed, D, DP)[None, :, None]
-    if VALUE_BITS == 3:
-        v_odd = odd_of(v_ptr, sealed, BLOCK, BLOCK)[None, None, :]
     end = tl.cdiv(sealed, NB)
     if steps is not None:
         end = tl.minimum(begin + steps, end)
@@ -144,8 +139,8 @@ def _attend_width(
         at = page * SLOTS + slot
         if CHOSEN:
             at = (page >> 32) * SLOTS + slot
-        keys = keys_of(k_ptr + at * K_PAGE, live, k_odd, D, DP, BLOCK, BITS, ASM)
-        values = values_of(v_ptr + at * V_PAGE, live, v_odd, D, DP, BLOCK, VALUE_BITS, ASM)
+        keys = keys_of(k_ptr + at * K_PAGE, live, D, DP, BLOCK, BITS, ASM)
+        values = values_of(v_ptr + at * V_PAGE, live, D, DP, BLOCK, VALUE_BITS, ASM)
         if BITS == 16:
             k_scale = tl.full([NB], 1.0, tl.float32)
             v_scale = k_scale
@@ -156,14 +151,11 @@ def _attend_width(
         k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
         if K_STAGE2:
             # side by side in memory, or the loads are not pipelined
-            at_c = d if D == DP else c
-            k_step = packed_bytes(meta + at_c[None, :], shown, at_c[None, :], D, DP)
-            k_zero = packed_bytes(meta + D + at_c[None, :], shown, at_c[None, :], D, DP)
+            k_step, k_zero = steps_of(meta, shown, d if D == DP else c, D, DP)
             if IN_TURN and D == DP:
                 k_step, k_zero = in_key_order(k_step), in_key_order(k_zero)
         if V_STAGE2:
-            v_step = packed_bytes(meta + V_LINE * D + d[None, :], shown, d[None, :], D, DP)
-            v_zero = packed_bytes(meta + (V_LINE + 1) * D + d[None, :], shown, d[None, :], D, DP)
+            v_step, v_zero = steps_of(meta + V_LINE * D, shown, d, D, DP)
         if CHOSEN:
             t = (page & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             if not WHOLE:
@@ -205,18 +197,19 @@ def attend_open(
 ):  # fmt: skip
     """The open tokens of one row and head: INT8 with one scale per token, or unquantized. at: row * Hkv + head, int64.
 
-    The rest is as in `attend_sealed`.
+    A scale of P is that of TOKENS tokens. The rest is as in `attend_sealed`.
     """
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr = cache.opened
     cap = cache.cap
     acc, m, denom = state
     D: tl.constexpr = FORM.dim
-    BLOCK: tl.constexpr = FORM.block
     CHOSEN: tl.constexpr = seen is None
     PLAIN: tl.constexpr = k_ptr.dtype.element_ty != tl.int8
     Q_PLAIN: tl.constexpr = PLAIN or not FORM.turbo
     NB: tl.constexpr = acc.shape[0]
     DP: tl.constexpr = acc.shape[1]
+    # of one warp at a time: few, so that a block of them is shared by several warps
+    TOKENS: tl.constexpr = 32 if NB > 1 else min(FORM.block, 64)
     nb = tl.arange(0, NB)
     d = tl.arange(0, DP)
     queries, units = prepared
@@ -227,25 +220,25 @@ def attend_open(
         buckets = chosen.buckets
     else:
         first, last = seen
-    t = tl.arange(0, BLOCK)
+    t = tl.arange(0, TOKENS)
     # keys are permuted so that `to_values` puts the probabilities into time order
     column = t if PLAIN else t // 16 * 16 + t % 8 // 2 * 4 + t % 16 // 8 * 2 + t % 2
     channel = d[None, :, None]
-    count = length - sealed * BLOCK
+    count = length - sealed * FORM.block
     counted = tl.zeros([NB], tl.int32)
-    for start in tl.range(0, count, NB * BLOCK, num_stages=1):
-        token = start + nb[:, None] * BLOCK + column[None, :]
-        place = sealed * BLOCK + token
+    for start in tl.range(0, count, NB * TOKENS, num_stages=1):
+        token = start + nb[:, None] * TOKENS + column[None, :]
+        place = sealed * FORM.block + token
         live = place < length
         k_at = k_ptr + (at * cap + token)[:, None, :] * D
         keys = packed_bytes(k_at + channel, live[:, None, :], channel, D, DP)
-        stored = start + nb[:, None, None] * BLOCK + t[None, None, :]
+        stored = start + nb[:, None, None] * TOKENS + t[None, None, :]
         # whole groups of 16, of which `cap` is a multiple: tokens past the last one have a probability of 0
         values = packed_bytes(v_ptr + (at * D + channel) * cap + stored, stored // 16 * 16 < count, channel, D, DP)
         if PLAIN:
             # 0 * NaN is NaN, so the values are masked too
             values = tl.where(stored < count, values, 0.0)
-            k_scale = tl.full([NB, BLOCK], 1.0, tl.float32)
+            k_scale = tl.full([NB, TOKENS], 1.0, tl.float32)
             v_scale = tl.full([NB], 1.0, tl.float32)
         else:
             k_scale = tl.load(k_scale_ptr + at * cap + token, mask=live, other=0.0)

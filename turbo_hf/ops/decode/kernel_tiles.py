@@ -17,6 +17,21 @@ def packed_bytes(pointer, row_mask, c, SIZE: tl.constexpr, PADDED: tl.constexpr)
 
 
 @triton.jit
+def steps_of(meta, ok, c, D: tl.constexpr, DP: tl.constexpr):
+    """The steps and the zero points int8 [NB, DP] of channels c, two lines of D at `meta` [NB, 1], where ok.
+
+    Loads are pipelined if each thread has 4 bytes, which at 64 channels takes both lines.
+    """
+    if DP < 128:
+        at = meta[:, :, None] + tl.arange(0, 2)[None, :, None] * D + c[None, None, :]
+        step, zero = tl.split(packed_bytes(at, ok[:, :, None], c[None, None, :], D, DP).permute(0, 2, 1))
+    else:
+        step = packed_bytes(meta + c[None, :], ok, c[None, :], D, DP)
+        zero = packed_bytes(meta + D + c[None, :], ok, c[None, :], D, DP)
+    return step, zero
+
+
+@triton.jit
 def _merge_keys(x, y):
     """Lanes x and y of channels [NB, C, T], one after the other."""
     return tl.join(x, y).permute(0, 3, 1, 2).reshape(x.shape[0], 2 * x.shape[1], x.shape[2])
@@ -44,18 +59,33 @@ def _merge_values(x, y):
 
 
 @triton.jit
-def odd_of(pointer, positive, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """For `lanes3`, uint8 [PADDED // 4]: 255 where a low byte is the second of two whose high bits share a byte.
-
-    The `other` of a load of nothing, as `positive` is not below 0: Triton 3.6 unpacks in the layout of a product only
-    what comes from loads.
-    """
-    c = tl.arange(0, PADDED // 4)
-    return tl.load(pointer + c, mask=c + positive < 0, other=(c // (SIZE // 8) % 2 * 255).to(tl.uint8))
+def _pair_keys(x, y):
+    """Tokens x and y [NB, C, T] of each 16, the first 8 and the last 8."""
+    NB: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    T: tl.constexpr = x.shape[2]
+    return tl.join(x, y).reshape(NB, C, T // 8, 8, 2).permute(0, 1, 2, 4, 3).reshape(NB, C, 2 * T)
 
 
 @triton.jit
-def keys_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+def _pair_values(x, y):
+    """Channels x and y [NB, D, T] of each 16, the first 8 and the last 8."""
+    NB: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    T: tl.constexpr = x.shape[2]
+    return tl.join(x, y).reshape(NB, D // 8, 8, T, 2).permute(0, 1, 4, 2, 3).reshape(NB, 2 * D, T)
+
+
+@triton.jit
+def _planes(at, ok, c, PLANE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """A byte of each of three planes of PLANE bytes, as `packed_bytes`."""
+    first = packed_bytes(at, ok, c, SIZE, PADDED)
+    second = packed_bytes(at + PLANE, ok, c, SIZE, PADDED)
+    return first, second, packed_bytes(at + 2 * PLANE, ok, c, SIZE, PADDED)
+
+
+@triton.jit
+def keys_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Codes int8 [NB, DP, T] of the pages at `base` [NB], zeros where not `ok`; channels in the order of `channels`.
 
     At 16 bit the numbers themselves.
@@ -72,17 +102,14 @@ def keys_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, B
         return _merge_keys(x, y)
     else:
         c = tl.arange(0, DP // 4)[None, :, None]
-        low = packed_bytes(at + c, live, c, D // 4, DP // 4)
         if BITS == 2:
-            x, y, z, w = lanes2(low, ASM)
+            x, y, z, w = lanes2(packed_bytes(at + c, live, c, D // 4, DP // 4), ASM)
         else:
             tl.static_assert(BITS == 3)
-            if D == DP:
-                high = tl.load(at + D // 4 + tl.arange(0, DP // 8)[None, :, None], mask=live, other=0)
-                high = tl.broadcast_to(high[:, None], [high.shape[0], 2, DP // 8, T]).reshape(low.shape)
-            else:
-                high = packed_bytes(at + D // 4 + c % (D // 8), live, c, D // 4, DP // 4)
-            x, y, z, w = lanes3(low, high, odd, ASM)
+            at = base[:, None, None] + tl.arange(0, T // 2)[None, None, :] * (D // 4) + c
+            planes = _planes(at, live, c, T * D // 8, D // 4, DP // 4)
+            x, y, z, w, x8, y8, z8, w8 = lanes3(planes[0], planes[1], planes[2], ASM)
+            x, y, z, w = _pair_keys(x, x8), _pair_keys(y, y8), _pair_keys(z, z8), _pair_keys(w, w8)
         if DP == 64:
             return _merge_keys(_interleave_keys(x, y), _interleave_keys(z, w))
         else:
@@ -90,7 +117,7 @@ def keys_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, B
 
 
 @triton.jit
-def values_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+def values_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Codes int8 [NB, DP, T] of the pages at `base` [NB], zeros where not `ok`; tokens in the order of `to_values`."""
     c = tl.arange(0, DP)[None, :, None]
     at = base[:, None, None] + c * (T * min(BITS, 8) // 8)
@@ -102,14 +129,14 @@ def values_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
         return _by_thread(_merge_values(x, y))
     else:
         t = tl.arange(0, T // 4)[None, None, :]
-        low = packed_bytes(at + t, live, c, D, DP)
         if BITS == 2:
-            x, y, z, w = lanes2(low, ASM)
+            x, y, z, w = lanes2(packed_bytes(at + t, live, c, D, DP), ASM)
         else:
             tl.static_assert(BITS == 3)
-            high = packed_bytes(at + T // 4 + tl.arange(0, T // 8)[None, None, :], live, c, D, DP)
-            high = tl.broadcast_to(high[:, :, None], [high.shape[0], DP, 2, T // 8]).reshape(low.shape)
-            x, y, z, w = lanes3(low, high, odd, ASM)
+            c = tl.arange(0, DP // 2)[None, :, None]
+            planes = _planes(base[:, None, None] + c * (T // 4) + t, live, c, D * T // 8, D // 2, DP // 2)
+            x, y, z, w, x8, y8, z8, w8 = lanes3(planes[0], planes[1], planes[2], ASM)
+            x, y, z, w = _pair_values(x, x8), _pair_values(y, y8), _pair_values(z, z8), _pair_values(w, w8)
         return _by_thread(_merge_values(_merge_values(x, y), _merge_values(z, w)))
 
 

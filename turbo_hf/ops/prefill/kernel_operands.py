@@ -94,16 +94,21 @@ def quantize_operands_kernel(
 
 
 @triton.jit
-def _lane(packed_ptr, at, bits: tl.constexpr, codes: tl.constexpr, index):
-    """Code `index` of a half-split run that holds `codes` codes and begins at `at` (`layout.half_split`)."""
+def _lane(packed_ptr, page, line, lines: tl.constexpr, bits: tl.constexpr, codes: tl.constexpr, index):
+    """Code `index` of a line of a page, which has `lines` lines of `codes` codes (`layout.half_split`)."""
+    at = (page * lines + line) * (codes * min(bits, 8) // 8)
     if bits == 16:
         code = tl.load(packed_ptr + at + index)
     elif bits == 8:
         code = tl.load(packed_ptr + at + index).to(tl.int32)
     elif bits == 3:
-        low = tl.load(packed_ptr + at + index % (codes // 4)).to(tl.int32) >> (index // (codes // 4) * 2) & 3
-        high = tl.load(packed_ptr + at + codes // 4 + index % (codes // 8)).to(tl.int32) >> (index // (codes // 8)) & 1
-        code = low | high << 2
+        odd, lane = line // 8 % 2, index // (codes // 4)
+        plane: tl.constexpr = lines * codes // 8
+        at = packed_ptr + page * (3 * plane) + (line // 16 * 8 + line % 8) * (codes // 4) + index % (codes // 4)
+        byte = tl.load(at + tl.where(lane == 2, 2, odd) * plane).to(tl.int32)
+        rest = tl.load(at + 2 * plane).to(tl.int32) >> (6 + odd) & 1
+        code = byte >> tl.where(lane == 2, 3 * odd, tl.minimum(3 * lane, 6)) & 7
+        code = tl.where(lane == 3, code | rest << 2, code)
     else:
         run: tl.constexpr = codes * bits // 8
         code = tl.load(packed_ptr + at + index % run).to(tl.int32) >> (index // run * bits) & ((1 << bits) - 1)
@@ -131,11 +136,9 @@ def unpack_past_kernel(
     d = tl.arange(0, DP)
     kept = (d < D)[None, :]
     channel = tl.minimum(d, D - 1)
-    K_BYTES: tl.constexpr = D * min(BITS, 8) // 8
-    V_BYTES: tl.constexpr = BLOCK * min(VALUE_BITS, 8) // 8
     V_LINE: tl.constexpr = 2 if BITS < 8 else 0
     LINES: tl.constexpr = V_LINE + (2 if VALUE_BITS < 8 else 0)
-    k = _lane(k_ptr, (at * BLOCK + n)[:, None] * K_BYTES, BITS, D, channel[None, :])
+    k = _lane(k_ptr, at, n[:, None], BLOCK, BITS, D, channel[None, :])
     meta = meta_ptr + at * LINES * D + channel
     if BITS < 8:
         k_step, k_zero = tl.load(meta).to(tl.int32), tl.load(meta + D).to(tl.int32)
@@ -147,7 +150,7 @@ def unpack_past_kernel(
     else:
         # pages hold values in VALUE_ORDER, unless they are in 16 bit
         stored = value_order(n) if BITS == 16 and not IN_TIME else n
-        v = _lane(v_ptr, (at * D + channel)[:, None] * V_BYTES, VALUE_BITS, BLOCK, stored[None, :])
+        v = _lane(v_ptr, at, channel[:, None], D, VALUE_BITS, BLOCK, stored[None, :])
         if VALUE_BITS < 8:
             v_step, v_zero = tl.load(meta + V_LINE * D).to(tl.int32), tl.load(meta + (V_LINE + 1) * D).to(tl.int32)
             v = tl.minimum(tl.maximum(v * v_step[:, None] + v_zero[:, None], -127), 127)

@@ -44,8 +44,8 @@ class StoreForm(NamedTuple):
     """What kernels that seal are compiled for.
 
     slots, bits, value_bits: for each width, its KV heads, and the bits of their keys and values.
-    lanes, lane_width: for each width, codes of keys per byte of the finest plane, and channels per lane, padded.
-    value_lanes: for each width, codes of values per byte of the finest plane.
+    lanes, lane_width: for each width, lanes of a line of keys (`layout`), and channels per lane, padded.
+    value_lanes: for each width, lanes of a line of values.
     heads: KV heads.
     dim, padded_dim: channels per head, and per tile.
     block: tokens per block.

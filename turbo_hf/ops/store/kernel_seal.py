@@ -69,29 +69,57 @@ def _codes(q1, step, zero, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _store_planes(ptr, at, codes, inside, lane: tl.constexpr, before, width, BITS: tl.constexpr, LANES: tl.constexpr):
-    """One lane of a half-split run joins the bytes of the lanes `before`; stores them with the last.
+def _pairs(x):
+    """Lines [M, N] of a page, e and o = e + 8 of each 16: both [M / 16, 8, N]."""
+    return tl.split(x.reshape(x.shape[0] // 16, 2, 8, x.shape[1]).permute(0, 2, 3, 1))
 
-    A lane: the codes that take the same bits of their bytes. Lanes follow each other in the run. width: codes per lane.
-    """
+
+@triton.jit
+def _no_planes(M: tl.constexpr, N: tl.constexpr, BITS: tl.constexpr):
+    """The bytes of M lines of N bytes before their first lane, as `_store_lane` takes them."""
     if BITS == 3:
-        low, other, high = before
-        shifted = (codes & 3) << (lane // 2 * 2)
-        if lane % 2 == 0:
-            low = low | shifted
-        else:
-            other = other | shifted
-        high = high | (codes >> 2) << lane
-        if lane == LANES - 1:
-            tl.store(ptr + at, low.to(tl.uint8), mask=inside)
-            tl.store(ptr + at + width, other.to(tl.uint8), mask=inside)
-            tl.store(ptr + at + 2 * width, high.to(tl.uint8), mask=inside)
+        none = tl.zeros((M // 16, 8, N), tl.int32)
     else:
-        low, other, high = before
-        low = low | codes << (lane * BITS)
+        none = tl.zeros((M, N), tl.int32)
+    return none, none, none
+
+
+@triton.jit
+def _store_lane(
+    ptr, page, line, j, codes, inside, lane: tl.constexpr, before, LINES: tl.constexpr, CODES: tl.constexpr,
+    BITS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """One lane of half-split lines joins the bytes of the lanes `before`; stores them with the last.
+
+    A lane: the codes that take the same bits of their bytes. Lanes follow each other in a line. A page has LINES lines
+    of CODES codes; line, j: places of codes [M, N] in it and in their lane.
+    """
+    first, second, third = before
+    if BITS == 3:
+        even, odd = _pairs(codes)
+        if lane == 2:
+            third = third | even | odd << 3
+        elif lane == 3:
+            first = first | (even & 3) << 6
+            second = second | (odd & 3) << 6
+            third = third | (even >> 2) << 6 | (odd >> 2) << 7
+        else:
+            first = first | even << lane * 3
+            second = second | odd << lane * 3
         if lane == LANES - 1:
-            tl.store(ptr + at, low.to(tl.uint8), mask=inside)
-    return low, other, high
+            PLANE: tl.constexpr = LINES * CODES // 8
+            at, _ = _pairs(tl.broadcast_to((line // 16 * 8 + line % 8) * (CODES // 4) + j, codes.shape))
+            kept, _ = _pairs(tl.broadcast_to(inside, codes.shape).to(tl.int32))
+            to = ptr + page * (3 * PLANE) + at
+            tl.store(to, first.to(tl.uint8), mask=kept != 0)
+            tl.store(to + PLANE, second.to(tl.uint8), mask=kept != 0)
+            tl.store(to + 2 * PLANE, third.to(tl.uint8), mask=kept != 0)
+    else:
+        first = first | codes << (lane * BITS)
+        if lane == LANES - 1:
+            to = ptr + page * (LINES * CODES * BITS // 8) + line * (CODES * BITS // 8) + j
+            tl.store(to, first.to(tl.uint8), mask=inside)
+    return first, second, third
 
 
 @triton.jit
@@ -104,9 +132,7 @@ def seal_lines(
     WIDTH: tl.constexpr = D // LANES
     n = tl.arange(0, BLOCK)
     j = tl.arange(0, LANE_WIDTH)
-    none = tl.zeros((BLOCK, LANE_WIDTH), tl.int32)
-    planes = (none, none, none)
-    at = page * (BLOCK * D * BITS // 8) + n[:, None] * (D * BITS // 8) + j[None, :]
+    planes = _no_planes(BLOCK, LANE_WIDTH, BITS)
     for lane in tl.static_range(LANES):
         run = lane * WIDTH + j
         inside = (j < WIDTH)[None, :] & (n >= 0)[:, None]
@@ -118,7 +144,9 @@ def seal_lines(
             tl.store(meta_ptr + run, step.to(tl.int8), mask=j < WIDTH)
             tl.store(meta_ptr + D + run, zero.to(tl.int8), mask=j < WIDTH)
             codes = _codes(q1, step[None, :], zero[None, :], LEVELS)
-            planes = _store_planes(out_ptr, at, codes, inside, lane, planes, WIDTH, BITS, LANES)
+            planes = _store_lane(
+                out_ptr, page, n[:, None], j[None, :], codes, inside, lane, planes, BLOCK, D, BITS, LANES
+            )
 
 
 @triton.jit
@@ -153,10 +181,8 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
         tl.store(meta + (V_LINE + 1) * D + d, zero.to(tl.int8), mask=d < D)
     TOKENS: tl.constexpr = BLOCK // LANES
     i = tl.arange(0, TOKENS)
-    none = tl.zeros((DP, TOKENS), tl.int32)
-    planes = (none, none, none)
+    planes = _no_planes(DP, TOKENS, VALUE_BITS)
     inside = (d < D)[:, None] & (i >= 0)[None, :]
-    v_at = page * (D * BLOCK * VALUE_BITS // 8) + d[:, None] * (BLOCK * VALUE_BITS // 8) + i[None, :]
     for lane in tl.static_range(LANES):
         token = value_order(lane * TOKENS + i)
         share = tl.div_rn(tl.load(tokens.v_scale + token), tl.where(v_scale > 0, v_scale, 1.0))
@@ -166,7 +192,9 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
             tl.store(v_out + base + d[:, None] * BLOCK + i[None, :], q1.to(tl.int8), mask=inside)
         else:
             codes = _codes(q1, step[:, None], zero[:, None], LEVELS)
-            planes = _store_planes(v_out, v_at, codes, inside, lane, planes, TOKENS, VALUE_BITS, LANES)
+            planes = _store_lane(
+                v_out, page, d[:, None], i[None, :], codes, inside, lane, planes, D, BLOCK, VALUE_BITS, LANES
+            )
 
 
 @triton.jit

@@ -34,8 +34,8 @@ EXCHANGED = 128
 MOVED = 4096
 """32-bit words that a program moves when rows are permuted: they fit in registers."""
 
-LANES = {UNQUANTIZED: 1, 8: 1, 4: 2, 3: 8, 2: 4}
-"""Lanes of a half-split run: the codes in one byte of its finest plane."""
+LANES = {UNQUANTIZED: 1, 8: 1, 4: 2, 3: 4, 2: 4}
+"""Lanes of a half-split line (`layout`)."""
 
 
 MOST_PAIRS = (1 << 16) - 1
