@@ -18,13 +18,14 @@ from transformers.models.llama import modeling_llama
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf.attention import turbo_attention
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs import step_runner as graphs
 from turbo_hf.graphs.step_runner import StepRunner, describe
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods as generation
-from turbo_hf.sparse.selectors import Reformer
+from turbo_hf.sparse.selectors import Hash
 
 
 @pytest.fixture
@@ -114,6 +115,8 @@ def test_tokens_are_those_without_graphs(
         pytest.param(TurboConfig(attention="fp16", block_size=32), id="fp16"),
         pytest.param(TurboConfig(buffer_scale="universal", block_size=32), id="universal"),
         pytest.param(TurboConfig(sas=True, sas_threshold=-7.0, block_size=32), id="sas"),
+        pytest.param(TurboConfig(sas=True, block_size=32), id="sas-by-length"),
+        pytest.param(TurboConfig(bits=16, block_size=32), id="16bit"),
     ],
 )
 def test_tokens_of_other_configs(config: TurboConfig, runners: list[StepRunner], device: torch.device) -> None:
@@ -121,6 +124,48 @@ def test_tokens_of_other_configs(config: TurboConfig, runners: list[StepRunner],
     want = answer(model, replace(config, cuda_graphs=False), **ragged())
     assert torch.equal(answer(model, config, **ragged()), want)
     assert runners[-1].captures >= 1
+
+
+def test_a_threshold_that_falls_is_captured_anew(
+    runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    # 1,024 tokens take too long
+    monkeypatch.setattr(turbo_attention, "SHORT", 64)
+    model, config = tiny_llama().to(device), TurboConfig(sas=True, block_size=32)
+    want = answer(model, replace(config, cuda_graphs=False), **ragged([50]))
+    assert torch.equal(answer(model, config, **ragged([50])), want)
+    assert runners[-1].captures == 2
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_tokens_under_autocast(narrow: torch.dtype, runners: list[StepRunner], device: torch.device) -> None:
+    model, found = tiny_llama().to(device), []
+    for config in (PLAIN, SMALL):
+        with torch.autocast(device.type, narrow):
+            found.append(answer(model, config, **ragged()))
+    assert torch.equal(*found)
+    assert runners[-1].captures >= 1
+
+
+def test_autocast_that_ends_midway(runners: list[StepRunner], device: torch.device) -> None:
+    model, found = tiny_llama().to(device), []
+
+    class Ends:
+        """Switches autocast off after 20 tokens."""
+
+        def __init__(self) -> None:
+            self.left = 20
+
+        def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+            self.left -= 1
+            torch.set_autocast_enabled(device.type, self.left > 0)
+            return scores
+
+    for config in (PLAIN, SMALL):
+        with torch.autocast(device.type, torch.bfloat16):
+            found.append(answer(model, config, **ragged([60]), logits_processor=[Ends()]))
+    assert torch.equal(*found)
+    assert runners[-1].captures >= 2
 
 
 def test_tokens_with_windows(runners: list[StepRunner], device: torch.device) -> None:
@@ -138,11 +183,14 @@ def test_tokens_with_windows(runners: list[StepRunner], device: torch.device) ->
         pytest.param({"selector": "kmeans", "probes": 3}, id="kmeans"),
         pytest.param({"selector": "kmeans-rotated", "probes": 3}, id="kmeans-rotated"),
         pytest.param({"selector": "means", "mass": 0.4}, id="means"),
+        pytest.param({"selector": "lsh-reformer", "probes": 3, "buckets": 16}, id="reformer"),
+        pytest.param({"selector": "lsh-gray", "probes": 3, "buckets": 16}, id="gray"),
+        pytest.param({"selector": "random", "probes": 3, "buckets": 16}, id="random"),
         pytest.param({"selector": "window"}, id="window"),
         pytest.param({"selector": "full"}, id="full"),
         pytest.param({"selector": "saap", "probes": 3}, id="saap"),
     ],
-    lengths=[*[RAGGED] * 8, ONE_ROW],
+    lengths=[*[RAGGED] * 11, ONE_ROW],
 )
 def test_tokens_and_counts_of_sparse_layers(
     choice: dict[str, Any],
@@ -397,7 +445,13 @@ def test_without_a_gpu_all_is_as_before() -> None:
         pytest.param(SMALL, [3], True, "no CUDA graphs (layer 3 is dense)", id="dense"),
         pytest.param(SMALL, [], False, "no CUDA graphs (family without a test", id="family"),
         pytest.param(TurboConfig(cuda_graphs=True), [], False, "CUDA graphs", id="demanded"),
-        pytest.param(TurboConfig(sas=True), [], True, "no CUDA graphs (the SAS threshold", id="sas"),
+        pytest.param(
+            TurboConfig(bits=16, sparse=SparseConfig(selector="window")),
+            [],
+            True,
+            "no CUDA graphs (16-bit pages of sparse layers)",
+            id="16bit-sparse",
+        ),
         pytest.param(
             TurboConfig(sparse=SparseConfig(independent=True)),
             [],
@@ -423,14 +477,10 @@ def test_the_report_says_how_steps_run(
     assert (reason is None) == (not words.startswith("no") or config.cuda_graphs is False)
 
 
-@pytest.mark.parametrize("selector", ["lsh-reformer", "lsh-gray", "lsh-tables", "random"])
-def test_selectors_that_draw_on_the_host_run_without(
-    selector: Any, runners: list[StepRunner], device: torch.device
-) -> None:
+def test_a_selector_without_a_kernel_runs_without(runners: list[StepRunner], device: torch.device) -> None:
     model = tiny_llama().to(device)
-    probes = None if selector == "lsh-tables" else 3
-    sparse = replace(SMALL, sparse=SparseConfig(selector=selector, window_tokens=16, buckets=16, probes=probes))
-    reason = f'selector "{selector}" draws numbers on the host'
+    sparse = replace(SMALL, sparse=SparseConfig(selector="lsh-tables", window_tokens=16, buckets=16))
+    reason = 'selector "lsh-tables" has no kernel'
     with turbo_hf.patch(model, sparse) as handle:
         assert f"decode steps: no CUDA graphs ({reason})" in str(handle.report())
         assert not [name for name in (generation.MAY_COMPILE, generation.COMPILED) if name in model.__dict__]
@@ -444,8 +494,8 @@ def test_a_runner_leaves_a_sparse_cache_to_the_model(runners: list[StepRunner]) 
     """A runner that was made before the cache was chosen."""
     model = tiny_llama()
     with turbo_hf.patch(model, SMALL):
-        chosen = SparseConfig(selector="lsh-reformer", window_tokens=16, buckets=16, probes=3)
-        cache = TurboCache(model.config, TurboConfig(sparse=chosen), selectors={1: Reformer(chosen, 1)})
+        chosen = SparseConfig(selector="lsh-tables", window_tokens=16, buckets=16)
+        cache = TurboCache(model.config, TurboConfig(sparse=chosen), selectors={1: Hash(chosen, 1)})
         model.generate(prompts(1, 40), **{CACHE: cache}, max_new_tokens=6)
     assert [runner.captures for runner in runners] == [0]
 

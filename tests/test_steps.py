@@ -30,7 +30,7 @@ from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_no_replay
-from turbo_hf.sparse.selectors import Reformer
+from turbo_hf.sparse.selectors import Hash
 
 
 @pytest.fixture(autouse=True)
@@ -325,7 +325,7 @@ def with_dense_layer() -> TurboCache:
 
 def sparse() -> TurboCache:
     cache = filled(TurboConfig())
-    cache.turbo_layers()[1].selector = Reformer(SparseConfig(selector="lsh-reformer"), 1)
+    cache.turbo_layers()[1].selector = Hash(SparseConfig(selector="lsh-tables"), 1)
     return cache
 
 
@@ -343,8 +343,7 @@ def dequantized() -> TurboCache:
         pytest.param(lambda: TurboCache(LlamaConfig(**SHAPE)), "layer 0 holds no tokens", id="empty"),
         pytest.param(recording, "blocks of a prompt wait for a crop", id="recording"),
         pytest.param(lambda: short_prompt(TurboConfig(low_heads=0.5)), "heads without a rank", id="unranked"),
-        pytest.param(sparse, 'layer 1 is sparse: selector "lsh-reformer" draws numbers on the host', id="sparse"),
-        pytest.param(lambda: filled(TurboConfig(sas=True)), "SAS threshold follows the length", id="sas"),
+        pytest.param(sparse, 'layer 1 is sparse: selector "lsh-tables" has no kernel', id="sparse"),
     ],
 )
 def test_what_cannot_be_replayed_says_why(make: Callable[[], TurboCache], reason: str) -> None:

@@ -1,5 +1,6 @@
 """The one attention function that a patched model calls."""
 
+import functools
 import math
 import weakref
 from collections.abc import Collection
@@ -22,7 +23,7 @@ from turbo_hf.cache.new_columns import NewColumns, NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
-from turbo_hf.layout import Rotary, Scoring
+from turbo_hf.layout import Rotary, Scoring, power_of_two
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.repeat import repeat_key
 from turbo_hf.patches.latent import expanded, keeps_latent
@@ -59,6 +60,10 @@ NO_WEIGHTS = (
 
 _told: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 """Configs, by id, of unpatched models for which the warning was issued."""
+
+
+SHORT = 1024
+"""Tokens up to which the default threshold of SAS is the same."""
 
 
 class TurboCall(NamedTuple):
@@ -335,11 +340,16 @@ def sas_threshold(config: TurboConfig, tokens: int) -> float | None:
     """SAS threshold for a context of `tokens`; None without SAS.
 
     The default falls with the length, so that the total dropped stays below its bound at 1,024 tokens: 1024 e^-6 of the
-    largest weight.
+    largest weight. It is that of the next power of two, so that captured steps seldom change.
     """
     if not config.sas or config.sas_threshold is not None:
         return config.sas_threshold
-    return -(6 + math.log(max(tokens, 1024) / 1024))
+    return _threshold_up_to(power_of_two(max(tokens, SHORT)))
+
+
+@functools.cache
+def _threshold_up_to(tokens: int) -> float:
+    return -(6 + math.log(tokens / 1024))
 
 
 class _NoGradient(torch.autograd.Function):

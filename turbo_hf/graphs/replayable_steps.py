@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from turbo_hf.attention.turbo_attention import sas_threshold
 from turbo_hf.cache.guards import storing
 from turbo_hf.cache.integrity import STEP, Pass
 from turbo_hf.cache.layer import TurboLayer
@@ -54,6 +55,7 @@ class _Group:
     arrived: as in `ReplayState`.
     plans: as in `KVStore`, for each number of tokens per row that a step stores.
     sealed, open: the device's counts of each layer, int64 [layers, B].
+    in_step: whether the launch that appends can seal in all layers: it reads INT8 open tokens, or latents.
     """
 
     layers: list[TurboLayer]
@@ -64,6 +66,7 @@ class _Group:
     plans: dict[int, dict[Any, Any]] = field(default_factory=dict)
     sealed: torch.Tensor = field(default_factory=torch.Tensor)
     open: torch.Tensor = field(default_factory=torch.Tensor)
+    in_step: bool = True
 
     @property
     def seals_in_step(self) -> bool:
@@ -71,7 +74,7 @@ class _Group:
 
         Recent tokens move to the front behind them, which the step's own launch does not do.
         """
-        return not (self.state.recording or self.state.recent) and self.state.context is None
+        return self.in_step and not (self.state.recording or self.state.recent) and self.state.context is None
 
     def keep_counts(self) -> None:
         """Give all layers counts that are changed together."""
@@ -113,10 +116,8 @@ def why_no_replay_under(config: TurboConfig, latent: bool = False) -> str | None
     """
     if config.backend == "reference":
         return 'backend "reference" has no kernels'
-    if config.bits == UNQUANTIZED and not latent:
-        return "16-bit pages"
-    if config.sas and config.sas_threshold is None:
-        return "the SAS threshold follows the length: choose sas_threshold"
+    if config.bits == UNQUANTIZED and config.sparse is not None and not latent:
+        return "16-bit pages of sparse layers"
     return None
 
 
@@ -229,6 +230,7 @@ class ReplayableSteps:
             group = _Group([], layer.window, layer.state._replace(), arrived)
             self._groups.append(group)
         group.layers.append(layer)
+        group.in_step = group.in_step and (layer.latent or layer.buffer.k.dtype == torch.int8)
 
     def _reserve(self, group: _Group, cropped: bool = False) -> None:
         """Reserve pages for blocks to come; first free those of blocks that have left the window.
@@ -370,6 +372,8 @@ class ReplayableSteps:
             tensors += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
             tensors.append(layer.bucket_index.spans)
             tensors += [] if layer.selector is None else layer.selector.tensors()
+            # of the next step; a number that is one object as long as it stays the same
+            tensors.append(sas_threshold(layer.config, layer.seen + tokens))
         return tensors
 
     @storing

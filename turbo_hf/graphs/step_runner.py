@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,12 +58,14 @@ class _Capture:
     replay: of the capture; None: not captured.
     warm: steps that ran before it is captured.
     fused: whether it is the compiled step.
+    autocast: the type of autocast under which it runs, None without.
     """
 
     inputs: dict[str, Any] = field(default_factory=dict)
     replay: Callable[[], Any] | None = None
     warm: int = 0
     fused: bool = False
+    autocast: torch.dtype | None = None
 
 
 class StepRunner:
@@ -130,7 +133,8 @@ class StepRunner:
         if not steady and steps.needs_pages():
             # captures use the current pages
             self._drop()
-        if capture.replay is None and self._compiled is not None and size == 1:
+        if capture.replay is None and self._compiles(kwargs) and size == 1:
+            assert self._compiled is not None
             capture.fused = self._compiled.ready(self._model, capture.inputs, self._device.warm)
         steps.mark_unfinished()
         if not steady:
@@ -227,7 +231,7 @@ class StepRunner:
                 return 0
         if not (kwargs.get("use_cache", True) and kwargs.get("return_dict", True)):
             return 0
-        busy = torch.is_grad_enabled() or self._model.training or torch.is_autocast_enabled(ids.device.type)
+        busy = torch.is_grad_enabled() or self._model.training
         return 0 if busy or _capturing(ids) else tokens
 
     def _confirmed(self, steps: ReplayableSteps, mask: torch.Tensor | None) -> bool:
@@ -258,8 +262,8 @@ class StepRunner:
             # those of all tokens, of which the newest may be fillers
             given["logits_to_keep"] = 0
         capture = self._captures.setdefault(size, _Capture())
-        old = capture.inputs
-        same = old.keys() == given.keys() and all(
+        old, autocast = capture.inputs, _autocast(kwargs["input_ids"].device)
+        same = (capture.autocast, old.keys()) == (autocast, given.keys()) and all(
             (old[name].shape[:-1], old[name].dtype) == (value.shape[:-1], value.dtype)
             if isinstance(value, torch.Tensor)
             else old[name] is value or old[name] == value
@@ -267,6 +271,7 @@ class StepRunner:
         )
         if not same:
             self._drop_one(capture)
+            capture.autocast, capture.fused = autocast, False
             with torch.inference_mode(False):
                 old = capture.inputs = {
                     name: value.new_empty((*value.shape[:-1], size)) if isinstance(value, torch.Tensor) else value
@@ -318,7 +323,12 @@ class StepRunner:
 
     def _step(self, capture: _Capture, size: int) -> Any:
         assert self._steps is not None
-        with self._steps.running(size):
+        # weights that autocast keeps in another type are not kept for the graph: it casts them itself
+        device = capture.inputs["input_ids"].device.type
+        casts: AbstractContextManager[Any] = nullcontext()
+        if capture.autocast is not None:
+            casts = torch.autocast(device, capture.autocast, cache_enabled=False)
+        with self._steps.running(size), casts:
             # no mask: no new token is padding, and the cache knows its own padding
             return self._pass(attention_mask=None, **capture.inputs)
 
@@ -328,12 +338,22 @@ class StepRunner:
         with self._steps.running(size):
             return self._compiled(self._model, capture.inputs)
 
+    def _compiles(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a step of one token may be compiled. Under autocast, none is, which is told."""
+        if self._compiled is not None and _autocast(kwargs["input_ids"].device) is not None:
+            self._compiled.refuse("autocast is on", lasting=False)
+            return False
+        return self._compiled is not None
+
     def _launch(self, kwargs: dict[str, Any]) -> Any:
         """A step that is compiled and not captured. The first one over a cache is the model's own."""
         cache = kwargs[CACHE]
         inputs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         known, self._checked = self._checked is cache, cache
-        if not known or self._compiled is None or not self._compiled.ready(self._model, inputs):
+        if not known or not self._compiles(kwargs):
+            return self._pass(**kwargs)
+        assert self._compiled is not None
+        if not self._compiled.ready(self._model, inputs):
             return self._pass(**kwargs)
         return self._compiled.launch(self._model, inputs, kwargs.get("attention_mask"))
 
@@ -347,6 +367,11 @@ class StepRunner:
 
     def _forget(self) -> None:
         self._steps, self._captures, self._mask = None, {}, None
+
+
+def _autocast(device: torch.device) -> torch.dtype | None:
+    """The type of autocast on this kind of device; None: it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _capturing(x: torch.Tensor) -> bool:
