@@ -221,3 +221,29 @@ def test_prompts_that_end_in_padding_are_told() -> None:
 def test_prefix_tuning_is_told() -> None:
     with pytest.raises(AttributeError, match=r"has no max_cache_len\. Prefix tuning \(PEFT\)"):
         _ = TurboCache(tiny_llama().config).max_cache_len
+
+
+def test_dense_layers_take_no_mask_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = tiny_llama(attn_implementation="sdpa", num_hidden_layers=3), []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(*args: Any, attn_mask: Any = None, **options: Any) -> Any:
+        given.append(attn_mask is not None)
+        return sdpa(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    found = []
+    with turbo_hf.patch(model, TurboConfig(block_size=32, dense_layers=(0, 1))) as handle, torch.no_grad():
+        for padded in (0, 3):
+            cache, mask = handle.new_cache(), torch.ones(1, 41, dtype=torch.long)
+            mask[:, :padded] = 0
+            model(prompts(1, 40), **{CACHE: cache}, attention_mask=mask[:, :40])
+            given.clear()
+            found.append(model(prompts(1, 1), **{CACHE: cache}, attention_mask=mask).logits)
+            assert given == [padded > 0] * 2
+            # changed in place since it was read
+            mask[:, 4] = 0
+            given.clear()
+            model(prompts(1, 1), **{CACHE: cache}, attention_mask=torch.nn.functional.pad(mask, (0, 1), value=1))
+            assert given == [True] * 2
+    assert not torch.equal(*found)

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -67,6 +68,9 @@ def full_precision_attention(
     [B, M, Hq, D].
     """
     queries, keys = query.shape[2], key.shape[2]
+    if queries < keys and mask is not None and mask.dim() == 2 and _without_padding(mask):
+        # for a mask cuDNN makes a plan at each new length, which takes tens of milliseconds
+        mask = None
     uses_sdpa = function is ALL_ATTENTION_FUNCTIONS["sdpa"]
     # without a mask SDPA can take its flash kernel, whose own causal flag is correct only for square scores
     flash = uses_sdpa and mask is None and window is None and causal and queries == keys
@@ -82,6 +86,22 @@ def full_precision_attention(
         given = {name: option for name, option in options.items() if option is not None}
         out, _ = function(module, query, key, value, mask, **given, **kwargs)
     return torch.as_tensor(out)
+
+
+_last: tuple[weakref.ref[torch.Tensor], int, bool] | None = None
+"""The mask that was read last, its version then, and whether it had no padding: layers of a pass share one."""
+
+
+def _without_padding(mask: torch.Tensor) -> bool:
+    """Whether all columns of a 2D mask hold tokens: one read of the device, as Transformers has for SDPA."""
+    global _last  # noqa: PLW0603
+    # in inference mode torch does not count changes
+    version, last = 0 if mask.is_inference() else mask._version, _last
+    if last is not None and last[0]() is mask and last[1] == version and not mask.is_inference():
+        return last[2]
+    whole = bool(mask.all())
+    _last = weakref.ref(mask), version, whole
+    return whole
 
 
 def decompressed(

@@ -184,7 +184,9 @@ class Selector:
         """Tensors that its launches use in every step."""
         return list(self._drawn.values())
 
-    def _random(self, draw: Callable[[Any, int, torch.device], torch.Tensor], shape: Any, x: torch.Tensor) -> torch.Tensor:
+    def _random(
+        self, draw: Callable[[Any, int, torch.device], torch.Tensor], shape: Any, x: torch.Tensor
+    ) -> torch.Tensor:
         """What `draw` gives for this shape, the layer's seed and the device of x; drawn once."""
         key = (draw, shape, x.device)
         if key not in self._drawn:
@@ -350,6 +352,7 @@ class Reformer(Selector):
     """Buckets by the largest inner product with random directions ("lsh-reformer"; SAAP appendix B, eq. 3)."""
 
     tables = 1
+
     def _to_buckets(self, x: torch.Tensor) -> torch.Tensor:
         return self._random(_directions, (x.shape[-1], self.config.buckets), x)
 
@@ -366,6 +369,7 @@ class Chance(Selector):
     numbers get the same again; those of another batch, which may differ in the last bit, need not."""
 
     tables = 1
+
     def _hashed(self, x: torch.Tensor) -> torch.Tensor:
         """int64 [...] of vectors [..., D]."""
         factors = self._random(_odd, x.shape[-1], x)
