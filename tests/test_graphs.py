@@ -339,30 +339,24 @@ def test_a_copy_of_a_patched_model_has_runners_of_its_own(runners: list[StepRunn
     assert [runner._model for runner in runners] == [model, twin]
 
 
-def test_a_hook_of_the_user_is_called_in_every_step(runners: list[StepRunner], device: torch.device) -> None:
+def test_hooks_are_looked_for_in_each_call(runners: list[StepRunner], device: torch.device) -> None:
     model = tiny_llama().to(device)
-    called: list[int] = []
-    hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: called.append(1))
-    with turbo_hf.patch(model, SMALL):
-        model.generate(prompts(1, 40).to(model.device), max_new_tokens=10, do_sample=False)
-    hook.remove()
-    assert len(called) == 10
-    assert [runner.captures for runner in runners] == [0]
-    runners.clear()
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
     with turbo_hf.patch(model, TurboConfig(cuda_graphs=True)):
-        hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+        ids = prompts(1, 40).to(model.device)
+        hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: None, always_call=True)
         with pytest.raises(Unsupported, match=r"cuda_graphs=True: model.layers.0.mlp has hooks"):
-            model.generate(prompts(1, 40).to(model.device), max_new_tokens=10)
+            model.generate(ids, **options)
         hook.remove()
-        # looked for in each call: also in a module that has come since
-        model.generate(prompts(1, 40).to(model.device), max_new_tokens=10)
+        # also in a module that has come since
+        model.generate(ids, **options)
         assert len(runners) == 1
         model.model.layers[1].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU())
-        model.model.layers[1].mlp.act_fn[0].register_forward_hook(lambda *args: None)
+        model.model.layers[1].mlp.act_fn[0].register_forward_hook(lambda *args: None, always_call=True)
         # a module that holds what holds it
         model.model.layers[1].mlp.act_fn.add_module("back", model.model.layers[1].mlp)
         with pytest.raises(Unsupported, match=r"cuda_graphs=True: model.layers.1.mlp.act_fn.0 has hooks"):
-            model.generate(prompts(1, 40).to(model.device), max_new_tokens=10)
+            model.generate(ids, **options)
 
 
 def test_a_cache_that_can_never_be_replayed_is_an_error_where_graphs_are_demanded(

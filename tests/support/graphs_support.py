@@ -16,6 +16,7 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import Checkpoint
 from turbo_hf.graphs import step_runner as graphs
+from turbo_hf.graphs.asides import cutting
 from turbo_hf.graphs.step_runner import StepRunner
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods as generation
@@ -38,6 +39,9 @@ class Again:
         self.warmed += 1
         return step()
 
+    def aside(self, call: Callable[[], None]) -> None:
+        call()
+
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         if self._fails:
             raise RuntimeError(self._fails)
@@ -45,7 +49,8 @@ class Again:
 
         def replay() -> Any:
             self.replayed += 1
-            return step()
+            with cutting(self):
+                return step()
 
         return replay
 

@@ -24,6 +24,7 @@ from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, warn
+from turbo_hf.graphs.asides import Asides, foreign_hooks
 from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.devices import Device, only_moves
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_never_replayed, why_no_replay, why_no_replay_under
@@ -45,9 +46,6 @@ LOOKED_AT = frozenset({CACHE, "input_ids", "position_ids", "attention_mask", *HA
 
 OF_ONE_TOKEN = frozenset({"output_router_logits"})
 """Constants of which a step over several tokens knows nothing."""
-
-RECORDS = "transformers."
-"""Modules of Transformers' own hooks."""
 
 
 @dataclass(slots=True)
@@ -86,6 +84,7 @@ class StepRunner:
         forward: the model's `forward`, if it is called from within the model's call, behind its hooks (beam search,
             assisted decoding); None: it takes the place of that call.
         why_not: why no step of the model can be captured, None if it can; called once, at the first step.
+        asides: hooks of the user, which are called between graphs; None: there are none.
     """
 
     def __init__(
@@ -97,9 +96,10 @@ class StepRunner:
         compiled: CompiledStep | None = None,
         forward: Callable[..., Any] | None = None,
         why_not: Callable[[], str | None] | None = None,
+        asides: Asides | None = None,
     ):
         self.captures = 0
-        self._why_not = why_not
+        self._why_not, self._asides = why_not, asides
         self._pass: Callable[..., Any] = model if forward is None else forward
         self._depth = STEP if forward is None else STEP + 1
         self._compiled = compiled
@@ -301,6 +301,8 @@ class StepRunner:
         if capture.replay is None:
             steps.used[size] = steps.tensors(size)
             try:
+                if self._asides is not None:
+                    self._asides.require_fit()
                 # sums over ranks must be captured on all of them, or on none
                 with steps.integrity.ranks.together():
                     capture.replay = device.capture(step)
@@ -328,7 +330,8 @@ class StepRunner:
         casts: AbstractContextManager[Any] = nullcontext()
         if capture.autocast is not None:
             casts = torch.autocast(device, capture.autocast, cache_enabled=False)
-        with self._steps.running(size), casts:
+        hooks: AbstractContextManager[Any] = nullcontext() if self._asides is None else self._asides.called()
+        with self._steps.running(size), casts, hooks:
             # no mask: no new token is padding, and the cache knows its own padding
             return self._pass(attention_mask=None, **capture.inputs)
 
@@ -339,11 +342,15 @@ class StepRunner:
             return self._compiled(self._model, capture.inputs)
 
     def _compiles(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a step of one token may be compiled. Under autocast, none is, which is told."""
-        if self._compiled is not None and _autocast(kwargs["input_ids"].device) is not None:
-            self._compiled.refuse("autocast is on", lasting=False)
+        """Whether a step of one token may be compiled. Under autocast, and with hooks, none is, which is told."""
+        if self._compiled is None:
             return False
-        return self._compiled is not None
+        reason = "autocast is on" if _autocast(kwargs["input_ids"].device) is not None else None
+        if self._asides is not None and self._asides.found():
+            reason = f"{self._asides.found()[0].name} has hooks, which a replay would not call"
+        if reason is not None:
+            self._compiled.refuse(reason, lasting=False)
+        return reason is None
 
     def _launch(self, kwargs: dict[str, Any]) -> Any:
         """A step that is compiled and not captured. The first one over a cache is the model's own."""
@@ -426,12 +433,18 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def why_no_replay_of(
-    model: Any, is_own: Callable[[Any], bool], captured: bool = True, walk: bool = True, inside: bool = False
+    model: Any,
+    is_own: Callable[[Any], bool],
+    captured: bool = True,
+    walk: bool = True,
+    inside: bool = False,
+    asks: bool = False,
 ) -> str | None:
     """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's.
 
     captured: if False, why none may be compiled. walk: if False, only what is known without a walk over all modules.
-    inside: whether the passes are within the model's call, whose hooks then run around them.
+    inside: whether the passes are within the model's call, whose hooks then run around them. asks: whether the user's
+    hooks are called between graphs (`Asides`); those that are called after an error, too, are not.
     """
     reason = _why_no_replay_there(model, captured)
     if reason is not None or not walk:
@@ -457,9 +470,9 @@ def why_no_replay_of(
         reason = why_not_captured(model, module)
         if reason is not None:
             return reason
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        # Transformers' own hooks record outputs, and are requested by a keyword
-        foreign = [h for h in hooks if not (is_own(h) or (getattr(h, "__module__", None) or "").startswith(RECORDS))]
+        foreign = foreign_hooks(module, is_own)
+        if asks and captured and not is_dispatched(model):
+            foreign = [each for each in foreign if each[1] in module._forward_hooks_always_called]
         moves = "_hf_hook" in module.__dict__ and not (captured and only_moves(module.__dict__["_hf_hook"]))
         if (foreign and not (inside and module is model)) or moves:
             names = (name or "the model" for name, held in model.named_modules() if held is module)
