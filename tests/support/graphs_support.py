@@ -68,11 +68,13 @@ class Graphs(Again):
         def replay() -> Any:
             last, trace = self._integrity.last, sys.gettrace()
             before = dict(vars(last))
+            before["done"] = dict(last.done)
             sys.settrace(None)
-            out = again()
-            vars(last).update(before)
-            sys.settrace(trace)
-            return out
+            try:
+                return again()
+            finally:
+                vars(last).update(before)
+                sys.settrace(trace)
 
         return replay
 

@@ -347,6 +347,7 @@ class ReplayableSteps:
 
     def recount(self) -> None:
         """After a step that broke off: read from the device what each layer holds. No step may follow."""
+        held = {layer.index: layer.seen for layer in self.layers}
         for layer in self.layers:
             before, counts = layer.state, layer.device_counts
             after = before._replace(open=counts.open(before).tolist())
@@ -356,6 +357,10 @@ class ReplayableSteps:
             stored = after.lengths()[0] - before.lengths()[0]
             layer.state = after._replace(seen=before.seen + stored, decoded=before.decoded or stored > 0)
             counts.counted(before, layer.state)
+        reached = {(layer.index, ""): held[layer.index] for layer in self.layers if layer.seen > held[layer.index]}
+        if len(reached) < len(self.layers):
+            # a hook between two graphs: a replay has noted nothing of what `roll_back` is to take back
+            self.integrity.last.done.update(reached)
         # the exception may have come before `running` ended
         self._no_step()
         if self.integrity.writing == STEPS:
