@@ -228,9 +228,9 @@ def test_dense_layers_take_no_mask_without_padding(monkeypatch: pytest.MonkeyPat
     model, given = tiny_llama(attn_implementation="sdpa", num_hidden_layers=3), []
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
-    def noted(*args: Any, attn_mask: Any = None, **options: Any) -> Any:
+    def noted(q: Any, k: Any, v: Any, attn_mask: Any = None, **options: Any) -> Any:
         given.append(attn_mask is not None)
-        return sdpa(*args, attn_mask=attn_mask, **options)
+        return sdpa(q, k, v, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
     found = []

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import Calibration, TurboCache, TurboConfig
+from turbo_hf.attention.cuts import cutting
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import Checkpoint
 from turbo_hf.graphs import step_runner as graphs
-from turbo_hf.graphs.asides import cutting
 from turbo_hf.graphs.step_runner import StepRunner
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods as generation
@@ -39,7 +39,7 @@ class Again:
         self.warmed += 1
         return step()
 
-    def aside(self, call: Callable[[], None]) -> None:
+    def aside(self, call: Callable[[], object]) -> None:
         call()
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:

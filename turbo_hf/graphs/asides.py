@@ -7,35 +7,18 @@ what the hook is given, the hook runs, and what it has changed or returned is co
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from turbo_hf.attention.cuts import NOW, current
 from turbo_hf.errors import Unsupported
 
 PLAIN = (torch.dtype, torch.device, type(None), bool, int, float, complex, str)
 """What a hook may be given or return, besides tensors and what holds these: the same in each step."""
 
-_of_thread = threading.local()
 _lock = threading.RLock()
-
-
-class Cut(Protocol):
-    """What records a step, and may be cut."""
-
-    def aside(self, call: Callable[[], None]) -> None:
-        """End what is recorded so far; each replay makes this call before it goes on."""
-
-
-@contextmanager
-def cutting(cut: Cut | None) -> Iterator[None]:
-    """Inside, hooks that this thread calls cut what is recorded."""
-    before, _of_thread.cut = getattr(_of_thread, "cut", None), cut
-    try:
-        yield
-    finally:
-        _of_thread.cut = before
 
 
 def foreign_hooks(module: torch.nn.Module, is_own: Callable[[Any], bool]) -> list[tuple[dict[int, Any], int, Any]]:
@@ -66,8 +49,8 @@ class _Aside:
         self.unfit: str | None = None
 
     def __call__(self, module: Any, *given: Any) -> Any:
-        cut: Cut | None = getattr(_of_thread, "cut", None)
-        if cut is None:
+        cut = current()
+        if cut is None or cut is NOW:
             # before a copy is changed: what the hook was given
             strange = self._strange(given)
             result = self.hook(module, *given)

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from turbo_hf.attention.cuts import cutting
 from turbo_hf.errors import out_of_memory
-from turbo_hf.graphs.asides import cutting
 
 
 class Device(Protocol):
@@ -136,7 +136,7 @@ class Pieces:
         if graph is not None:
             graph.capture_end()
 
-    def aside(self, call: Callable[[], None]) -> None:
+    def aside(self, call: Callable[[], object]) -> None:
         """As `Cut.aside`."""
         self.end()
         self.calls.append(call)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from turbo_hf.attention.turbo_attention import sas_threshold
 from turbo_hf.cache.guards import storing
@@ -44,6 +45,9 @@ BLOCKS = 2
 """Blocks of open tokens for which there is room while they wait for a `crop`; a longer draft makes more."""
 
 STEPS = "a decode step"
+
+BESIDE = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Transformers' own layers that may lie between compressed ones: they store and attend between two graphs."""
 
 
 @dataclass(slots=True)
@@ -127,6 +131,8 @@ def why_never_replayed(cache: TurboCache) -> str | None:
         return "a pass over this cache was computed in full precision, and its steps may be, too"
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, TurboLayer):
+            if type(layer) in BESIDE and _alone(cache):
+                continue
             return f"layer {index} is not compressed"
         reason = None if layer.selector is None else why_no_replay_with(layer.selector.config)
         if reason is not None:
@@ -148,14 +154,23 @@ def why_never_replayed(cache: TurboCache) -> str | None:
     return None
 
 
+def _alone(cache: TurboCache) -> bool:
+    """Whether one device of one process holds the cache."""
+    devices = {layer.device for layer in cache.turbo_layers() if layer.is_initialized}
+    return len(devices) <= 1 and cache.context is None and cache.integrity.ranks.count == 1
+
+
 def why_no_replay(cache: TurboCache) -> str | None:
     """Why the next step of a cache cannot be replayed as it is now; None if it can."""
     lasting = why_never_replayed(cache)
     if lasting is not None:
         return lasting
+    dense = next((n for n, layer in enumerate(cache.layers) if not isinstance(layer, TurboLayer)), None)
     for index, layer in enumerate(cache.turbo_layers()):
         if not (layer.is_initialized and layer.seen):
             return f"layer {index} holds no tokens"
+        if layer.state.recording and dense is not None:
+            return f"layer {dense} is not compressed, and blocks wait for a crop"
         if layer.seen != cache.get_seq_length():
             return f"layer {index} holds {layer.seen} columns, and the first layer {cache.get_seq_length()}"
         room = BLOCKS * layer.state.block + layer.state.recent
@@ -347,7 +362,7 @@ class ReplayableSteps:
 
     def recount(self) -> None:
         """After a step that broke off: read from the device what each layer holds. No step may follow."""
-        held = {layer.index: layer.seen for layer in self.layers}
+        seen = self.layers[0].seen
         for layer in self.layers:
             before, counts = layer.state, layer.device_counts
             after = before._replace(open=counts.open(before).tolist())
@@ -357,8 +372,9 @@ class ReplayableSteps:
             stored = after.lengths()[0] - before.lengths()[0]
             layer.state = after._replace(seen=before.seen + stored, decoded=before.decoded or stored > 0)
             counts.counted(before, layer.state)
-        reached = {(layer.index, ""): held[layer.index] for layer in self.layers if layer.seen > held[layer.index]}
-        if len(reached) < len(self.layers):
+        lengths = [self.cache.get_seq_length(index) for index in range(len(self.cache.layers))]
+        reached = {(index, ""): seen for index, length in enumerate(lengths) if length > seen}
+        if len(reached) < len(lengths):
             # a hook between two graphs: a replay has noted nothing of what `roll_back` is to take back
             self.integrity.last.done.update(reached)
         # the exception may have come before `running` ended
@@ -470,7 +486,13 @@ class ReplayableSteps:
         False: nothing has changed.
         """
         unequal = any(group.state.selected(rows) != group.state for group in self._groups)
-        if unequal or not self.intact() or any(layer.selector or layer.given_mask is not None for layer in self.layers):
+        beside = len(self.layers) < len(self.cache.layers)
+        if (
+            beside
+            or unequal
+            or not self.intact()
+            or any(layer.selector or layer.given_mask is not None for layer in self.layers)
+        ):
             return False
         # each mask with what becomes of it: layers may share one
         masks = dict[int, tuple[torch.Tensor, torch.Tensor]]()

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
+from turbo_hf.attention.cuts import NOW, current, cutting
 from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
 from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.integrity import STEP
+from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, warn
@@ -210,7 +212,8 @@ class StepRunner:
         cache, ids, at = (kwargs.get(name) for name in (CACHE, "input_ids", "position_ids"))
         if not (isinstance(cache, TurboCache) and isinstance(ids, torch.Tensor) and isinstance(at, torch.Tensor)):
             return 0
-        first: Any = cache.layers[0]
+        # there is one that is compressed
+        first: Any = next((x for x in cache.layers if isinstance(x, TurboLayer)), None)
         tokens = ids.shape[-1]
         if ids.dim() != 2 or len(ids) != getattr(first, "rows", 0) or at.shape[-1] != tokens:
             return 0
@@ -331,7 +334,7 @@ class StepRunner:
         if capture.autocast is not None:
             casts = torch.autocast(device, capture.autocast, cache_enabled=False)
         hooks: AbstractContextManager[Any] = nullcontext() if self._asides is None else self._asides.called()
-        with self._steps.running(size), casts, hooks:
+        with self._steps.running(size), casts, hooks, cutting(current() or NOW):
             # no mask: no new token is padding, and the cache knows its own padding
             return self._pass(attention_mask=None, **capture.inputs)
 
