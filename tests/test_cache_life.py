@@ -145,7 +145,7 @@ def test_a_sparse_cache_needs_what_selects_its_keys() -> None:
 
 def test_fallback_is_silent_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="turbo_hf.errors")
-    config = TurboConfig(bits=4, low_bits=2, low_heads=0.1, dense_layers=(0,), cuda_graphs=True)
+    config = TurboConfig(bits=4, low_bits=2, low_heads=0.1, backend="reference", cuda_graphs=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with turbo_hf.patch(tiny_llama(), config, strict="fallback") as handle:

@@ -25,6 +25,7 @@ from steps_support import (
 from stores import tokens
 from torch import Tensor
 from transformers import LlamaConfig
+from transformers.cache_utils import DynamicLayer
 
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.new_columns import NewColumns
@@ -319,8 +320,10 @@ def recording() -> TurboCache:
     return cache
 
 
-def with_dense_layer() -> TurboCache:
-    return TurboCache(LlamaConfig(**SHAPE), TurboConfig(dense_layers=(0,)))
+def with_another_layer() -> TurboCache:
+    cache = filled(TurboConfig())
+    cache.layers[0] = type("Other", (DynamicLayer,), {})()
+    return cache
 
 
 def sparse() -> TurboCache:
@@ -338,7 +341,7 @@ def dequantized() -> TurboCache:
 @in_one_test(
     ("make", "reason"),
     [
-        pytest.param(with_dense_layer, "layer 0 is not compressed", id="dense"),
+        pytest.param(with_another_layer, "layer 0 is not compressed", id="another"),
         pytest.param(dequantized, "computed in full precision", id="dequantized"),
         pytest.param(lambda: TurboCache(LlamaConfig(**SHAPE)), "layer 0 holds no tokens", id="empty"),
         pytest.param(recording, "blocks of a prompt wait for a crop", id="recording"),
