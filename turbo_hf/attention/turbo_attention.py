@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from turbo_hf.attention.context_group import decode_parts
-from turbo_hf.attention.cuts import current
-from turbo_hf.attention.full_precision import decompressed, full_precision_attention, hf_attention
+from turbo_hf.attention.full_precision import attend_beside, decompressed, full_precision_attention, hf_attention
 from turbo_hf.attention.latent import latent_prompt, latent_step, require_plain
 from turbo_hf.attention.packed import PACKED_KEYWORDS, packed_cache
 from turbo_hf.attention.prompt import attend_prompt
@@ -190,48 +189,13 @@ def _attention(
             return done.transpose(1, 2).contiguous(), None
         key, value = decompressed(call.cache, call.layer, query, key, value, attention_mask)
     elif call.cache is not None:
-        return _beside(module, call.cache, query, key, value, call.window, causal, options, unknown, kwargs), None
+        given = (query, key, value, call.window, causal)
+        return attend_beside(call.cache, hf_attention(module, options, unknown), module, *given, options, kwargs), None
     if keeps_latent(module):
         key, value = expanded(module, key, value)
     function = hf_attention(module, options, unknown)
     given = (query, key, value, attention_mask, call.window, causal)
     return full_precision_attention(function, module, *given, options, kwargs), None
-
-
-def _beside(
-    module: Any,
-    cache: ClaimedCache,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    window: int | None,
-    causal: bool,
-    options: dict[str, Any],
-    unknown: Collection[str],
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    """Attention of one of Transformers' own layers, in a step that may be captured: between two graphs.
-
-    key, value: as the cache's `update` has returned them: all tokens if it has stored them, else the new ones.
-    """
-    given, cache.given = cache.given, None
-    layer, cut, function = cache.all_layers[module.layer_idx], current(), hf_attention(module, options, unknown)
-    changed = given is None or given[0] is not key or given[1] is not value
-    assert cut is not None
-    if changed and not cache.stores:
-        raise Unsupported(f"layer {module.layer_idx}, which is not compressed, changes what its cache returns")
-    out = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
-
-    def attend() -> None:
-        k, v = (key, value) if cache.stores else layer.update(key, value)
-        # rows are padded as the compressed layers know it
-        valid = next(each.valid_prefix for each in cache.all_layers if isinstance(each, TurboLayer))
-        if valid is not None:
-            valid = torch.nn.functional.pad(valid, (0, layer.get_seq_length() - valid.shape[1]), value=True)
-        out.copy_(full_precision_attention(function, module, query, k, v, valid, window, causal, options, kwargs))
-
-    cut.aside(attend)
-    return out
 
 
 def left_alone(module: Any, args: Any) -> None:
