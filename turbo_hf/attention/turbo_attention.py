@@ -189,8 +189,8 @@ def _attention(
             return done.transpose(1, 2).contiguous(), None
         key, value = decompressed(call.cache, call.layer, query, key, value, attention_mask)
     elif call.cache is not None:
-        given = (query, key, value, call.window, causal)
-        return attend_beside(call.cache, hf_attention(module, options, unknown), module, *given, options, kwargs), None
+        new = (query, key, value, call.window, causal)
+        return attend_beside(call.cache, hf_attention(module, options, unknown), module, *new, options, kwargs), None
     if keeps_latent(module):
         key, value = expanded(module, key, value)
     function = hf_attention(module, options, unknown)
