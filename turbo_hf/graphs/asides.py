@@ -21,6 +21,23 @@ PLAIN = (torch.dtype, torch.device, type(None), bool, int, float, complex, str)
 _lock = threading.RLock()
 
 
+def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """All modules of a model, each once. Asked in each `generate`, where torch's own walk would take milliseconds."""
+    modules, known = [model], {model}
+    for module in modules:
+        # a module may occur in several places, or in a cycle
+        held = [x for x in module._modules.values() if x is not None and x not in known]
+        modules += held
+        known.update(held)
+    return modules
+
+
+def name_of(model: torch.nn.Module, module: torch.nn.Module) -> str:
+    """The name of a module of a model, for messages."""
+    names = (name or "the model" for name, held in model.named_modules() if held is module)
+    return next(names, type(module).__name__)
+
+
 def foreign_hooks(module: torch.nn.Module, is_own: Callable[[Any], bool]) -> list[tuple[dict[int, Any], int, Any]]:
     """Hooks of a module that are the user's, as (where, number, hook). is_own: whether one is the patch's."""
     # Transformers' own hooks record outputs, and are requested by a keyword
@@ -143,13 +160,13 @@ class Asides:
         """All of them."""
         if self._found is None:
             self._found = []
-            for name, module in self._model.named_modules():
+            for module in modules_of(self._model):
                 if module is self._model and self._inside:
                     continue
                 for where, number, hook in foreign_hooks(module, self._is_own):
-                    before = where is module._forward_pre_hooks
+                    name, before = name_of(self._model, module), where is module._forward_pre_hooks
                     kept = module._forward_pre_hooks_with_kwargs if before else module._forward_hooks_with_kwargs
-                    self._found.append(_Aside(name or "the model", where, number, hook, before, number in kept))
+                    self._found.append(_Aside(name, where, number, hook, before, number in kept))
         return self._found
 
     def require_fit(self) -> None:

@@ -26,7 +26,7 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, warn
-from turbo_hf.graphs.asides import Asides, foreign_hooks
+from turbo_hf.graphs.asides import Asides, foreign_hooks, modules_of, name_of
 from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.devices import Device, only_moves
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_never_replayed, why_no_replay, why_no_replay_under
@@ -452,13 +452,7 @@ def why_no_replay_of(
     reason = _why_no_replay_there(model, captured)
     if reason is not None or not walk:
         return reason
-    # a walk of our own, in each call of `generate`, as hooks and modules may be new: torch's takes milliseconds
-    modules, known = [model], {model}
-    for module in modules:
-        # a module may occur in several places, or in a cycle
-        held = [x for x in module._modules.values() if x is not None and x not in known]
-        modules += held
-        known.update(held)
+    modules = modules_of(model)
     places = {held.device for module in modules for held in module._parameters.values() if held is not None}
     apart = why_no_replay_over(places, captured and is_dispatched(model))
     if apart is not None:
@@ -478,8 +472,7 @@ def why_no_replay_of(
             foreign = [each for each in foreign if each[1] in module._forward_hooks_always_called]
         moves = "_hf_hook" in module.__dict__ and not (captured and only_moves(module.__dict__["_hf_hook"]))
         if (foreign and not (inside and module is model)) or moves:
-            names = (name or "the model" for name, held in model.named_modules() if held is module)
-            return f"{next(names, type(module).__name__)} has hooks, which a replay would not call"
+            return f"{name_of(model, module)} has hooks, which a replay would not call"
     return None
 
 
