@@ -180,8 +180,7 @@ def test_tokens_beside_layers_that_are_not_compressed(
         for lengths in ([30, 11], [33]):
             want = answer(model, replace(config, cuda_graphs=False), **ragged(lengths), **call)
             assert torch.equal(answer(model, config, **ragged(lengths), **call), want)
-            # rows that are reordered between steps are those of new tensors
-            assert (runners[-1].captures >= 1) == (not call)
+            assert runners[-1].captures >= 1
 
 
 def test_tokens_with_windows(runners: list[StepRunner], device: torch.device) -> None:

@@ -486,14 +486,11 @@ class ReplayableSteps:
         False: nothing has changed.
         """
         unequal = any(group.state.selected(rows) != group.state for group in self._groups)
-        beside = len(self.layers) < len(self.cache.layers)
-        if (
-            beside
-            or unequal
-            or not self.intact()
-            or any(layer.selector or layer.given_mask is not None for layer in self.layers)
-        ):
+        if unequal or not self.intact() or any(layer.selector or layer.given_mask is not None for layer in self.layers):
             return False
+        for beside in self.cache.layers:
+            if not isinstance(beside, TurboLayer):
+                beside.reorder_cache(torch.tensor(rows))
         # each mask with what becomes of it: layers may share one
         masks = dict[int, tuple[torch.Tensor, torch.Tensor]]()
         for layer in self.layers:
