@@ -111,6 +111,8 @@ def refused(model: Any, kind: str) -> Any:
         return layer.self_attn.register_forward_hook(lambda *args: None, with_kwargs=True)
     if kind == "shape":
         return layer.self_attn.register_forward_hook(lambda module, args, out: [*out])
+    if kind == "attribute":
+        return layer.mlp.register_forward_pre_hook(lambda module, args: setattr(model.model.norm, "shown", args[0]))
     return layer.mlp.register_forward_hook(lambda *args: None, always_call=True)
 
 
@@ -119,6 +121,7 @@ def refused(model: Any, kind: str) -> Any:
     [
         pytest.param("cache", r"layers.0.self_attn is given a", id="cache"),
         pytest.param("shape", "layers.0.self_attn returns something of another form", id="shape"),
+        pytest.param("attribute", "layers.0.mlp sets attributes of a module", id="attribute"),
         pytest.param("always", None, id="always"),
     ],
 )

@@ -59,9 +59,20 @@ class _Aside:
     name: of its module. where, number: of the hook among those of that module.
     """
 
-    def __init__(self, name: str, where: dict[int, Any], number: int, hook: Any, before: bool, keywords: bool):
+    def __init__(
+        self,
+        name: str,
+        where: dict[int, Any],
+        number: int,
+        hook: Any,
+        before: bool,
+        keywords: bool,
+        modules: list[torch.nn.Module],
+    ):
         self.where, self.number, self.hook = where, number, hook
         self.name, self._before, self._keywords = name, before, keywords
+        # those of the model, until it is known whether the hook changes them
+        self._modules: list[torch.nn.Module] = modules
         # why it cannot be called between graphs
         self.unfit: str | None = None
 
@@ -69,8 +80,12 @@ class _Aside:
         cut = current()
         if cut is None or cut is NOW:
             # before a copy is changed: what the hook was given
-            strange = self._strange(given)
+            strange, held = self._strange(given), [_held(each) for each in self._modules]
             result = self.hook(module, *given)
+            if strange is None and not all(map(_same, held, map(_held, self._modules))):
+                # which the next module may read, and a graph would not
+                strange = "sets attributes of a module"
+            self._modules = []
             if strange is None and result is not None:
                 strange = self._strange(self._replaced(given), self._returned(result))
             self.unfit = self.unfit or strange
@@ -135,6 +150,18 @@ class _Aside:
         return None
 
 
+def _held(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    return dict(vars(module)), dict(module._parameters), dict(module._buffers), dict(module._modules)
+
+
+def _same(before: tuple[dict[str, Any], ...], after: tuple[dict[str, Any], ...]) -> bool:
+    """Whether each attribute is the very object that it was."""
+    return all(
+        old.keys() == new.keys() and all(new[name] is x for name, x in old.items())
+        for old, new in zip(before, after, strict=True)
+    )
+
+
 def _place(x: torch.Tensor) -> Any:
     return x.data_ptr(), x.shape, x.stride(), x.dtype, x.device
 
@@ -159,14 +186,14 @@ class Asides:
     def found(self) -> list[_Aside]:
         """All of them."""
         if self._found is None:
-            self._found = []
-            for module in modules_of(self._model):
+            self._found, modules = [], modules_of(self._model)
+            for module in modules:
                 if module is self._model and self._inside:
                     continue
                 for where, number, hook in foreign_hooks(module, self._is_own):
                     name, before = name_of(self._model, module), where is module._forward_pre_hooks
                     kept = module._forward_pre_hooks_with_kwargs if before else module._forward_hooks_with_kwargs
-                    self._found.append(_Aside(name, where, number, hook, before, number in kept))
+                    self._found.append(_Aside(name, where, number, hook, before, number in kept, modules))
         return self._found
 
     def require_fit(self) -> None:
