@@ -70,6 +70,15 @@ def test_beams_are_reordered_between_replays(
         runners.clear()
 
 
+def test_beams_of_layers_without_buckets(runners: list[StepRunner], device: torch.device) -> None:
+    model = tiny_llama().to(device)
+    sparse = SparseConfig(selector="means", mass=0.4, window_tokens=12, dense_layers=())
+    inputs = {**ragged([70, 40]), "num_beams": 2, "max_new_tokens": 30}
+    want = answer(model, replace(PLAIN, sparse=sparse), **inputs)
+    assert torch.equal(answer(model, replace(SMALL, sparse=sparse), **inputs), want)
+    assert runners[-1].captures >= 1
+
+
 def test_beams_under_another_wrapper_of_forward(runners: list[StepRunner]) -> None:
     model = tiny_llama()
     want = answer(model, PLAIN, **ragged(), num_beams=2)

@@ -486,7 +486,8 @@ class ReplayableSteps:
         False: nothing has changed.
         """
         unequal = any(group.state.selected(rows) != group.state for group in self._groups)
-        if unequal or not self.intact() or any(layer.selector or layer.given_mask is not None for layer in self.layers):
+        bucketed = any(layer.selector is not None and layer.selector.tables for layer in self.layers)
+        if unequal or bucketed or not self.intact() or any(layer.given_mask is not None for layer in self.layers):
             return False
         for beside in self.cache.layers:
             if not isinstance(beside, TurboLayer):

@@ -24,7 +24,7 @@ from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.turbo_cache import TurboCache
-from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.config.turbo_config import NO_BUCKETS, TurboConfig
 from turbo_hf.errors import Unsupported, warn
 from turbo_hf.graphs.asides import Asides, foreign_hooks, modules_of, name_of
 from turbo_hf.graphs.compiled_step import CompiledStep
@@ -413,7 +413,9 @@ def describe(
         return "decode steps: no CUDA graphs (family without a test; cuda_graphs=True tries them)", "untested family"
     if reason is not None:
         return f"decode steps: no CUDA graphs ({reason})", reason
-    but = "" if config.sparse is None else ", but for beams and drafts"
+    but = "" if config.sparse is None else ", but for drafts"
+    if config.sparse is not None and config.sparse.selector not in NO_BUCKETS:
+        but = ", but for beams and drafts"
     return f"decode steps: CUDA graphs{but}{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
 
 
