@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from all_pairs import in_one_test
-from graphs_support import PLAIN, SMALL, Graphs, answer, ragged, watch_runners
+from graphs_support import PLAIN, SMALL, Again, Graphs, answer, ragged, watch_runners
 from models import prompts, tiny_llama
 from torch import Tensor
 
 import turbo_hf
+from turbo_hf.attention.cuts import cutting
 from turbo_hf.errors import Unsupported
+from turbo_hf.graphs.asides import Asides
 from turbo_hf.graphs.step_runner import StepRunner
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods as generation
@@ -173,3 +175,29 @@ def test_a_hook_that_goes_or_changes_midway(
         # the first layer has stored the last token
         cache.roll_back()
         assert cache.get_seq_length() == 40 + 8
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_a_hook_is_given_between_graphs(inference: bool) -> None:
+    """An expanded tensor, and one tensor twice; changed in place, both are."""
+
+    class First(torch.nn.Module):
+        def forward(self, x: Tensor, wide: Tensor) -> Tensor:
+            return x
+
+    module, cut = First(), Again()
+
+    def hook(module: Any, args: Any, out: Tensor) -> None:
+        assert args[0] is not x
+        assert args[1].shape == wide.shape
+        out.add_(1)
+        assert torch.equal(args[0], out)
+
+    module.register_forward_hook(hook)
+    with torch.inference_mode(inference), torch.no_grad():
+        x, wide = torch.zeros(3), torch.zeros(1).expand(4)
+        asides = Asides(module, lambda hook: False)
+        with asides.called(), cutting(cut):
+            out = module(x, wide)
+    assert out.tolist() == x.tolist() == [1, 1, 1]
+    assert out is not x

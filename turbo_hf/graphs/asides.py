@@ -109,7 +109,8 @@ class _Aside:
         result = self.hook(module, *shown) if self.stands() else None
         for x in leaves:
             copy = copies[_place(x)] if isinstance(x, torch.Tensor) else None
-            if copy is not None and (copy.is_inference() or copy._version):
+            # in inference mode torch counts no changes; what is expanded, nothing can change in place
+            if copy is not None and (copy.is_inference() or copy._version) and not _expanded(x):
                 x.copy_(copy)
         returned = self._replaced(shown) if result is None else self._returned(result)
         strange = self._strange(fresh, returned)
@@ -148,6 +149,10 @@ class _Aside:
         if form != other_form or not all(map(_alike, leaves, others)):
             return "returns something of another form than it is given"
         return None
+
+
+def _expanded(x: torch.Tensor) -> bool:
+    return any(step == 0 and size > 1 for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 def _held(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
