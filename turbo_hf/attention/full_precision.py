@@ -132,10 +132,11 @@ def attend_beside(
 
     def attend() -> None:
         k, v = (key, value) if cache.stores else layer.update(key, value)
-        # rows are padded as the compressed layers know it
-        valid = next(each.valid_prefix for each in cache.all_layers if isinstance(each, TurboLayer))
+        # rows are padded as the compressed layers know it, which do not count the step's tokens yet
+        first = next(each for each in cache.all_layers if isinstance(each, TurboLayer))
+        valid, columns = first.valid_prefix, first.seen + query.shape[2]
         if valid is not None:
-            valid = torch.nn.functional.pad(valid, (0, layer.get_seq_length() - valid.shape[1]), value=True)
+            valid = torch.nn.functional.pad(valid, (0, columns - valid.shape[1]), value=True)
         out.copy_(full_precision_attention(function, module, query, k, v, valid, window, causal, options, kwargs))
 
     cut.aside(attend)
