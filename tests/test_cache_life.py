@@ -11,6 +11,7 @@ from models import prompts, tiny_llama, tiny_mistral
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.attention.full_precision import _without_padding
 from turbo_hf.models.versions import CACHE
 
 
@@ -144,7 +145,7 @@ def test_a_sparse_cache_needs_what_selects_its_keys() -> None:
 
 def test_fallback_is_silent_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="turbo_hf.errors")
-    config = TurboConfig(bits=4, low_bits=2, low_heads=0.1, dense_layers=(0,), cuda_graphs=True)
+    config = TurboConfig(bits=4, low_bits=2, low_heads=0.1, backend="reference", cuda_graphs=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with turbo_hf.patch(tiny_llama(), config, strict="fallback") as handle:
@@ -221,3 +222,29 @@ def test_prompts_that_end_in_padding_are_told() -> None:
 def test_prefix_tuning_is_told() -> None:
     with pytest.raises(AttributeError, match=r"has no max_cache_len\. Prefix tuning \(PEFT\)"):
         _ = TurboCache(tiny_llama().config).max_cache_len
+
+
+def test_dense_layers_take_no_mask_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = tiny_llama(attn_implementation="sdpa", num_hidden_layers=3), []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q: Any, k: Any, v: Any, attn_mask: Any = None, **options: Any) -> Any:
+        given.append(attn_mask is not None)
+        return sdpa(q, k, v, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    found = []
+    with turbo_hf.patch(model, TurboConfig(block_size=32, dense_layers=(0, 1))) as handle, torch.no_grad():
+        for padded in (0, 3):
+            cache, mask = handle.new_cache(), torch.ones(1, 41, dtype=torch.long)
+            mask[:, :padded] = 0
+            model(prompts(1, 40), **{CACHE: cache}, attention_mask=mask[:, :40])
+            given.clear()
+            found.append(model(prompts(1, 1), **{CACHE: cache}, attention_mask=mask).logits)
+            assert given == [padded > 0] * 2
+    assert not torch.equal(*found)
+    mask = torch.ones(1, 4)
+    assert [_without_padding(mask), _without_padding(mask)] == [True, True]
+    # changed in place since it was read
+    mask[0, 1] = 0
+    assert not _without_padding(mask)

@@ -151,12 +151,12 @@ def test_a_padded_batch_that_seals_blocks(
         ),
     ],
 )
-def test_what_is_never_captured_is_compiled(config: dict[str, Any], runners: list[StepRunner]) -> None:
+def test_what_is_compiled_besides(config: dict[str, Any], runners: list[StepRunner]) -> None:
     model = tiny_llama()
     want = answer(model, replace(PLAIN, **config), **ragged([40, 9]), max_new_tokens=40)
     assert torch.equal(answer(model, replace(COMPILED, **config), **ragged([40, 9]), max_new_tokens=40), want)
     assert compilations() == 1
-    assert not sum(runner.captures for runner in runners)
+    assert bool(sum(runner.captures for runner in runners)) == ("cuda_graphs" not in config)
 
 
 @pytest.mark.parametrize("selector", ["saap", "kmeans"])

@@ -18,13 +18,14 @@ from transformers.models.llama import modeling_llama
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf.attention import turbo_attention
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs import step_runner as graphs
 from turbo_hf.graphs.step_runner import StepRunner, describe
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods as generation
-from turbo_hf.sparse.selectors import Reformer
+from turbo_hf.sparse.selectors import Hash
 
 
 @pytest.fixture
@@ -67,6 +68,15 @@ def test_beams_are_reordered_between_replays(
         # also the runner that a prompt in chunks has asked for
         assert 1 <= runners[0].captures <= 3
         runners.clear()
+
+
+def test_beams_of_layers_without_buckets(runners: list[StepRunner], device: torch.device) -> None:
+    model = tiny_llama().to(device)
+    sparse = SparseConfig(selector="means", mass=0.4, window_tokens=12, dense_layers=())
+    inputs = {**ragged([70, 40]), "num_beams": 2, "max_new_tokens": 30}
+    want = answer(model, replace(PLAIN, sparse=sparse), **inputs)
+    assert torch.equal(answer(model, replace(SMALL, sparse=sparse), **inputs), want)
+    assert runners[-1].captures >= 1
 
 
 def test_beams_under_another_wrapper_of_forward(runners: list[StepRunner]) -> None:
@@ -114,6 +124,8 @@ def test_tokens_are_those_without_graphs(
         pytest.param(TurboConfig(attention="fp16", block_size=32), id="fp16"),
         pytest.param(TurboConfig(buffer_scale="universal", block_size=32), id="universal"),
         pytest.param(TurboConfig(sas=True, sas_threshold=-7.0, block_size=32), id="sas"),
+        pytest.param(TurboConfig(sas=True, block_size=32), id="sas-by-length"),
+        pytest.param(TurboConfig(bits=16, block_size=32), id="16bit"),
     ],
 )
 def test_tokens_of_other_configs(config: TurboConfig, runners: list[StepRunner], device: torch.device) -> None:
@@ -123,10 +135,68 @@ def test_tokens_of_other_configs(config: TurboConfig, runners: list[StepRunner],
     assert runners[-1].captures >= 1
 
 
-def test_tokens_with_windows(runners: list[StepRunner], device: torch.device) -> None:
+def test_a_threshold_that_falls_is_captured_anew(
+    runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    # 1,024 tokens take too long
+    monkeypatch.setattr(turbo_attention, "SHORT", 64)
+    model, config = tiny_llama().to(device), TurboConfig(sas=True, block_size=32)
+    want = answer(model, replace(config, cuda_graphs=False), **ragged([50]))
+    assert torch.equal(answer(model, config, **ragged([50])), want)
+    assert runners[-1].captures == 2
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_tokens_under_autocast(narrow: torch.dtype, runners: list[StepRunner], device: torch.device) -> None:
+    model, found = tiny_llama().to(device), []
+    for config in (PLAIN, SMALL):
+        with torch.autocast(device.type, narrow):
+            found.append(answer(model, config, **ragged()))
+    assert torch.equal(*found)
+    assert runners[-1].captures >= 1
+
+
+def test_autocast_that_ends_midway(runners: list[StepRunner], device: torch.device) -> None:
+    model, found = tiny_llama().to(device), []
+
+    class Ends:
+        """Switches autocast off after 20 tokens."""
+
+        def __init__(self) -> None:
+            self.left = 20
+
+        def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+            self.left -= 1
+            torch.set_autocast_enabled(device.type, self.left > 0)
+            return scores
+
+    for config in (PLAIN, SMALL):
+        with torch.autocast(device.type, torch.bfloat16):
+            found.append(answer(model, config, **ragged([60]), logits_processor=[Ends()]))
+    assert torch.equal(*found)
+    assert runners[-1].captures >= 2
+
+
+@in_turn(
+    dense=[pytest.param((0,), id="first"), pytest.param((1, 2), id="others"), pytest.param((0,), id="beams")],
+    call=[{}, {}, {"num_beams": 2}],
+)
+def test_tokens_beside_layers_that_are_not_compressed(
+    dense: tuple[int, ...], call: dict[str, Any], runners: list[StepRunner], device: torch.device
+) -> None:
+    config = replace(SMALL, dense_layers=dense)
+    for model, lengths in ((tiny_llama(num_hidden_layers=3), [30, 11]), (tiny_mistral(24, num_hidden_layers=3), [33])):
+        inputs = {**ragged(lengths), "max_new_tokens": 12, **call}
+        want = answer(model.to(device), replace(config, cuda_graphs=False), **inputs)
+        assert torch.equal(answer(model, config, **inputs), want)
+        assert runners[-1].captures >= 1
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_tokens_with_windows(bits: Any, runners: list[StepRunner], device: torch.device) -> None:
     model = tiny_mistral(40).to(device)
-    want = answer(model, PLAIN, max_new_tokens=75, **ragged())
-    assert torch.equal(answer(model, SMALL, max_new_tokens=75, **ragged()), want)
+    want = answer(model, replace(PLAIN, bits=bits), max_new_tokens=75, **ragged())
+    assert torch.equal(answer(model, replace(SMALL, bits=bits), max_new_tokens=75, **ragged()), want)
     assert runners[-1].captures >= 1
 
 
@@ -138,11 +208,14 @@ def test_tokens_with_windows(runners: list[StepRunner], device: torch.device) ->
         pytest.param({"selector": "kmeans", "probes": 3}, id="kmeans"),
         pytest.param({"selector": "kmeans-rotated", "probes": 3}, id="kmeans-rotated"),
         pytest.param({"selector": "means", "mass": 0.4}, id="means"),
+        pytest.param({"selector": "lsh-reformer", "probes": 3, "buckets": 16}, id="reformer"),
+        pytest.param({"selector": "lsh-gray", "probes": 3, "buckets": 16}, id="gray"),
+        pytest.param({"selector": "random", "probes": 3, "buckets": 16}, id="random"),
         pytest.param({"selector": "window"}, id="window"),
         pytest.param({"selector": "full"}, id="full"),
         pytest.param({"selector": "saap", "probes": 3}, id="saap"),
     ],
-    lengths=[*[RAGGED] * 8, ONE_ROW],
+    lengths=[*[RAGGED] * 11, ONE_ROW],
 )
 def test_tokens_and_counts_of_sparse_layers(
     choice: dict[str, Any],
@@ -291,30 +364,24 @@ def test_a_copy_of_a_patched_model_has_runners_of_its_own(runners: list[StepRunn
     assert [runner._model for runner in runners] == [model, twin]
 
 
-def test_a_hook_of_the_user_is_called_in_every_step(runners: list[StepRunner], device: torch.device) -> None:
+def test_hooks_are_looked_for_in_each_call(runners: list[StepRunner], device: torch.device) -> None:
     model = tiny_llama().to(device)
-    called: list[int] = []
-    hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: called.append(1))
-    with turbo_hf.patch(model, SMALL):
-        model.generate(prompts(1, 40).to(model.device), max_new_tokens=10, do_sample=False)
-    hook.remove()
-    assert len(called) == 10
-    assert [runner.captures for runner in runners] == [0]
-    runners.clear()
+    options: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
     with turbo_hf.patch(model, TurboConfig(cuda_graphs=True)):
-        hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+        ids = prompts(1, 40).to(model.device)
+        hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: None, always_call=True)
         with pytest.raises(Unsupported, match=r"cuda_graphs=True: model.layers.0.mlp has hooks"):
-            model.generate(prompts(1, 40).to(model.device), max_new_tokens=10)
+            model.generate(ids, **options)
         hook.remove()
-        # looked for in each call: also in a module that has come since
-        model.generate(prompts(1, 40).to(model.device), max_new_tokens=10)
+        # also in a module that has come since
+        model.generate(ids, **options)
         assert len(runners) == 1
         model.model.layers[1].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU())
-        model.model.layers[1].mlp.act_fn[0].register_forward_hook(lambda *args: None)
+        model.model.layers[1].mlp.act_fn[0].register_forward_hook(lambda *args: None, always_call=True)
         # a module that holds what holds it
         model.model.layers[1].mlp.act_fn.add_module("back", model.model.layers[1].mlp)
         with pytest.raises(Unsupported, match=r"cuda_graphs=True: model.layers.1.mlp.act_fn.0 has hooks"):
-            model.generate(prompts(1, 40).to(model.device), max_new_tokens=10)
+            model.generate(ids, **options)
 
 
 def test_a_cache_that_can_never_be_replayed_is_an_error_where_graphs_are_demanded(
@@ -397,7 +464,13 @@ def test_without_a_gpu_all_is_as_before() -> None:
         pytest.param(SMALL, [3], True, "no CUDA graphs (layer 3 is dense)", id="dense"),
         pytest.param(SMALL, [], False, "no CUDA graphs (family without a test", id="family"),
         pytest.param(TurboConfig(cuda_graphs=True), [], False, "CUDA graphs", id="demanded"),
-        pytest.param(TurboConfig(sas=True), [], True, "no CUDA graphs (the SAS threshold", id="sas"),
+        pytest.param(
+            TurboConfig(bits=16, sparse=SparseConfig(selector="window")),
+            [],
+            True,
+            "no CUDA graphs (16-bit pages of sparse layers)",
+            id="16bit-sparse",
+        ),
         pytest.param(
             TurboConfig(sparse=SparseConfig(independent=True)),
             [],
@@ -423,14 +496,10 @@ def test_the_report_says_how_steps_run(
     assert (reason is None) == (not words.startswith("no") or config.cuda_graphs is False)
 
 
-@pytest.mark.parametrize("selector", ["lsh-reformer", "lsh-gray", "lsh-tables", "random"])
-def test_selectors_that_draw_on_the_host_run_without(
-    selector: Any, runners: list[StepRunner], device: torch.device
-) -> None:
+def test_a_selector_without_a_kernel_runs_without(runners: list[StepRunner], device: torch.device) -> None:
     model = tiny_llama().to(device)
-    probes = None if selector == "lsh-tables" else 3
-    sparse = replace(SMALL, sparse=SparseConfig(selector=selector, window_tokens=16, buckets=16, probes=probes))
-    reason = f'selector "{selector}" draws numbers on the host'
+    sparse = replace(SMALL, sparse=SparseConfig(selector="lsh-tables", window_tokens=16, buckets=16))
+    reason = 'selector "lsh-tables" has no kernel'
     with turbo_hf.patch(model, sparse) as handle:
         assert f"decode steps: no CUDA graphs ({reason})" in str(handle.report())
         assert not [name for name in (generation.MAY_COMPILE, generation.COMPILED) if name in model.__dict__]
@@ -444,15 +513,15 @@ def test_a_runner_leaves_a_sparse_cache_to_the_model(runners: list[StepRunner]) 
     """A runner that was made before the cache was chosen."""
     model = tiny_llama()
     with turbo_hf.patch(model, SMALL):
-        chosen = SparseConfig(selector="lsh-reformer", window_tokens=16, buckets=16, probes=3)
-        cache = TurboCache(model.config, TurboConfig(sparse=chosen), selectors={1: Reformer(chosen, 1)})
+        chosen = SparseConfig(selector="lsh-tables", window_tokens=16, buckets=16)
+        cache = TurboCache(model.config, TurboConfig(sparse=chosen), selectors={1: Hash(chosen, 1)})
         model.generate(prompts(1, 40), **{CACHE: cache}, max_new_tokens=6)
     assert [runner.captures for runner in runners] == [0]
 
 
 def test_what_cannot_be_is_refused_where_it_was_demanded() -> None:
     model = tiny_llama()
-    with pytest.raises(Unsupported, match="cuda_graphs=True: layer 0 is dense"):
-        turbo_hf.patch(model, TurboConfig(cuda_graphs=True, dense_layers=(0,)))
+    with pytest.raises(Unsupported, match='cuda_graphs=True: backend "reference" has no kernels'):
+        turbo_hf.patch(model, TurboConfig(cuda_graphs=True, backend="reference"))
     # a patch that was refused has left nothing behind
     turbo_hf.patch(model, SMALL).remove()

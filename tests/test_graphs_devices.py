@@ -109,8 +109,8 @@ def test_steps_over_two_gpus_are_replayed(tmp_path: Any, monkeypatch: pytest.Mon
     ids, made = prompts(3, 70).to(0), []
 
     class Runner(StepRunner):
-        def __init__(self, *args: Any):
-            super().__init__(*args)
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
             made.append(self)
 
     monkeypatch.setattr(generation, "StepRunner", Runner)

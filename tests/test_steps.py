@@ -25,12 +25,13 @@ from steps_support import (
 from stores import tokens
 from torch import Tensor
 from transformers import LlamaConfig
+from transformers.cache_utils import DynamicLayer
 
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_no_replay
-from turbo_hf.sparse.selectors import Reformer
+from turbo_hf.sparse.selectors import Hash
 
 
 @pytest.fixture(autouse=True)
@@ -319,13 +320,15 @@ def recording() -> TurboCache:
     return cache
 
 
-def with_dense_layer() -> TurboCache:
-    return TurboCache(LlamaConfig(**SHAPE), TurboConfig(dense_layers=(0,)))
+def with_another_layer() -> TurboCache:
+    cache = filled(TurboConfig())
+    cache.layers[0] = type("Other", (DynamicLayer,), {})()
+    return cache
 
 
 def sparse() -> TurboCache:
     cache = filled(TurboConfig())
-    cache.turbo_layers()[1].selector = Reformer(SparseConfig(selector="lsh-reformer"), 1)
+    cache.turbo_layers()[1].selector = Hash(SparseConfig(selector="lsh-tables"), 1)
     return cache
 
 
@@ -338,13 +341,12 @@ def dequantized() -> TurboCache:
 @in_one_test(
     ("make", "reason"),
     [
-        pytest.param(with_dense_layer, "layer 0 is not compressed", id="dense"),
+        pytest.param(with_another_layer, "layer 0 is not compressed", id="another"),
         pytest.param(dequantized, "computed in full precision", id="dequantized"),
         pytest.param(lambda: TurboCache(LlamaConfig(**SHAPE)), "layer 0 holds no tokens", id="empty"),
         pytest.param(recording, "blocks of a prompt wait for a crop", id="recording"),
         pytest.param(lambda: short_prompt(TurboConfig(low_heads=0.5)), "heads without a rank", id="unranked"),
-        pytest.param(sparse, 'layer 1 is sparse: selector "lsh-reformer" draws numbers on the host', id="sparse"),
-        pytest.param(lambda: filled(TurboConfig(sas=True)), "SAS threshold follows the length", id="sas"),
+        pytest.param(sparse, 'layer 1 is sparse: selector "lsh-tables" has no kernel', id="sparse"),
     ],
 )
 def test_what_cannot_be_replayed_says_why(make: Callable[[], TurboCache], reason: str) -> None:

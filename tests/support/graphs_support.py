@@ -12,6 +12,7 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import Calibration, TurboCache, TurboConfig
+from turbo_hf.attention.cuts import cutting
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import Checkpoint
@@ -38,6 +39,9 @@ class Again:
         self.warmed += 1
         return step()
 
+    def aside(self, call: Callable[[], object]) -> None:
+        call()
+
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         if self._fails:
             raise RuntimeError(self._fails)
@@ -45,7 +49,8 @@ class Again:
 
         def replay() -> Any:
             self.replayed += 1
-            return step()
+            with cutting(self):
+                return step()
 
         return replay
 
@@ -63,11 +68,13 @@ class Graphs(Again):
         def replay() -> Any:
             last, trace = self._integrity.last, sys.gettrace()
             before = dict(vars(last))
+            before["done"] = dict(last.done)
             sys.settrace(None)
-            out = again()
-            vars(last).update(before)
-            sys.settrace(trace)
-            return out
+            try:
+                return again()
+            finally:
+                vars(last).update(before)
+                sys.settrace(trace)
 
         return replay
 

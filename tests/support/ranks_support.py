@@ -88,8 +88,8 @@ def stand_ins(device: str, fails: str = "") -> Iterator[list[Any]]:
     """The runners of `generate` inside; on a CPU over a device that runs again what it has captured."""
     made: list[Any] = []
 
-    def make(*args: Any) -> Any:
-        made.append(graphs.StepRunner(*args))
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made.append(graphs.StepRunner(*args, **kwargs))
         return made[-1]
 
     def fail(device: Any, step: Any) -> Any:

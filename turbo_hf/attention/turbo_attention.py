@@ -1,5 +1,6 @@
 """The one attention function that a patched model calls."""
 
+import functools
 import math
 import weakref
 from collections.abc import Collection
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from turbo_hf.attention.context_group import decode_parts
-from turbo_hf.attention.full_precision import decompressed, full_precision_attention, hf_attention
+from turbo_hf.attention.full_precision import attend_beside, decompressed, full_precision_attention, hf_attention
 from turbo_hf.attention.latent import latent_prompt, latent_step, require_plain
 from turbo_hf.attention.packed import PACKED_KEYWORDS, packed_cache
 from turbo_hf.attention.prompt import attend_prompt
@@ -22,7 +23,7 @@ from turbo_hf.cache.new_columns import NewColumns, NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
-from turbo_hf.layout import Rotary, Scoring
+from turbo_hf.layout import Rotary, Scoring, power_of_two
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.repeat import repeat_key
 from turbo_hf.patches.latent import expanded, keeps_latent
@@ -61,12 +62,16 @@ _told: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 """Configs, by id, of unpatched models for which the warning was issued."""
 
 
+SHORT = 1024
+"""Tokens up to which the default threshold of SAS is the same."""
+
+
 class TurboCall(NamedTuple):
     """What the hook adds to one call of an attention module, as the keyword `turbo`.
 
     Args:
         cache, layer: where the call stores its tokens, the cache claimed for it; both None if the layer is not
-            compressed.
+            compressed, but for the cache of a step that may be captured.
         window: tokens that a query sees; None: all.
         strict: as in `patch`.
         rotary: this call's (cos, sin), for sparse layers.
@@ -183,6 +188,9 @@ def _attention(
                     done = compressed(call.cache, call.layer, Source(module, call.rotary), qkv, attention_mask, scoring)
             return done.transpose(1, 2).contiguous(), None
         key, value = decompressed(call.cache, call.layer, query, key, value, attention_mask)
+    elif call.cache is not None:
+        new = (query, key, value, call.window, causal)
+        return attend_beside(call.cache, hf_attention(module, options, unknown), module, *new, options, kwargs), None
     if keeps_latent(module):
         key, value = expanded(module, key, value)
     function = hf_attention(module, options, unknown)
@@ -335,11 +343,16 @@ def sas_threshold(config: TurboConfig, tokens: int) -> float | None:
     """SAS threshold for a context of `tokens`; None without SAS.
 
     The default falls with the length, so that the total dropped stays below its bound at 1,024 tokens: 1024 e^-6 of the
-    largest weight.
+    largest weight. It is that of the next power of two, so that captured steps seldom change.
     """
     if not config.sas or config.sas_threshold is not None:
         return config.sas_threshold
-    return -(6 + math.log(max(tokens, 1024) / 1024))
+    return _threshold_up_to(power_of_two(max(tokens, SHORT)))
+
+
+@functools.cache
+def _threshold_up_to(tokens: int) -> float:
+    return -(6 + math.log(tokens / 1024))
 
 
 class _NoGradient(torch.autograd.Function):

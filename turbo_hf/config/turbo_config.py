@@ -295,11 +295,10 @@ class TurboConfig(Options):
         backend: "triton" kernels, the "reference" in plain torch, or "auto": kernels on CUDA, the reference elsewhere.
         sas: replace the softmax exponential by SAS (TurboAttention sec. 4).
         sas_threshold: SAS drops scores further than this below the maximum of their tile; a negative number. None: a
-            default that falls with the length N: -(6 + ln(max(N, 1024) / 1024)).
+            default that falls with the length: -(6 + ln(N / 1024)), where N is the next power of two, at least 1024.
         cuda_graphs: replay decode steps of `generate` and of continuous batching as CUDA graphs. "auto": on a GPU, for
-            the tested families, where nothing prevents it (`report()` says what does; hooks on modules, `dense_layers`,
-            hashing and random selectors, independent query heads, and generation other than greedy and sampling run
-            without). True: for any family, and a step that cannot be captured is an error. False: never.
+            the tested families, where nothing prevents it (`report()` says what does; `docs/limits.md` lists what
+            runs without). True: for any family, and a step that cannot be captured is an error. False: never.
         compile: compile the decode steps of `generate` by inductor as one graph, in which all but attention is fused.
             The first step then takes up to a minute, or seconds once its code is on disk. "tuned": inductor tunes its
             tiles too, which takes longer, in each process. A model that cannot be compiled runs as without, after a

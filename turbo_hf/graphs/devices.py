@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from turbo_hf.attention.cuts import cutting
 from turbo_hf.errors import out_of_memory
 
 
@@ -91,25 +92,55 @@ class CudaDevice:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        graph = torch.cuda.CUDAGraph()
+        pieces = Pieces(self)
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             try:
-                self.begin(graph)
-                out = step()
-                graph.capture_end()
+                pieces.begin()
+                with cutting(pieces):
+                    out = step()
+                pieces.end()
             except BaseException:
                 # a stream that still captures would abort the process later; an error in ending it is less informative
                 # than the first one
                 with suppress(RuntimeError):
-                    graph.capture_end()
+                    pieces.end()
                 raise
+        calls = pieces.calls
 
         def replay() -> Any:
-            graph.replay()
+            for call in calls:
+                call()
             return out
 
         return replay
+
+
+class Pieces:
+    """A step on one GPU, as calls: graphs, and what the host does between them (`turbo_hf.graphs.asides`)."""
+
+    def __init__(self, device: CudaDevice):
+        self.calls: list[Callable[[], Any]] = []
+        self._device = device
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def begin(self) -> None:
+        """Begin a graph."""
+        self._graph = torch.cuda.CUDAGraph()
+        self._device.begin(self._graph)
+        self.calls.append(self._graph.replay)
+
+    def end(self) -> None:
+        """End the graph that is recorded."""
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.capture_end()
+
+    def aside(self, call: Callable[[], object]) -> None:
+        """As `Cut.aside`."""
+        self.end()
+        self.calls.append(call)
+        self.begin()
 
 
 class Part(NamedTuple):

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from turbo_hf.attention.turbo_attention import sas_threshold
 from turbo_hf.cache.guards import storing
 from turbo_hf.cache.integrity import STEP, Pass
 from turbo_hf.cache.layer import TurboLayer
@@ -44,6 +46,9 @@ BLOCKS = 2
 
 STEPS = "a decode step"
 
+BESIDE = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Transformers' own layers that may lie between compressed ones: they store and attend between two graphs."""
+
 
 @dataclass(slots=True)
 class _Group:
@@ -54,6 +59,7 @@ class _Group:
     arrived: as in `ReplayState`.
     plans: as in `KVStore`, for each number of tokens per row that a step stores.
     sealed, open: the device's counts of each layer, int64 [layers, B].
+    in_step: whether the launch that appends can seal in all layers: it reads INT8 open tokens, or latents.
     """
 
     layers: list[TurboLayer]
@@ -64,6 +70,7 @@ class _Group:
     plans: dict[int, dict[Any, Any]] = field(default_factory=dict)
     sealed: torch.Tensor = field(default_factory=torch.Tensor)
     open: torch.Tensor = field(default_factory=torch.Tensor)
+    in_step: bool = True
 
     @property
     def seals_in_step(self) -> bool:
@@ -71,7 +78,7 @@ class _Group:
 
         Recent tokens move to the front behind them, which the step's own launch does not do.
         """
-        return not (self.state.recording or self.state.recent) and self.state.context is None
+        return self.in_step and not (self.state.recording or self.state.recent) and self.state.context is None
 
     def keep_counts(self) -> None:
         """Give all layers counts that are changed together."""
@@ -113,10 +120,8 @@ def why_no_replay_under(config: TurboConfig, latent: bool = False) -> str | None
     """
     if config.backend == "reference":
         return 'backend "reference" has no kernels'
-    if config.bits == UNQUANTIZED and not latent:
-        return "16-bit pages"
-    if config.sas and config.sas_threshold is None:
-        return "the SAS threshold follows the length: choose sas_threshold"
+    if config.bits == UNQUANTIZED and config.sparse is not None and not latent:
+        return "16-bit pages of sparse layers"
     return None
 
 
@@ -126,6 +131,8 @@ def why_never_replayed(cache: TurboCache) -> str | None:
         return "a pass over this cache was computed in full precision, and its steps may be, too"
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, TurboLayer):
+            if type(layer) in BESIDE and _alone(cache):
+                continue
             return f"layer {index} is not compressed"
         reason = None if layer.selector is None else why_no_replay_with(layer.selector.config)
         if reason is not None:
@@ -147,14 +154,23 @@ def why_never_replayed(cache: TurboCache) -> str | None:
     return None
 
 
+def _alone(cache: TurboCache) -> bool:
+    """Whether one device of one process holds the cache."""
+    devices = {layer.device for layer in cache.turbo_layers() if layer.is_initialized}
+    return len(devices) <= 1 and cache.context is None and cache.integrity.ranks.count == 1
+
+
 def why_no_replay(cache: TurboCache) -> str | None:
     """Why the next step of a cache cannot be replayed as it is now; None if it can."""
     lasting = why_never_replayed(cache)
     if lasting is not None:
         return lasting
+    dense = next((n for n, layer in enumerate(cache.layers) if not isinstance(layer, TurboLayer)), None)
     for index, layer in enumerate(cache.turbo_layers()):
         if not (layer.is_initialized and layer.seen):
             return f"layer {index} holds no tokens"
+        if layer.state.recording and dense is not None:
+            return f"layer {dense} is not compressed, and blocks wait for a crop"
         if layer.seen != cache.get_seq_length():
             return f"layer {index} holds {layer.seen} columns, and the first layer {cache.get_seq_length()}"
         room = BLOCKS * layer.state.block + layer.state.recent
@@ -229,6 +245,7 @@ class ReplayableSteps:
             group = _Group([], layer.window, layer.state._replace(), arrived)
             self._groups.append(group)
         group.layers.append(layer)
+        group.in_step = group.in_step and (layer.latent or layer.buffer.k.dtype == torch.int8)
 
     def _reserve(self, group: _Group, cropped: bool = False) -> None:
         """Reserve pages for blocks to come; first free those of blocks that have left the window.
@@ -345,6 +362,7 @@ class ReplayableSteps:
 
     def recount(self) -> None:
         """After a step that broke off: read from the device what each layer holds. No step may follow."""
+        seen = self.layers[0].seen
         for layer in self.layers:
             before, counts = layer.state, layer.device_counts
             after = before._replace(open=counts.open(before).tolist())
@@ -354,6 +372,11 @@ class ReplayableSteps:
             stored = after.lengths()[0] - before.lengths()[0]
             layer.state = after._replace(seen=before.seen + stored, decoded=before.decoded or stored > 0)
             counts.counted(before, layer.state)
+        lengths = [self.cache.get_seq_length(index) for index in range(len(self.cache.layers))]
+        reached = {(index, ""): seen for index, length in enumerate(lengths) if length > seen}
+        if len(reached) < len(lengths):
+            # a hook between two graphs: a replay has noted nothing of what `roll_back` is to take back
+            self.integrity.last.done.update(reached)
         # the exception may have come before `running` ended
         self._no_step()
         if self.integrity.writing == STEPS:
@@ -370,6 +393,8 @@ class ReplayableSteps:
             tensors += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
             tensors.append(layer.bucket_index.spans)
             tensors += [] if layer.selector is None else layer.selector.tensors()
+            # of the next step; a number that is one object as long as it stays the same
+            tensors.append(sas_threshold(layer.config, layer.seen + tokens))
         return tensors
 
     @storing
@@ -461,8 +486,12 @@ class ReplayableSteps:
         False: nothing has changed.
         """
         unequal = any(group.state.selected(rows) != group.state for group in self._groups)
-        if unequal or not self.intact() or any(layer.selector or layer.given_mask is not None for layer in self.layers):
+        bucketed = any(layer.selector is not None and layer.selector.tables for layer in self.layers)
+        if unequal or bucketed or not self.intact() or any(layer.given_mask is not None for layer in self.layers):
             return False
+        for beside in self.cache.layers:
+            if not isinstance(beside, TurboLayer):
+                beside.reorder_cache(torch.tensor(rows))
         # each mask with what becomes of it: layers may share one
         masks = dict[int, tuple[torch.Tensor, torch.Tensor]]()
         for layer in self.layers:

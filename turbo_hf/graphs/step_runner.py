@@ -11,18 +11,22 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 
+from turbo_hf.attention.cuts import NOW, current, cutting
 from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
 from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.integrity import STEP
+from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.turbo_cache import TurboCache
-from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.config.turbo_config import NO_BUCKETS, TurboConfig
 from turbo_hf.errors import Unsupported, warn
+from turbo_hf.graphs.asides import Asides, foreign_hooks, modules_of, name_of
 from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.devices import Device, only_moves
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_never_replayed, why_no_replay, why_no_replay_under
@@ -45,9 +49,6 @@ LOOKED_AT = frozenset({CACHE, "input_ids", "position_ids", "attention_mask", *HA
 OF_ONE_TOKEN = frozenset({"output_router_logits"})
 """Constants of which a step over several tokens knows nothing."""
 
-RECORDS = "transformers."
-"""Modules of Transformers' own hooks."""
-
 
 @dataclass(slots=True)
 class _Capture:
@@ -57,12 +58,14 @@ class _Capture:
     replay: of the capture; None: not captured.
     warm: steps that ran before it is captured.
     fused: whether it is the compiled step.
+    autocast: the type of autocast under which it runs, None without.
     """
 
     inputs: dict[str, Any] = field(default_factory=dict)
     replay: Callable[[], Any] | None = None
     warm: int = 0
     fused: bool = False
+    autocast: torch.dtype | None = None
 
 
 class StepRunner:
@@ -83,6 +86,7 @@ class StepRunner:
         forward: the model's `forward`, if it is called from within the model's call, behind its hooks (beam search,
             assisted decoding); None: it takes the place of that call.
         why_not: why no step of the model can be captured, None if it can; called once, at the first step.
+        asides: hooks of the user, which are called between graphs; None: there are none.
     """
 
     def __init__(
@@ -94,9 +98,10 @@ class StepRunner:
         compiled: CompiledStep | None = None,
         forward: Callable[..., Any] | None = None,
         why_not: Callable[[], str | None] | None = None,
+        asides: Asides | None = None,
     ):
         self.captures = 0
-        self._why_not = why_not
+        self._why_not, self._asides = why_not, asides
         self._pass: Callable[..., Any] = model if forward is None else forward
         self._depth = STEP if forward is None else STEP + 1
         self._compiled = compiled
@@ -130,7 +135,8 @@ class StepRunner:
         if not steady and steps.needs_pages():
             # captures use the current pages
             self._drop()
-        if capture.replay is None and self._compiled is not None and size == 1:
+        if capture.replay is None and self._compiles(kwargs) and size == 1:
+            assert self._compiled is not None
             capture.fused = self._compiled.ready(self._model, capture.inputs, self._device.warm)
         steps.mark_unfinished()
         if not steady:
@@ -206,7 +212,8 @@ class StepRunner:
         cache, ids, at = (kwargs.get(name) for name in (CACHE, "input_ids", "position_ids"))
         if not (isinstance(cache, TurboCache) and isinstance(ids, torch.Tensor) and isinstance(at, torch.Tensor)):
             return 0
-        first: Any = cache.layers[0]
+        # there is one that is compressed
+        first: Any = next((x for x in cache.layers if isinstance(x, TurboLayer)), None)
         tokens = ids.shape[-1]
         if ids.dim() != 2 or len(ids) != getattr(first, "rows", 0) or at.shape[-1] != tokens:
             return 0
@@ -227,7 +234,7 @@ class StepRunner:
                 return 0
         if not (kwargs.get("use_cache", True) and kwargs.get("return_dict", True)):
             return 0
-        busy = torch.is_grad_enabled() or self._model.training or torch.is_autocast_enabled(ids.device.type)
+        busy = torch.is_grad_enabled() or self._model.training
         return 0 if busy or _capturing(ids) else tokens
 
     def _confirmed(self, steps: ReplayableSteps, mask: torch.Tensor | None) -> bool:
@@ -258,8 +265,8 @@ class StepRunner:
             # those of all tokens, of which the newest may be fillers
             given["logits_to_keep"] = 0
         capture = self._captures.setdefault(size, _Capture())
-        old = capture.inputs
-        same = old.keys() == given.keys() and all(
+        old, autocast = capture.inputs, _autocast(kwargs["input_ids"].device)
+        same = (capture.autocast, old.keys()) == (autocast, given.keys()) and all(
             (old[name].shape[:-1], old[name].dtype) == (value.shape[:-1], value.dtype)
             if isinstance(value, torch.Tensor)
             else old[name] is value or old[name] == value
@@ -267,6 +274,7 @@ class StepRunner:
         )
         if not same:
             self._drop_one(capture)
+            capture.autocast, capture.fused = autocast, False
             with torch.inference_mode(False):
                 old = capture.inputs = {
                     name: value.new_empty((*value.shape[:-1], size)) if isinstance(value, torch.Tensor) else value
@@ -296,6 +304,8 @@ class StepRunner:
         if capture.replay is None:
             steps.used[size] = steps.tensors(size)
             try:
+                if self._asides is not None:
+                    self._asides.require_fit()
                 # sums over ranks must be captured on all of them, or on none
                 with steps.integrity.ranks.together():
                     capture.replay = device.capture(step)
@@ -318,7 +328,13 @@ class StepRunner:
 
     def _step(self, capture: _Capture, size: int) -> Any:
         assert self._steps is not None
-        with self._steps.running(size):
+        # weights that autocast keeps in another type are not kept for the graph: it casts them itself
+        device = capture.inputs["input_ids"].device.type
+        casts: AbstractContextManager[Any] = nullcontext()
+        if capture.autocast is not None:
+            casts = torch.autocast(device, capture.autocast, cache_enabled=False)
+        hooks: AbstractContextManager[Any] = nullcontext() if self._asides is None else self._asides.called()
+        with self._steps.running(size), casts, hooks, cutting(current() or NOW):
             # no mask: no new token is padding, and the cache knows its own padding
             return self._pass(attention_mask=None, **capture.inputs)
 
@@ -328,12 +344,26 @@ class StepRunner:
         with self._steps.running(size):
             return self._compiled(self._model, capture.inputs)
 
+    def _compiles(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a step of one token may be compiled. Under autocast, and with hooks, none is, which is told."""
+        if self._compiled is None:
+            return False
+        reason = "autocast is on" if _autocast(kwargs["input_ids"].device) is not None else None
+        if self._asides is not None and self._asides.found():
+            reason = f"{self._asides.found()[0].name} has hooks, which a replay would not call"
+        if reason is not None:
+            self._compiled.refuse(reason, lasting=False)
+        return reason is None
+
     def _launch(self, kwargs: dict[str, Any]) -> Any:
         """A step that is compiled and not captured. The first one over a cache is the model's own."""
         cache = kwargs[CACHE]
         inputs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         known, self._checked = self._checked is cache, cache
-        if not known or self._compiled is None or not self._compiled.ready(self._model, inputs):
+        if not known or not self._compiles(kwargs):
+            return self._pass(**kwargs)
+        assert self._compiled is not None
+        if not self._compiled.ready(self._model, inputs):
             return self._pass(**kwargs)
         return self._compiled.launch(self._model, inputs, kwargs.get("attention_mask"))
 
@@ -347,6 +377,11 @@ class StepRunner:
 
     def _forget(self) -> None:
         self._steps, self._captures, self._mask = None, {}, None
+
+
+def _autocast(device: torch.device) -> torch.dtype | None:
+    """The type of autocast on this kind of device; None: it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _capturing(x: torch.Tensor) -> bool:
@@ -378,7 +413,9 @@ def describe(
         return "decode steps: no CUDA graphs (family without a test; cuda_graphs=True tries them)", "untested family"
     if reason is not None:
         return f"decode steps: no CUDA graphs ({reason})", reason
-    but = "" if config.sparse is None else ", but for beams and drafts"
+    but = "" if config.sparse is None else ", but for drafts"
+    if config.sparse is not None and config.sparse.selector not in NO_BUCKETS:
+        but = ", but for beams and drafts"
     return f"decode steps: CUDA graphs{but}{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
 
 
@@ -401,23 +438,23 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def why_no_replay_of(
-    model: Any, is_own: Callable[[Any], bool], captured: bool = True, walk: bool = True, inside: bool = False
+    model: Any,
+    is_own: Callable[[Any], bool],
+    captured: bool = True,
+    walk: bool = True,
+    inside: bool = False,
+    asks: bool = False,
 ) -> str | None:
     """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's.
 
     captured: if False, why none may be compiled. walk: if False, only what is known without a walk over all modules.
-    inside: whether the passes are within the model's call, whose hooks then run around them.
+    inside: whether the passes are within the model's call, whose hooks then run around them. asks: whether the user's
+    hooks are called between graphs (`Asides`); those that are called after an error, too, are not.
     """
     reason = _why_no_replay_there(model, captured)
     if reason is not None or not walk:
         return reason
-    # a walk of our own, in each call of `generate`, as hooks and modules may be new: torch's takes milliseconds
-    modules, known = [model], {model}
-    for module in modules:
-        # a module may occur in several places, or in a cycle
-        held = [x for x in module._modules.values() if x is not None and x not in known]
-        modules += held
-        known.update(held)
+    modules = modules_of(model)
     places = {held.device for module in modules for held in module._parameters.values() if held is not None}
     apart = why_no_replay_over(places, captured and is_dispatched(model))
     if apart is not None:
@@ -432,13 +469,12 @@ def why_no_replay_of(
         reason = why_not_captured(model, module)
         if reason is not None:
             return reason
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        # Transformers' own hooks record outputs, and are requested by a keyword
-        foreign = [h for h in hooks if not (is_own(h) or (getattr(h, "__module__", None) or "").startswith(RECORDS))]
+        foreign = foreign_hooks(module, is_own)
+        if asks and captured and not is_dispatched(model):
+            foreign = [each for each in foreign if each[1] in module._forward_hooks_always_called]
         moves = "_hf_hook" in module.__dict__ and not (captured and only_moves(module.__dict__["_hf_hook"]))
         if (foreign and not (inside and module is model)) or moves:
-            names = (name or "the model" for name, held in model.named_modules() if held is module)
-            return f"{next(names, type(module).__name__)} has hooks, which a replay would not call"
+            return f"{name_of(model, module)} has hooks, which a replay would not call"
     return None
 
 

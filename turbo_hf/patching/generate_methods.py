@@ -16,6 +16,7 @@ from transformers.utils.generic import ModelOutput
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported, warn
+from turbo_hf.graphs.asides import Asides
 from turbo_hf.graphs.devices import CudaDevice, cuda_device
 from turbo_hf.graphs.step_runner import HandOff, StepRunner, is_compiled, is_dispatched, why_no_replay_of
 from turbo_hf.models.versions import CACHE
@@ -248,7 +249,8 @@ def _candidates(
     passed = named["model_kwargs"]
     # what needs more outputs than logits is not replayed. A drafter has taken a copy of these keywords
     if bring is not None and isinstance(passed.get(CACHE), TurboCache):
-        runner = None if generator.requires_model_outputs else bring(model, named["generation_config"])
+        needs = generator.requires_model_outputs
+        runner = None if needs else bring(model, named["generation_config"], asks=False)
         if runner is not None:
             passed[RUNNER] = runner
     return generator
@@ -305,8 +307,8 @@ def _may_replay(
 
 def _compiling_runner(hand_off: HandOff, before: Any, model: Any, generation_config: Any) -> StepRunner | None:
     """A runner whose steps are compiled, if they may be, and captured, if they may be; None if neither."""
-    compiled, reason = hand_off.compiled, _why_no_replay(hand_off, model)
-    # what may be captured may be compiled, unless the model is in several places
+    compiled, reason = hand_off.compiled, _why_no_replay(hand_off, model, asks=True)
+    # what may be captured may be compiled, unless the model is in several places, or hooks are called between graphs
     uncompiled = why_no_replay_of(model, is_own, captured=False) if compiled and (reason or _apart(model)) else None
     if compiled is not None and uncompiled is not None:
         compiled.refuse(uncompiled, lasting=False)
@@ -315,7 +317,8 @@ def _compiling_runner(hand_off: HandOff, before: Any, model: Any, generation_con
     if not graphs and compiled is None:
         return None
     device = _place(model) if graphs else None
-    return StepRunner(model, generation_config.max_length, device, hand_off.demanded, compiled)
+    asides = Asides(model, is_own) if graphs else None
+    return StepRunner(model, generation_config.max_length, device, hand_off.demanded, compiled, asides=asides)
 
 
 def _apart(model: Any) -> bool:
@@ -331,9 +334,9 @@ def _place(model: Any) -> CudaDevice:
     return cuda_device(*devices)
 
 
-def _why_no_replay(hand_off: HandOff, model: Any, inside: bool = False) -> str | None:
+def _why_no_replay(hand_off: HandOff, model: Any, inside: bool = False, asks: bool = False) -> str | None:
     """As `why_no_replay_of`. Ranks that share the model get one answer: captured steps wait for each other's sums."""
-    reason = why_no_replay_of(model, is_own, inside=inside)
+    reason = why_no_replay_of(model, is_own, inside=inside, asks=asks and not hand_off.ranks)
     return next(filter(None, hand_off.ranks.texts(reason or "")), None)
 
 
@@ -361,7 +364,9 @@ def _bring_runner(
     drafts: _Drafts | None = getattr(_of_thread, "drafts", None) if generation_config.is_assistant else None
     runner = None if drafts is None else drafts.runner
     if runner is None and (drafts is not None or (generation_config.num_beams or 1) > 1):
-        runner = bring(model, generation_config, fused=drafts is None or drafts.config is None)
+        # a pass over a draft is filled up, which hooks would see
+        fused = drafts is None or drafts.config is None
+        runner = bring(model, generation_config, fused=fused, asks=drafts is None)
     if drafts is not None:
         drafts.runner = runner
     if runner is not None:
@@ -369,12 +374,18 @@ def _bring_runner(
 
 
 def _new_runner(
-    hand_off: HandOff, before: Any, model: Any, generation_config: Any, fused: bool = True, inside: bool = True
+    hand_off: HandOff,
+    before: Any,
+    model: Any,
+    generation_config: Any,
+    fused: bool = True,
+    inside: bool = True,
+    asks: bool = True,
 ) -> StepRunner | None:
     """A runner whose steps are captured, if they may be.
 
     before: `forward` before the patch, as in `_forward`. fused: whether steps may be compiled. inside: as `forward` in
-    `StepRunner`.
+    `StepRunner`. asks: whether hooks of the user are called between graphs.
     """
     if not (hand_off.graphs and _may_run(generation_config)):
         return None
@@ -384,15 +395,16 @@ def _new_runner(
         return None
     # what the walk over all modules says is not needed before the first step, unless it is an error, or ranks agree
     at_once = hand_off.demanded or hand_off.ranks
-    why_not = None if at_once else functools.partial(_why_no_replay, hand_off, model, inside)
-    reason = _why_no_replay(hand_off, model, inside) if at_once else why_no_replay_of(model, is_own, walk=False)
+    why_not = None if at_once else functools.partial(_why_no_replay, hand_off, model, inside, asks)
+    reason = _why_no_replay(hand_off, model, inside, asks) if at_once else why_no_replay_of(model, is_own, walk=False)
     if not _may_capture(hand_off, reason):
         return None
     forward = (before or functools.partial(type(model).forward, model)) if inside else None
     # a draft's own limit is that of its few tokens
     limit = None if generation_config.is_assistant else generation_config.max_length
     compiled = hand_off.compiled if fused and not _apart(model) else None
-    return StepRunner(model, limit, _place(model), hand_off.demanded, compiled, forward, why_not)
+    asides = Asides(model, is_own, inside) if asks else None
+    return StepRunner(model, limit, _place(model), hand_off.demanded, compiled, forward, why_not, asides)
 
 
 def _forward(before: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -205,7 +205,8 @@ def _plan(
     uncompressed = tuple(at.index for at in layers if not at.groups)
     steps, no_graphs = describe(
         config,
-        uncompressed,
+        # those asked for lie between graphs
+        [index for index in uncompressed if index not in config.dense_layers],
         family is not None,
         model.device,
         latent=bool(latents),

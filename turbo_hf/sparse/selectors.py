@@ -2,9 +2,8 @@
 paper."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -109,20 +108,20 @@ class Selector:
     window: how many of the newest tokens are always read.
     weighs: number of buckets of which it needs the number of keys; 0: it needs none.
     choices: buckets per head among which it chooses `probes`; 0: it does not choose by number.
-    draws: whether each step draws random numbers on the host, which a replay of the step would not do.
     by_means: whether it chooses blocks by the mean keys of their pages, which the cache then keeps.
     """
 
     pre_rotary = False
     tables = weighs = 0
     min_collisions = 1
-    draws = by_means = False
+    by_means = False
 
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
         self.config, self.layer, self.backend = config, layer, backend
         self.window = config.window_tokens
         self.choices = config.buckets if config.selector in USED_BY["probes"] else 0
         self.tally = Tally()
+        self._drawn: dict[Any, torch.Tensor] = {}
 
     def __deepcopy__(self, memo: Any) -> "Selector":
         # a copied cache belongs to the same patch
@@ -183,7 +182,17 @@ class Selector:
 
     def tensors(self) -> list[torch.Tensor]:
         """Tensors that its launches use in every step."""
-        return []
+        return list(self._drawn.values())
+
+    def _random(
+        self, draw: Callable[[Any, int, torch.device], torch.Tensor], shape: Any, x: torch.Tensor
+    ) -> torch.Tensor:
+        """What `draw` gives for this shape, the layer's seed and the device of x; drawn once."""
+        key = (draw, shape, x.device)
+        if key not in self._drawn:
+            with torch.inference_mode(False):
+                self._drawn[key] = draw(shape, self.config.seed + self.layer, x.device)
+        return self._drawn[key]
 
     def count(self, lengths: list[int], tokens: list[int], heads: int) -> None:
         """Note in `tally` what the host knows of a step; arguments as there."""
@@ -308,8 +317,6 @@ class Hash(Selector):
     """Buckets by signs of random projections: one table in Gray order ("lsh-gray", KDEformer), or several
     ("lsh-tables", MagicPig: a key is read where it meets the query in two of them). SAAP appendix B, eq. 2."""
 
-    draws = True
-
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
         super().__init__(config, layer, backend)
         self.gray = config.selector == "lsh-gray"
@@ -319,7 +326,7 @@ class Hash(Selector):
     def _codes(self, x: torch.Tensor) -> torch.Tensor:
         """int64 [..., tables] of vectors [..., D]."""
         shape = (x.shape[-1], self.tables * self.bits)
-        signs = (x.float() @ _directions(shape, self.config.seed + self.layer, x.device)) > 0
+        signs = (x.float() @ self._random(_directions, shape, x)) > 0
         power = 2 ** torch.arange(self.bits, device=x.device)
         code = (signs.unflatten(-1, (self.tables, self.bits)) * power).sum(-1)
         if self.gray:
@@ -345,17 +352,16 @@ class Reformer(Selector):
     """Buckets by the largest inner product with random directions ("lsh-reformer"; SAAP appendix B, eq. 3)."""
 
     tables = 1
-    draws = True
 
-    def _random(self, x: torch.Tensor) -> torch.Tensor:
-        return _directions((x.shape[-1], self.config.buckets), self.config.seed + self.layer, x.device)
+    def _to_buckets(self, x: torch.Tensor) -> torch.Tensor:
+        return self._random(_directions, (x.shape[-1], self.config.buckets), x)
 
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
-        shared = self._random(keys).mT.expand(keys.shape[1], -1, -1).contiguous()
+        shared = self._to_buckets(keys).mT.expand(keys.shape[1], -1, -1).contiguous()
         return assign(keys, shared, backend=self.backend)[:, :, None]
 
     def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
-        return self._visit(query_info.float() @ self._random(query_info))
+        return self._visit(query_info.float() @ self._to_buckets(query_info))
 
 
 class Chance(Selector):
@@ -363,11 +369,10 @@ class Chance(Selector):
     numbers get the same again; those of another batch, which may differ in the last bit, need not."""
 
     tables = 1
-    draws = True
 
     def _hashed(self, x: torch.Tensor) -> torch.Tensor:
         """int64 [...] of vectors [..., D]."""
-        factors = _odd(x.shape[-1], self.config.seed + self.layer, x.device)
+        factors = self._random(_odd, x.shape[-1], x)
         return _mixed((x.float().view(torch.int32).long() * factors).sum(-1))
 
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
@@ -375,11 +380,10 @@ class Chance(Selector):
 
     def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
         asking = self._hashed(query_info).sum(-1)[..., None, None]
-        drawn = _mixed(asking + _odd(self.config.buckets, self.config.seed + self.layer, query_info.device))
+        drawn = _mixed(asking + self._random(_odd, self.config.buckets, query_info))
         return self._visit((drawn >> 40).float())
 
 
-@lru_cache(maxsize=256)
 def _odd(count: int, seed: int, device: torch.device) -> torch.Tensor:
     """Random odd numbers of 63 bits, int64 [count]; the same for a seed on every device."""
     drawn = torch.randint(1 << 62, (count,), generator=torch.Generator().manual_seed(seed), device="cpu")
@@ -413,8 +417,4 @@ UNTRAINED = {
 
 def why_no_replay_with(config: SparseConfig | None) -> str | None:
     """Why decode steps with this choice cannot be replayed; None if they can."""
-    if config is None:
-        return None
-    if UNTRAINED.get(config.selector, Selector).draws:
-        return f'selector "{config.selector}" draws numbers on the host'
-    return config.why_no_kernel
+    return None if config is None else config.why_no_kernel
