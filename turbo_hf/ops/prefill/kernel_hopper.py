@@ -1,9 +1,10 @@
 """Flash attention of a prompt on Hopper's own instructions: INT8 Q K^T, FP8 or INT8 P V, in Triton's Gluon.
 
-It computes what `ops.prefill.kernel` does, for plain prompts alone (no past, padding, window, cap or sinks). One
+It computes what `ops.prefill.kernel` does, for plain prompts and chunks alone (no padding, window, cap or sinks). One
 persistent program per SM: one warp loads tiles of K and V with the tensor memory accelerator (TMA) for two warpgroups,
 each of which owns 64 queries. A warpgroup issues Q K^T of the next tile and P V of the last one together, and computes
-its softmax meanwhile. In FP8 the row sums are those of the rounded P, by one more product.
+its softmax meanwhile. In FP8 the row sums are those of the rounded P, by one more product. A tile of the past holds two
+blocks of 64 keys, each with its own scales; the newest, if it is not full, is masked.
 `eval/results/prefill-log.md` has what was tried and measured.
 
 Names: M queries and keys, Tp padded keys, n_items tiles of 128 queries in all, n_blocks in a head, heads that run side
@@ -57,10 +58,12 @@ def _tiles(row, M, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _list(listed, bh, row, n_blocks):
+def _list(listed, bh, row, n_blocks, before, past):
     """Pointer to the list of the key tiles that 128 rows read before their own, the newest first; their number."""
     t = row // 128
     at = listed[0] + bh.to(gl.int64) * n_blocks * (n_blocks - 1) // 2 + t.to(gl.int64) * (t - 1) // 2
+    if past is not None:
+        at += (bh.to(gl.int64) * n_blocks + t) * before
     return at, gl.load(listed[1] + bh.to(gl.int64) * n_blocks + t)
 
 
@@ -71,8 +74,39 @@ def _entry(at, i):
 
 
 @gluon.jit
-def _producer(k_desc, v_desc, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq, G, listed,
-              D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+def _own_entry(at, i, n_blocks, past):
+    """The same of the queries' own keys, behind which the list may go on with tiles of the past."""
+    j = _entry(at, i)
+    if past is not None:
+        j = gl.minimum(j, n_blocks - 1)
+    return j
+
+
+@gluon.jit
+def _extent(past, listed, bh, row, n_blocks, before, Hq):
+    """The past's tokens and tiles; how many of the newest are read in any case, and how many of the list follow."""
+    sealed = gl.load(past.sealed + bh // Hq).to(gl.int32) * 64
+    tokens = sealed + gl.load(past.open_len + bh // Hq).to(gl.int32)
+    newest = gl.cdiv(tokens, 128)
+    always, of_past = newest, 0
+    if listed is not None:
+        always = newest - gl.minimum(sealed // 128, before)
+        of_past = gl.load(listed[2] + bh.to(gl.int64) * n_blocks + row // 128)
+    return tokens, newest, always, of_past
+
+
+@gluon.jit
+def _past_tile(i, newest, always, at, room):
+    """The tile of the past that is read i-th (past the end: any), at: the past's part of the list, or None."""
+    j = newest - 1 - i
+    if at is not None:
+        j = gl.where(i < always, j, _entry(at, gl.maximum(i - always, 0)))
+    return gl.minimum(gl.maximum(j, 0), room // 128 - 1)
+
+
+@gluon.jit
+def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq, G,
+              listed, past, before, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     it = 0
     for round_ in range(gl.cdiv(n_items, gl.num_programs(0))):
         item = _item(round_)
@@ -81,7 +115,7 @@ def _producer(k_desc, v_desc, k_smem, v_smem, full, empty, M, Tp, n_items, n_blo
             kv = (bh // Hq) * (Hq // G) + (bh % Hq) // G
             n = _tiles(row, M, CAUSAL)
             if listed is not None:
-                at, earlier = _list(listed, bh, row, n_blocks)
+                at, earlier = _list(listed, bh, row, n_blocks, before, past)
                 n = earlier + 1
                 following = row // 128
             for i in range(n):
@@ -96,6 +130,22 @@ def _producer(k_desc, v_desc, k_smem, v_smem, full, empty, M, Tp, n_items, n_blo
                 tma.async_copy_global_to_shared(k_desc, [kv * Tp + j * 128, 0], full.index(s), k_smem.index(s))
                 tma.async_copy_global_to_shared(v_desc, [kv * D, j * 128], full.index(s), v_smem.index(s))
                 it += 1
+            if past is not None:
+                of_past_at = None
+                if listed is not None:
+                    of_past_at = at + earlier
+                _, newest, always, of_past = _extent(past, listed, bh, row, n_blocks, before, Hq)
+                ahead = _past_tile(0, newest, always, of_past_at, past.room)
+                for i in range(always + of_past):
+                    j = ahead
+                    ahead = _past_tile(i + 1, newest, always, of_past_at, past.room)
+                    s = it % STAGES
+                    mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
+                    mbarrier.expect(full.index(s), 256 * D)
+                    k_row = kv * past.room + j * 128
+                    tma.async_copy_global_to_shared(past_k, [k_row, 0], full.index(s), k_smem.index(s))
+                    tma.async_copy_global_to_shared(past_v, [kv * D, j * 128], full.index(s), v_smem.index(s))
+                    it += 1
 
 
 @gluon.jit
@@ -208,6 +258,46 @@ def _probabilities(S, c, m, last, first_key, OFFSET: gl.constexpr, MASK: gl.cons
 
 
 @gluon.jit
+def _of_halves(x, layout: gl.constexpr):
+    """A row vector as [64, 1], beside which the halves of a tile stand."""
+    return gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(2, layout)), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _past_scales(scales, j, layout: gl.constexpr):
+    """Scales of the two blocks of keys of the past's tile j, and log2 of those of its values."""
+    at = scales + j * 4 + 2 * gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    return gl.load(at), gl.load(at + 1)
+
+
+@gluon.jit
+def _past_probabilities(S, q_scale, k_scale, m, tokens, first_key, OFFSET: gl.constexpr, MASK: gl.constexpr,
+                        layout: gl.constexpr, halves: gl.constexpr):
+    """`_probabilities` of a tile of two blocks, each with its own scale of keys. MASK: keys from `tokens` on."""
+    if MASK:
+        keep = (first_key + gl.arange(0, 128, layout=gl.SliceLayout(0, layout)))[None, :] < tokens
+        S = gl.where(keep, S, -1073741824)
+    c = _of_halves(q_scale, halves) * k_scale[None, :]
+    S = S.reshape((64, 2, 64))
+    top = gl.max(gl.max(S, 2).to(gl.float32) * c, 1)
+    top = gl.convert_layout(top, gl.SliceLayout(1, layout), assert_trivial=True)
+    m = gl.maximum(m, top)
+    ref = gl.maximum(top, m - _GUARD)
+    P = gl.exp2(S.to(gl.float32) * c[:, :, None] - _of_halves(ref - OFFSET, halves)[:, :, None])
+    P = gl.convert_layout(P.reshape((64, 128)), layout, assert_trivial=True)
+    if MASK:
+        P = gl.where(keep, P, 0.0)
+    return P, m, ref
+
+
+@gluon.jit
+def _by_worth(P, v_log, v_exp, layout: gl.constexpr):
+    """P times what the values of its half are worth beside the tile's larger scale."""
+    P = P.reshape((64, 2, 64)) * gl.exp2(v_log - v_exp)[None, :, None]
+    return gl.convert_layout(P.reshape((64, 128)), layout, assert_trivial=True)
+
+
+@gluon.jit
 def _pack(P, FP8: gl.constexpr):
     """fp32 P -> registers of four 8-bit values, [64, 32]. In V's token order no value changes its thread."""
     P = P.reshape((64, 4, 2, 2, 4, 2)).permute((0, 1, 2, 4, 3, 5)).reshape((64, 32, 2, 2))
@@ -258,8 +348,48 @@ def _rows(x, layout: gl.constexpr):
 
 
 @gluon.jit
+def _products(W, q_smem, k_smem, v_smem, ones, full, it, s, s_zero, o_zero, l_zero, STAGES: gl.constexpr,
+              FP8: gl.constexpr):
+    """Issue Q K^T of the next tile, and P V of the last one, in FP8 with its row sums. The scores are waited for."""
+    o_layout: gl.constexpr = o_zero.type.layout
+    nxt = (it + 1) % STAGES
+    mbarrier.wait(full.index(nxt), ((it + 1) // STAGES) & 1)
+    S = warpgroup_mma(q_smem, k_smem.index(nxt).permute((1, 0)), s_zero, use_acc=False, is_async=True)
+    F = _p_v(W, v_smem.index(s), o_zero, FP8, o_layout)
+    R = F
+    if FP8:
+        l_layout: gl.constexpr = l_zero.type.layout
+        R = _row_sums(W, ones, l_zero, l_layout)
+    S = warpgroup_mma_wait(2 if FP8 else 1, deps=[S])
+    return S, F, R
+
+
+@gluon.jit
+def _absorb(P, worth, W, F, R, acc, total, old, ref, unit, v_exp, alpha, beta, M, empty, FP8: gl.constexpr,
+            LATE_PACK: gl.constexpr):
+    """What the last tile added, F and R, to the sums. P: of this tile; worth: the same by which its values count."""
+    lanes: gl.constexpr = total.type.layout
+    o_layout: gl.constexpr = acc.type.layout
+    Wn = _pack_if(worth, FP8, not LATE_PACK)
+    if FP8:
+        _code_fence(M)
+        F, R, W, Wn = warpgroup_mma_wait(0, deps=[F, R, W, Wn])
+        total = total * _rows(beta, lanes) + R
+        beta = gl.exp2(old - ref)
+    else:
+        total = total * _rows(gl.exp2(old - ref), lanes) + _lane_sum(P)
+        _code_fence(M)
+        F, W, Wn, total = warpgroup_mma_wait(0, deps=[F, W, Wn, total])
+    mbarrier.arrive(empty)
+    acc = acc * _rows(alpha, o_layout) + F.to(gl.float32)
+    W = _pack_if(Wn, FP8, LATE_PACK)
+    alpha = gl.exp2(unit - (ref + v_exp))
+    return W, acc, total, ref + v_exp, alpha, beta
+
+
+@gluon.jit
 def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty,
-              sqb, sqh, sqm, sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, scale_log2,
+              sqb, sqh, sqm, sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, scale_log2,
               D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
               LATE_PACK: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -276,6 +406,8 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
         l_zero = gl.zeros((64, 8), gl.float32, l_layout)
     else:
         o_zero = gl.zeros((64, D), gl.int32, o_layout)
+        l_zero = None
+    halves: gl.constexpr = s_zero.reshape((64, 2, 64)).type.layout
 
     it = 0
     rounds = _rounds(n_items)
@@ -286,8 +418,13 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
         n = _tiles(row, M, CAUSAL)
         j = n - 1
         if listed is not None:
-            at, earlier = _list(listed, bh, row, n_blocks)
+            at, earlier = _list(listed, bh, row, n_blocks, before, past)
             n = earlier + 1
+        of_past_at = None
+        if past is not None:
+            tokens, newest, always, of_past = _extent(past, listed, bh, row, n_blocks, before, Hq)
+            if listed is not None:
+                of_past_at = at + earlier
         row += 64 * wg
         k_scales, v_logs = k_scale + kv * (Tp // 128), v_log2 + kv * (Tp // 128)
 
@@ -303,16 +440,16 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
         acc = gl.zeros((64, D), gl.float32, o_layout)  # in units of 2**unit
         unit = ref + v_exp
         alpha = gl.full((64,), 0.0, gl.float32, row_layout)
+        beta = alpha
         if FP8:
             total = gl.zeros((64, 8), gl.float32, l_layout)
-            beta = alpha
         else:
             total = _lane_sum(P)
         if listed is not None:
-            j = _entry(at, 0)
+            j = _own_entry(at, 0, n_blocks, past)
             k_next, v_next = gl.load(k_scales + j), gl.load(v_logs + j)
             # an index is loaded one tile before its scales
-            j = _entry(at, 1)
+            j = _own_entry(at, 1, n_blocks, past)
             at += 2
         else:
             k_next, v_next = _next_scales(k_scales, v_logs, j)
@@ -322,39 +459,43 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
             v_exp = v_next
             if listed is not None:
                 k_next, v_next = gl.load(k_scales + j), gl.load(v_logs + j)
-                j = _entry(at, 0)
+                j = _own_entry(at, 0, n_blocks, past)
                 at += 1
             else:
                 j -= 1
                 k_next, v_next = _next_scales(k_scales, v_logs, j)
-            nxt = (it + 1) % STAGES
-            mbarrier.wait(full.index(nxt), ((it + 1) // STAGES) & 1)
-            S = warpgroup_mma(q_wg, k_smem.index(nxt).permute((1, 0)), s_zero, use_acc=False, is_async=True)
-            F = _p_v(W, v_smem.index(s), o_zero, FP8, o_layout)
-            if FP8:
-                R = _row_sums(W, ones, l_zero, l_layout)
-            S = warpgroup_mma_wait(2 if FP8 else 1, deps=[S])
+            S, F, R = _products(W, q_wg, k_smem, v_smem, ones, full, it, s, s_zero, o_zero, l_zero, STAGES, FP8)
             old = ref
             P, m, ref = _probabilities(S, c, m, last, 0, OFFSET, False, s_layout)
-            Wn = _pack_if(P, FP8, not LATE_PACK)
-            if FP8:
-                _code_fence(M)
-                F, R, W, Wn = warpgroup_mma_wait(0, deps=[F, R, W, Wn])
-                total = total * _rows(beta, l_layout) + R
-                beta = gl.exp2(old - ref)
-            else:
-                part = _lane_sum(P)
-                lanes: gl.constexpr = part.type.layout
-                total = total * _rows(gl.exp2(old - ref), lanes) + part
-                _code_fence(M)
-                F, W, Wn, total = warpgroup_mma_wait(0, deps=[F, W, Wn, total])
-            mbarrier.arrive(empty.index(s))
-            acc = acc * _rows(alpha, o_layout) + F.to(gl.float32)
-            W = _pack_if(Wn, FP8, LATE_PACK)
-            alpha = gl.exp2(unit - (ref + v_exp))
-            unit = ref + v_exp
+            W, acc, total, unit, alpha, beta = _absorb(
+                P, P, W, F, R, acc, total, old, ref, unit, v_exp, alpha, beta, M, empty.index(s), FP8, LATE_PACK)
             it += 1
-            s = nxt
+            s = it % STAGES
+
+        if past is not None:
+            scales = past.scale + kv * (past.room // 32)
+            partial = gl.where(tokens % 128 > 0, 1, 0)
+            k_two, v_two = _past_scales(scales, _past_tile(0, newest, always, of_past_at, past.room), halves)
+            ahead = _past_tile(1, newest, always, of_past_at, past.room)
+            for part in gl.static_range(2):
+                # the newest tile alone may have keys that are not the row's
+                for i in range(0 if part == 0 else partial, partial if part == 0 else always + of_past):
+                    k_here, v_here = k_two, v_two
+                    k_two, v_two = _past_scales(scales, ahead, halves)
+                    ahead = _past_tile(i + 2, newest, always, of_past_at, past.room)
+                    S, F, R = _products(W, q_wg, k_smem, v_smem, ones, full, it, s, s_zero, o_zero, l_zero, STAGES, FP8)
+                    old = ref
+                    P, m, ref = _past_probabilities(
+                        S, q_scale, k_here, m, tokens, (newest - 1) * 128, OFFSET, part == 0, s_layout, halves)
+                    v_exp = gl.max(v_here, 0)
+                    worth = P
+                    if not FP8:
+                        worth = _by_worth(P, v_here, v_exp, s_layout)
+                    W, acc, total, unit, alpha, beta = _absorb(
+                        P, worth, W, F, R, acc, total, old, ref, unit, v_exp, alpha, beta, M, empty.index(s), FP8,
+                        LATE_PACK)
+                    it += 1
+                    s = it % STAGES
 
         F = _p_v(W, v_smem.index(s), o_zero, FP8, o_layout)
         x = _load_q(q, round_ + 1, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, D, io_layout)
@@ -374,13 +515,15 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
         _store_lse(lse + bh.to(gl.int64) * M, (ref - OFFSET + gl.log2(total)) * LN_2, rows, broken + bh, M)
 
 
-@gluon.jit(do_not_specialize=["M", "Tp", "n_items", "n_blocks", "heads", "Hq", "G"])
-def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, broken, o, lse, sqb, sqh, sqm, sob, som, soh, M, Tp,
-                          n_items, n_blocks, heads, Hq, G, listed, scale_log2, D: gl.constexpr, STAGES: gl.constexpr,
-                          CAUSAL: gl.constexpr, FP8: gl.constexpr, LATE_PACK: gl.constexpr):
+@gluon.jit(do_not_specialize=["M", "Tp", "n_items", "n_blocks", "heads", "Hq", "G", "before"])
+def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, past_k, past_v, broken, o, lse, sqb, sqh, sqm, sob, som,
+                          soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, scale_log2,
+                          D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
+                          LATE_PACK: gl.constexpr):
     """q [B, Hq, M, D] with last stride 1; k_desc [B*Hkv*Tp, D], v_desc [B*Hkv*D, Tp]; broken int32 [B*Hq + ...].
 
-    listed: `Listed`; None: every key tile is read.
+    listed: `Listed`; None: every key tile is read. past: `TiledPast`, of which past_k and past_v are the codes, or None;
+    before: how many of its tiles the lists are about.
     """
     q_smem = gl.allocate_shared_memory(gl.int8, [2, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], gl.int8))
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 128, D], k_desc.layout)
@@ -397,11 +540,11 @@ def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, broken, o, lse, sq
     fence_async_shared()
     gl.warp_specialize([
         (_consumer, (0, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty, sqb, sqh, sqm,
-                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, scale_log2, D, STAGES, CAUSAL,
-                     FP8, LATE_PACK)),
+                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, scale_log2, D, STAGES,
+                     CAUSAL, FP8, LATE_PACK)),
         (_consumer, (1, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty, sqb, sqh, sqm,
-                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, scale_log2, D, STAGES, CAUSAL,
-                     FP8, LATE_PACK)),
-        (_producer, (k_desc, v_desc, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq, G, listed, D,
-                     STAGES, CAUSAL)),
+                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, scale_log2, D, STAGES,
+                     CAUSAL, FP8, LATE_PACK)),
+        (_producer, (k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq,
+                     G, listed, past, before, D, STAGES, CAUSAL)),
     ], [4, 1], [240, 24])

@@ -8,6 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_hf.layout import (
     MODES,
+    PROMPT_TILE,
     SAS_TILE,
     AttentionOutput,
     KVStore,
@@ -20,7 +21,12 @@ from turbo_hf.ops import gpu
 from turbo_hf.ops.maths import align, key_mean, key_shift, query_shift, ratio
 from turbo_hf.ops.prefill.kernel import prefill_kernel
 from turbo_hf.ops.prefill.kernel_arguments import Chunk, Past, PrefillForm, PrefillQueries, PrefillResult, View
-from turbo_hf.ops.prefill.kernel_operands import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
+from turbo_hf.ops.prefill.kernel_operands import (
+    channel_range_kernel,
+    quantize_operands_kernel,
+    unpack_past_kernel,
+    unpack_tiles_kernel,
+)
 from turbo_hf.ops.prefill.kernel_parts import merge_parts_kernel
 from turbo_hf.ops.prefill.launch_tiles import launch_list_tiles
 from turbo_hf.ops.prefill.reference_tiles import past_tiles
@@ -38,6 +44,9 @@ LEAST_SHARE = 512
 
 WIDE_PAST = 1 << 29
 """Bytes of an unpacked past up to which it is in the type of the queries, where products are in that."""
+
+LEAST_ITEMS = 0.45
+"""Tiles of 128 queries per SM from which the kernel for Hopper, whose programs share no past, reads it faster."""
 
 MERGED = 8
 """Queries whose parts a program merges."""
@@ -119,7 +128,8 @@ def _quantize(
 
 
 def unpack_past(past: KVStore, wide: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sealed blocks of a cache: codes k [B, Hkv, T, D], v [B, Hkv, D, T], scales [B, Hkv, T/b, 2].
+    """The sealed blocks of a cache: codes k [B, Hkv, T, D], v [B, Hkv, D, T], and [B, Hkv, T/b, 2]: the scale
+    of keys, log2 of that of values.
 
     wide: the queries' type, if products are in it; k and v are then in this type, unless that is too much memory, and
         v is in the order of time. Else they are INT8, v in VALUE_ORDER. With 16-bit heads, they are in the type of
@@ -169,6 +179,30 @@ def _held(past: KVStore, wide: torch.dtype | None) -> Past:
     return Past(*unpack_past(past, wide), past.sealed, *opened, room, past.k_open.shape[2])
 
 
+def unpack_tiles(past: KVStore, values: torch.dtype) -> Past:
+    """A past of blocks of 64 in tiles of 128, open tokens included, as both kernels read it.
+
+    values: INT8 or FP8, the type of v.
+    """
+    batch, heads, cap, dim = past.k_open.shape
+    tiles, device = -(-(past.table.shape[1] * 64 + cap) // 128), past.k_open.device
+    k = torch.empty(batch, heads, tiles * 128, dim, dtype=torch.int8, device=device)
+    v = torch.empty(batch, heads, dim, tiles * 128, dtype=values, device=device)
+    scale = torch.empty(batch, heads, tiles * 2, 2, device=device)
+    opened = (past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
+    held = Past(k, v, scale, past.sealed, *opened, tiles * 128, cap)
+    order, table, first = past.order.contiguous(), past.table.contiguous(), 0
+    with torch.cuda.device_of(k):
+        for pages in past.paged:
+            slots = pages.k.shape[1]
+            unpack_tiles_kernel[(tiles, slots, batch)](
+                held, pages, table, order, table.shape[1], first, HEADS=heads, SLOTS=slots, D=dim, BITS=pages.bits,
+                VALUE_BITS=pages.value_bits, **gpu.FMA,
+            )  # fmt: skip
+            first += slots
+    return held
+
+
 def launch_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -195,11 +229,16 @@ def launch_prefill(
         )
 
     programs = -(-tokens // tiles_of(rounding.mode).block_m) * pairs
-    parts = _parts(programs, past if kept is None else None, q.device)
+    plain = starts is None and scoring.is_plain and own and (window is None or past is None and window >= tokens)
+    hopper = plain and (causal or past is None) and _hopper_serves(q, rounding, past)
+    parts = 1 if hopper else _parts(programs, past if kept is None else None, q.device)
     result, lse = _outputs(q, starts is not None and parts == 1)
     flags = torch.empty if rounding.mode == "fp16" else torch.zeros
     broken = flags(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
-    held = None if past is None else _held(past, q.dtype if rounding.mode == "fp16" else None)
+    held = None
+    if past is not None:
+        narrow = MODES[rounding.mode].v_type
+        held = unpack_tiles(past, narrow) if hopper else _held(past, q.dtype if rounding.mode == "fp16" else None)
     kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
     listed, before = (None, 0) if kept is None else (launch_list_tiles(kept, tokens, past), past_tiles(kept, tokens))
 
@@ -254,12 +293,13 @@ def launch_prefill(
         operands, v_log2 = _quantize(k, v, rounding, starts, broken[pairs:])
         bias = None if operands.k_mean is None else _bias(q, operands.k_mean) * scoring.scaling
         rotated = launch_rotate(q, query_shift(dim), torch.float32) if rounding.hadamard else None
-        plain = past is None and starts is None and scoring.is_plain and not rounding.hadamard
-        if plain and (window is None or window >= tokens) and _hopper_serves(q, operands, rounding):
+        if hopper:
             from turbo_hf.ops.prefill.launch_hopper import launch_hopper_prefill  # noqa: PLC0415 - needs Gluon
 
             assert v_log2 is not None
-            launch_hopper_prefill(q, operands, v_log2, AttentionOutput(result, lse), broken, scoring, causal, listed)
+            launch_hopper_prefill(
+                q, operands, v_log2, AttentionOutput(result, lse), broken, scoring, causal, held, listed, before
+            )
         else:
             run(operands, rounding.mode, v_log2, rotated, bias)
         # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
@@ -304,11 +344,15 @@ def _merge_parts(outs: torch.Tensor, lses: torch.Tensor, starts: torch.Tensor | 
     )  # fmt: skip
 
 
-def _hopper_serves(q: torch.Tensor, parts: Operands, rounding: Rounding) -> bool:
-    """Whether the kernel for Hopper computes what `prefill_kernel` would."""
-    scales = MODES[rounding.mode].k_scale == "block" and parts.v_scale is not None and parts.k_mean is None
+def _hopper_serves(q: torch.Tensor, rounding: Rounding, past: KVStore | None) -> bool:
+    """Whether the kernel for Hopper computes what `prefill_kernel` would, and as fast over a past."""
+    if past is not None:
+        items = -(-q.shape[2] // PROMPT_TILE) * q.shape[0] * q.shape[1]
+        if past.block != 64 or past.k_open.dtype != torch.int8 or items < LEAST_ITEMS * gpu.sms(q.device):
+            return False
+    scales = MODES[rounding.mode].k_scale == "block" and rounding.v_scale == "block" and not rounding.smooth_k
     narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in (64, 128)
-    return gpu.hopper(q.device) and scales and rounding.block == 128 and narrow
+    return gpu.hopper(q.device) and scales and not rounding.hadamard and rounding.block == 128 and narrow
 
 
 def _log2(softcap: float | None) -> float | None:
