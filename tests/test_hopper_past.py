@@ -1,5 +1,6 @@
 """Chunks over a compressed past in the kernel for Hopper: the past in tiles of 128, and attention over them."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from all_pairs import all_pairs
 from gpu_support import NO_FP8, has_fp8
 from op_calls import prefill
-from stores import random_store, store_codes, tokens
+from stores import no_past, random_store, store_codes, tokens
 
 from turbo_hf.eval.bench.check import judge
 from turbo_hf.layout import AttentionOutput, KVStore, in_time_order
@@ -62,11 +63,17 @@ def test_a_past_in_tiles(
 
 
 @pytest.fixture
-def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel for Hopper takes chunks of any length."""
+def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernel for Hopper takes chunks of any length; it must have run."""
     if not gpu.hopper(device):
         pytest.skip("needs a Hopper GPU and Triton's Gluon")
+    from turbo_hf.ops.prefill import launch_hopper  # noqa: PLC0415 - needs Gluon
+
+    run, runs = launch_hopper.launch_hopper_prefill, list[None]()
+    monkeypatch.setattr(launch_hopper, "launch_hopper_prefill", lambda *given: runs.append(run(*given)))
     monkeypatch.setattr(launch, "LEAST_ITEMS", 0.0)
+    yield
+    assert runs
 
 
 def general(monkeypatch: pytest.MonkeyPatch, *given: Any, **options: Any) -> AttentionOutput:
@@ -76,17 +83,31 @@ def general(monkeypatch: pytest.MonkeyPatch, *given: Any, **options: Any) -> Att
         return prefill(*given, **options)
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, store: KVStore, scaling: float) -> AttentionOutput:
-    """Causal attention over what the past holds and over the chunk, in float64."""
-    found, m = [], q.shape[2]
-    for row, codes in enumerate(store_codes(store)):
-        own = zip(codes.values(), (k[row], v[row]), strict=True)
-        keys, values = (torch.cat((x.to(q.device), y.double()), 1) for x, y in own)
-        keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 0) for x in (keys, values))
-        seen = torch.ones(m, keys.shape[1], dtype=torch.bool, device=q.device).tril(keys.shape[1] - m)
-        score = (q[row].double() @ keys.mT * scaling).masked_fill(~seen, -torch.inf)
-        found.append((score.softmax(-1) @ values, score.logsumexp(-1)))
+def exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: KVStore | None, starts: list[int], scaling: float
+) -> AttentionOutput:
+    """Causal attention over what the past holds and over the chunk, in float64; 0 and -inf at padding."""
+    m, group, found = q.shape[2], q.shape[1] // k.shape[1], []
+    held = [no_past(k.shape[1], k.shape[3])] * len(q) if past is None else store_codes(past)
+    for row, (codes, start) in enumerate(zip(held, starts, strict=True)):
+        own = zip(codes.values(), (k[row, :, start:], v[row, :, start:]), strict=True)
+        keys, values = (torch.cat((x.to(q.device), y.double()), 1).repeat_interleave(group, 0) for x, y in own)
+        seen = torch.ones(m - start, keys.shape[1], dtype=torch.bool, device=q.device).tril(keys.shape[1] - m + start)
+        score = (q[row, :, start:].double() @ keys.mT * scaling).masked_fill(~seen, -torch.inf)
+        out, lse = score.softmax(-1) @ values, score.logsumexp(-1)
+        pad = torch.nn.functional.pad
+        found.append((pad(out, (0, 0, start, 0)), pad(lse, (start, 0), value=-torch.inf)))
     return AttentionOutput(*map(torch.stack, zip(*found, strict=True)))
+
+
+def check(got: AttentionOutput, model: AttentionOutput, want: AttentionOutput, starts: list[int]) -> None:
+    """`got` is within what `model`, the same mode, is off by; 0 and -inf at padding."""
+    for row, start in enumerate(starts):
+        assert not got.out[row, :, :start].any()
+        assert (got.lse[row, :, :start] == -torch.inf).all()
+        if start < got.out.shape[2]:
+            parts = (AttentionOutput(x.out[row, :, start:], x.lse[row, :, start:]) for x in (got, got, model, want))
+            assert judge(*parts).problem == ""
 
 
 @all_pairs(
@@ -94,28 +115,33 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, store: KVStore, sca
     dim=(64, 128),
     dtype=(torch.float16, torch.bfloat16),
     shape=((300, 4, 2), (128, 2, 2), (17, 7, 1)),
-    pasts=([330, 128, 0], [64, 37, 1000], [70, 70, 70]),
+    pasts=([330, 128, 0], [64, 37, 1000], [70, 70, 70], None),
     bits=(8, 4, (4, 2)),
     sealed=(None, 0),
+    padding=(None, [0.0, 0.6, 0.1], [1.0, 0.5, 0.0]),
 )
 @pytest.mark.usefixtures("hopper")
 def test_attention(
-    mode: str, dim: int, dtype: torch.dtype, shape: tuple[int, int, int], pasts: list[int], bits: Any, sealed: Any,
-    device: torch.device, monkeypatch: pytest.MonkeyPatch,
+    mode: str, dim: int, dtype: torch.dtype, shape: tuple[int, int, int], pasts: list[int] | None, bits: Any,
+    sealed: Any, padding: list[float] | None, device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Over rows of different lengths, within what the mode costs; a list of all tiles gives the same bits."""
     m, heads, kv_heads = shape
     q = tokens(3, heads, m, dim, device=device, dtype=dtype)
     k, v = (tokens(3, kv_heads, m, dim, device=device, dtype=dtype) for _ in range(2))
-    where = None if sealed is None else [max(n // 64 - 2, 0) for n in pasts]
-    store = random_store(pasts, kv_heads, dim, device, groups=((bits, kv_heads),), sealed=where)
+    starts = [int(m * share) for share in padding or (0, 0, 0)]
+    store, before = None, 0
+    if pasts is not None:
+        where = None if sealed is None else [max(n // 64 - 2, 0) for n in pasts]
+        store = random_store(pasts, kv_heads, dim, device, groups=((bits, kv_heads),), sealed=where)
+        before = store.table.shape[1] * 64 // 128
     options: dict[str, Any] = {"scaling": dim**-0.5, "mode": mode, "past": store}
+    options["starts"] = None if padding is None else torch.tensor(starts, device=device)
     got = prefill(q, k, v, **options)
     model = general(monkeypatch, q, k, v, **options)
-    assert not torch.equal(got.out, model.out)
-    assert judge(got, got, model, exact(q, k, v, store, dim**-0.5)).problem == ""
+    check(got, model, exact(q, k, v, store, starts, dim**-0.5), starts)
     # read with other strides, and by lists of all tiles
-    tiles, before = -(-m // 128), store.table.shape[1] * 64 // 128
+    tiles = -(-m // 128)
     every = torch.ones(3, heads, tiles * before + tiles * (tiles - 1) // 2, dtype=torch.uint8, device=device)
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     again = prefill(q, k, v, kept=every, **options)
@@ -132,16 +158,20 @@ def test_lists(
     q = tokens(3, 4, 700, dim, device=device, dtype=torch.bfloat16)
     k, v = (tokens(3, 2, 700, dim, device=device, dtype=torch.bfloat16) for _ in range(2))
     store = random_store(pasts, 2, dim, device)
+    starts = [0, 300, 10]
     tiles, before = 6, store.table.shape[1] * 64 // 128
     kept = (torch.rand(3, 4, tiles * before + tiles * (tiles - 1) // 2, device=device) < share).to(torch.uint8)
     options: dict[str, Any] = {"scaling": dim**-0.5, "mode": mode, "past": store, "kept": kept}
+    options["starts"] = torch.tensor(starts, device=device)
     got = prefill(q, k, v, **options)
     model = general(monkeypatch, q, k, v, **options)
     other = prefill(q, k, v, **options | {"kept": None})
+    # of padding, both are -inf
+    assert torch.equal(got.lse.isinf(), model.lse.isinf())
     near = (got.out.double() - model.out.double()).norm() / model.out.double().norm()
     assert near < (0.03 if mode == "turbo" else 0.08)
     assert near < 0.5 * (got.out.double() - other.out.double()).norm() / model.out.double().norm()
-    assert (got.lse - model.lse).abs().max() < 0.2
+    assert (got.lse - model.lse).nan_to_num(0.0).abs().max() < 0.2
 
 
 @pytest.mark.usefixtures("hopper")

@@ -1,6 +1,6 @@
 """Flash attention of a prompt on Hopper's own instructions: INT8 Q K^T, FP8 or INT8 P V, in Triton's Gluon.
 
-It computes what `ops.prefill.kernel` does, for plain prompts and chunks alone (no padding, window, cap or sinks). One
+It computes what `ops.prefill.kernel` does, for prompts and chunks without window, cap or sinks. One
 persistent program per SM: one warp loads tiles of K and V with the tensor memory accelerator (TMA) for two warpgroups,
 each of which owns 64 queries. A warpgroup issues Q K^T of the next tile and P V of the last one together, and computes
 its softmax meanwhile. In FP8 the row sums are those of the rounded P, by one more product. A tile of the past holds two
@@ -83,7 +83,7 @@ def _own_entry(at, i, n_blocks, past):
 
 
 @gluon.jit
-def _extent(past, listed, bh, row, n_blocks, before, Hq):
+def _extent(past, listed, bh, row, n_blocks, before, Hq, starts, M):
     """The past's tokens and tiles; how many of the newest are read in any case, and how many of the list follow."""
     sealed = gl.load(past.sealed + bh // Hq).to(gl.int32) * 64
     tokens = sealed + gl.load(past.open_len + bh // Hq).to(gl.int32)
@@ -92,6 +92,9 @@ def _extent(past, listed, bh, row, n_blocks, before, Hq):
     if listed is not None:
         always = newest - gl.minimum(sealed // 128, before)
         of_past = gl.load(listed[2] + bh.to(gl.int64) * n_blocks + row // 128)
+    if starts is not None:
+        live = row < M - _start(starts, bh // Hq)
+        always, of_past = gl.where(live, always, 0), gl.where(live, of_past, 0)
     return tokens, newest, always, of_past
 
 
@@ -106,7 +109,7 @@ def _past_tile(i, newest, always, at, room):
 
 @gluon.jit
 def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq, G,
-              listed, past, before, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+              listed, past, before, starts, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     it = 0
     for round_ in range(gl.cdiv(n_items, gl.num_programs(0))):
         item = _item(round_)
@@ -118,6 +121,8 @@ def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp
                 at, earlier = _list(listed, bh, row, n_blocks, before, past)
                 n = earlier + 1
                 following = row // 128
+            if starts is not None:
+                n = gl.where(row < M - _start(starts, bh // Hq), n, 1)
             for i in range(n):
                 if listed is not None:
                     j = following
@@ -134,7 +139,7 @@ def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp
                 of_past_at = None
                 if listed is not None:
                     of_past_at = at + earlier
-                _, newest, always, of_past = _extent(past, listed, bh, row, n_blocks, before, Hq)
+                _, newest, always, of_past = _extent(past, listed, bh, row, n_blocks, before, Hq, starts, M)
                 ahead = _past_tile(0, newest, always, of_past_at, past.room)
                 for i in range(always + of_past):
                     j = ahead
@@ -149,11 +154,20 @@ def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp
 
 
 @gluon.jit
-def _load_q(q, round_, wg: gl.constexpr, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq,
+def _start(starts, row):
+    """The first token of a row of the batch."""
+    start = 0
+    if starts is not None:
+        start = gl.load(starts + row).to(gl.int32)
+    return start
+
+
+@gluon.jit
+def _load_q(q, round_, wg: gl.constexpr, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, starts,
             D: gl.constexpr, layout: gl.constexpr):
     """This warpgroup's 64 query rows in a round (past the end: any item's)."""
     row, bh = _place(gl.minimum(_item(round_), n_items - 1), n_blocks, heads)
-    rows = row + 64 * wg + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    rows = _start(starts, bh // Hq) + row + 64 * wg + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     base = q + (bh // Hq).to(gl.int64) * sqb + (bh % Hq).to(gl.int64) * sqh
     cols = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     return gl.load(base + (rows.to(gl.int64) * sqm)[:, None] + cols[None, :], mask=(rows < M)[:, None], other=0.0)
@@ -389,8 +403,8 @@ def _absorb(P, worth, W, F, R, acc, total, old, ref, unit, v_exp, alpha, beta, M
 
 @gluon.jit
 def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty,
-              sqb, sqh, sqm, sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, scale_log2,
-              D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
+              sqb, sqh, sqm, sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, starts,
+              scale_log2, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
               LATE_PACK: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
@@ -411,7 +425,7 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
 
     it = 0
     rounds = _rounds(n_items)
-    x = _load_q(q, 0, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, D, io_layout)
+    x = _load_q(q, 0, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, starts, D, io_layout)
     for round_ in range(rounds):
         row, bh = _place(_item(round_), n_blocks, heads)
         kv = bh // Hq * (Hq // G) + bh % Hq // G
@@ -422,9 +436,11 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
             n = earlier + 1
         of_past_at = None
         if past is not None:
-            tokens, newest, always, of_past = _extent(past, listed, bh, row, n_blocks, before, Hq)
+            tokens, newest, always, of_past = _extent(past, listed, bh, row, n_blocks, before, Hq, starts, M)
             if listed is not None:
                 of_past_at = at + earlier
+        if starts is not None:
+            n = gl.where(row < M - _start(starts, bh // Hq), n, 1)
         row += 64 * wg
         k_scales, v_logs = k_scale + kv * (Tp // 128), v_log2 + kv * (Tp // 128)
 
@@ -474,7 +490,7 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
 
         if past is not None:
             scales = past.scale + kv * (past.room // 32)
-            partial = gl.where(tokens % 128 > 0, 1, 0)
+            partial = gl.minimum(gl.where(tokens % 128 > 0, 1, 0), always)
             k_two, v_two = _past_scales(scales, _past_tile(0, newest, always, of_past_at, past.room), halves)
             ahead = _past_tile(1, newest, always, of_past_at, past.room)
             for part in gl.static_range(2):
@@ -498,7 +514,7 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
                     s = it % STAGES
 
         F = _p_v(W, v_smem.index(s), o_zero, FP8, o_layout)
-        x = _load_q(q, round_ + 1, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, D, io_layout)
+        x = _load_q(q, round_ + 1, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, starts, D, io_layout)
         if FP8:
             R = warpgroup_mma_wait(0, deps=[_row_sums(W, ones, l_zero, l_layout)])
             total = gl.convert_layout(gl.max(total * _rows(beta, l_layout) + R, 1), row_layout, assert_trivial=True)
@@ -510,6 +526,7 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
 
         out = (acc * _rows(alpha, o_layout) + F.to(gl.float32)) * _rows(gl.exp2(v_exp) / total, o_layout)
         out = gl.convert_layout(out.to(o.dtype.element_ty), io_layout)
+        row += _start(starts, bh // Hq)
         _store_out(o + (bh // Hq).to(gl.int64) * sob + (bh % Hq).to(gl.int64) * soh, out, row, som, M, D, io_layout)
         rows = row + gl.arange(0, 64, layout=row_layout)
         _store_lse(lse + bh.to(gl.int64) * M, (ref - OFFSET + gl.log2(total)) * LN_2, rows, broken + bh, M)
@@ -517,13 +534,14 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
 
 @gluon.jit(do_not_specialize=["M", "Tp", "n_items", "n_blocks", "heads", "Hq", "G", "before"])
 def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, past_k, past_v, broken, o, lse, sqb, sqh, sqm, sob, som,
-                          soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, scale_log2,
+                          soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, starts, scale_log2,
                           D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
                           LATE_PACK: gl.constexpr):
     """q [B, Hq, M, D] with last stride 1; k_desc [B*Hkv*Tp, D], v_desc [B*Hkv*D, Tp]; broken int32 [B*Hq + ...].
 
-    listed: `Listed`; None: every key tile is read. past: `TiledPast`, of which past_k and past_v are the codes, or None;
-    before: how many of its tiles the lists are about.
+    listed: `Listed`; None: every key tile is read. past: `TiledPast`, whose codes are past_k and past_v, of a causal
+    chunk, or None; before: how many of its tiles the lists are about. starts: int64 [B], the first token of each row of
+    a causal prompt; None: 0.
     """
     q_smem = gl.allocate_shared_memory(gl.int8, [2, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], gl.int8))
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 128, D], k_desc.layout)
@@ -540,11 +558,11 @@ def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, past_k, past_v, br
     fence_async_shared()
     gl.warp_specialize([
         (_consumer, (0, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty, sqb, sqh, sqm,
-                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, scale_log2, D, STAGES,
-                     CAUSAL, FP8, LATE_PACK)),
+                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, starts, scale_log2, D,
+                     STAGES, CAUSAL, FP8, LATE_PACK)),
         (_consumer, (1, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty, sqb, sqh, sqm,
-                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, scale_log2, D, STAGES,
-                     CAUSAL, FP8, LATE_PACK)),
+                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, starts, scale_log2, D,
+                     STAGES, CAUSAL, FP8, LATE_PACK)),
         (_producer, (k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq,
-                     G, listed, past, before, D, STAGES, CAUSAL)),
+                     G, listed, past, before, starts, D, STAGES, CAUSAL)),
     ], [4, 1], [240, 24])

@@ -186,7 +186,9 @@ def _open_values(past, kv_row, place, d, opened, D: tl.constexpr):
     token = value_order(place + tl.arange(0, 64))
     here = token < opened
     v = tl.load(past.v_open + (kv_row * D + d)[:, None] * past.open_room + token[None, :], mask=here[None, :], other=0)
-    return v.to(tl.float32) * tl.load(past.v_open_scale + kv_row * past.open_room + token, mask=here, other=0.0)[None, :]
+    return (
+        v.to(tl.float32) * tl.load(past.v_open_scale + kv_row * past.open_room + token, mask=here, other=0.0)[None, :]
+    )
 
 
 @triton.jit

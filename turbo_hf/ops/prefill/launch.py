@@ -172,8 +172,12 @@ def _unpack(
             first += slots
 
 
-def _held(past: KVStore, wide: torch.dtype | None) -> Past:
-    """wide: as in `unpack_past`."""
+def _held(past: KVStore, dtype: torch.dtype, mode: str, *, tiled: bool) -> Past:
+    """A past for queries of `dtype`. tiled: as the kernel for Hopper reads it."""
+    values = MODES[mode].v_type
+    if tiled and values is not None:
+        return unpack_tiles(past, values)
+    wide = dtype if mode == "fp16" else None
     opened = (past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
     room = past.table.shape[1] * past.block
     return Past(*unpack_past(past, wide), past.sealed, *opened, room, past.k_open.shape[2])
@@ -229,16 +233,12 @@ def launch_prefill(
         )
 
     programs = -(-tokens // tiles_of(rounding.mode).block_m) * pairs
-    plain = starts is None and scoring.is_plain and own and (window is None or past is None and window >= tokens)
-    hopper = plain and (causal or past is None) and _hopper_serves(q, rounding, past)
+    hopper = own and _hopper_serves(q, rounding, scoring, past, window, causal=causal, padded=starts is not None)
     parts = 1 if hopper else _parts(programs, past if kept is None else None, q.device)
     result, lse = _outputs(q, starts is not None and parts == 1)
     flags = torch.empty if rounding.mode == "fp16" else torch.zeros
     broken = flags(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
-    held = None
-    if past is not None:
-        narrow = MODES[rounding.mode].v_type
-        held = unpack_tiles(past, narrow) if hopper else _held(past, q.dtype if rounding.mode == "fp16" else None)
+    held = None if past is None else _held(past, q.dtype, rounding.mode, tiled=hopper)
     kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
     listed, before = (None, 0) if kept is None else (launch_list_tiles(kept, tokens, past), past_tiles(kept, tokens))
 
@@ -298,8 +298,9 @@ def launch_prefill(
 
             assert v_log2 is not None
             launch_hopper_prefill(
-                q, operands, v_log2, AttentionOutput(result, lse), broken, scoring, causal, held, listed, before
-            )
+                q, operands, v_log2, AttentionOutput(result, lse), broken, scoring, causal, held, listed, before,
+                starts,
+            )  # fmt: skip
         else:
             run(operands, rounding.mode, v_log2, rotated, bias)
         # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
@@ -344,15 +345,26 @@ def _merge_parts(outs: torch.Tensor, lses: torch.Tensor, starts: torch.Tensor | 
     )  # fmt: skip
 
 
-def _hopper_serves(q: torch.Tensor, rounding: Rounding, past: KVStore | None) -> bool:
-    """Whether the kernel for Hopper computes what `prefill_kernel` would, and as fast over a past."""
+def _hopper_serves(
+    q: torch.Tensor,
+    rounding: Rounding,
+    scoring: Scoring,
+    past: KVStore | None,
+    window: int | None,
+    *,
+    causal: bool,
+    padded: bool,
+) -> bool:
+    """Whether the kernel for Hopper computes what `prefill_kernel` would, over a past also as fast."""
     if past is not None:
         items = -(-q.shape[2] // PROMPT_TILE) * q.shape[0] * q.shape[1]
         if past.block != 64 or past.k_open.dtype != torch.int8 or items < LEAST_ITEMS * gpu.sms(q.device):
             return False
-    scales = MODES[rounding.mode].k_scale == "block" and rounding.v_scale == "block" and not rounding.smooth_k
+    plain = scoring.is_plain and (causal or (past is None and not padded))
+    plain &= window is None or (past is None and window >= q.shape[2])
+    scales = MODES[rounding.mode].k_scale == "block" and rounding.v_scale == "block" and rounding.block == 128
     narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in (64, 128)
-    return gpu.hopper(q.device) and scales and not rounding.hadamard and rounding.block == 128 and narrow
+    return gpu.hopper(q.device) and plain and scales and narrow and not (rounding.smooth_k or rounding.hadamard)
 
 
 def _log2(softcap: float | None) -> float | None:

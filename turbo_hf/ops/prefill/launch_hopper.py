@@ -33,12 +33,13 @@ def launch_hopper_prefill(
     past: Past | None = None,
     listed: Listed | None = None,
     before: int = 0,
+    starts: torch.Tensor | None = None,
 ) -> None:
     """Write out and lse of q over `parts` to `to`, v_log2 being the log2 of `parts.v_scale`. scoring: a plain one.
 
     past: of a causal chunk, as `unpack_tiles` makes it. listed: the key tiles that each tile of queries reads, of a
-    causal prompt, the first `before` tiles of the past among them; None: all. `broken` is set for heads with NaN or
-    Inf in q, or scores too large for INT8.
+    causal prompt, the first `before` tiles of the past among them; None: all. starts: int64 [B], each row's first
+    token, of causal prompts. `broken` is set for heads with NaN or Inf in q, or scores too large for INT8.
     """
     out, lse = to
     batch, heads, tokens, dim = q.shape
@@ -65,6 +66,6 @@ def launch_hopper_prefill(
         q, *described(parts.k, parts.v, padded), parts.k_scale, v_log2, *of_past, broken, out, lse,
         *q.stride()[:3], out.stride(0), out.stride(2), out.stride(1), tokens, padded, items,
         triton.cdiv(tokens, TILE), together, heads, group,
-        listed, tiled, before, scoring.scaling * math.log2(math.e),
+        listed, tiled, before, starts, scoring.scaling * math.log2(math.e),
         D=dim, STAGES=STAGES[dim], CAUSAL=causal, FP8=fp8, LATE_PACK=dim == 64, num_warps=4,
     )  # fmt: skip
