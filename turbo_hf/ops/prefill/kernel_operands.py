@@ -226,35 +226,48 @@ def unpack_tiles_kernel(
     other = _value_scale(past, pages, table, kv_row, slot, 2 * tile + 1, sealed, d, opened, SLOTS, D)
     largest = tl.maximum(one, other)
     largest = tl.where(largest > 0, largest, 1.0)
+    # channels, and tokens, that lie in the same bits of neighbouring bytes
+    K_RUN: tl.constexpr = D // 8 if BITS == 3 else D * BITS // 8
+    V_RUN: tl.constexpr = 8 if VALUE_BITS == 3 else 64 * VALUE_BITS // 8
     k_scale = 0.0
     for half in tl.static_range(2):
         block = 2 * tile + half
         v_scale = one if half == 0 else other
-        v_unit = tl.where(v_scale > 0, v_scale, largest)
+        v_unit = largest if FP8 else tl.where(v_scale > 0, v_scale, largest)
+        k_to = past.k + (kv_row * past.sealed_room + block * 64 + n)[:, None] * D
+        v_to = past.v + (kv_row * D + d)[:, None] * past.sealed_room + block * 64
         if block < sealed:
             at = tl.load(table + block) * SLOTS + slot
-            meta = pages.meta + at * LINES * D + d
+            meta = pages.meta + at * LINES * D
             k_scale = tl.load(pages.scale + at * 2)
-            k = _keys_of_page(pages.k, meta, at, n, d, D, 64, BITS).to(tl.int8)
-            v = _values_of_page(pages.v, meta, at, n, d, D, 64, BITS, VALUE_BITS).to(tl.float32)
+            for first in tl.static_range(0, D, K_RUN):
+                c = first + tl.arange(0, K_RUN)
+                k = _keys_of_page(pages.k, meta + c, at, n, c, D, 64, BITS)
+                tl.store(k_to + c[None, :], k.to(tl.int8))
+            for first in tl.static_range(0, 64, V_RUN):
+                t = first + tl.arange(0, V_RUN)
+                v = _values_of_page(pages.v, meta + d, at, t, d, D, 64, BITS, VALUE_BITS).to(tl.float32)
+                _store_values(v_to + t[None, :], v * v_scale, v_unit, FP8)
         else:
             place = (block - sealed) * 64
             here = place + n < opened
-            token = kv_row * past.open_room + place + n
-            x = tl.load(past.k_open + token[:, None] * D + d[None, :], mask=here[:, None], other=0).to(tl.float32)
-            x *= tl.load(past.k_open_scale + token, mask=here, other=0.0)[:, None]
+            at = kv_row * past.open_room + place
+            x = tl.load(past.k_open + (at + n)[:, None] * D + d[None, :], mask=here[:, None], other=0).to(tl.float32)
+            x *= tl.load(past.k_open_scale + at + n, mask=here, other=0.0)[:, None]
             most = tl.max(tl.max(tl.abs(x), 1), 0)
             k_scale = tl.where(place < opened, tl.div_rn(most, 127.0), k_scale)
-            k = as_int8(_scaled(x, most, 127.0))
-            v = _open_values(past, kv_row, place, d, opened, D) / v_unit
-        to = past.k + (kv_row * past.sealed_room + block * 64 + n)[:, None] * D + d[None, :]
-        tl.store(to, k)
-        to = past.v + (kv_row * D + d)[:, None] * past.sealed_room + (block * 64 + n)[None, :]
-        if FP8:
-            v_unit = largest
-            tl.store(to, (v * (v_scale / largest)).to(tl.float8e4nv))
-        else:
-            tl.store(to, as_int8(tl.where(v_scale > 0, v, 0.0)))
+            tl.store(k_to + d[None, :], as_int8(_scaled(x, most, 127.0)))
+            _store_values(v_to + n[None, :], _open_values(past, kv_row, place, d, opened, D), v_unit, FP8)
         scales = past.scale + (kv_row * (past.sealed_room // 64) + block) * 2
         tl.store(scales, k_scale)
         tl.store(scales + 1, tl.log2(v_unit))
+
+
+@triton.jit
+def _store_values(to, v, unit, FP8: tl.constexpr):
+    """Values as codes in this unit."""
+    codes = v / unit
+    if FP8:
+        tl.store(to, codes.to(tl.float8e4nv))
+    else:
+        tl.store(to, as_int8(codes))
