@@ -205,7 +205,7 @@ def _sealed_tile(
     place = (n0 + n).to(tl.int64)
     k = tl.load(k_base + place[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0)
     v_at = v_base + place[:, None] + d[None, :].to(tl.int64) * past.sealed_room
-    v = tl.load(v_at, mask=(d < D)[None, :], other=0)
+    v = tl.load(v_at, mask=(d < D)[None, :], other=0.0)
     k_scale = tl.load(scales + n0 // FORM.past_block * 2)
     allowed = (n0 + n)[None, :] > (tokens + m)[:, None] - WINDOW
     return _step(
