@@ -12,7 +12,7 @@ from stores import no_past, random_store, store_codes, tokens
 
 from turbo_hf.eval.bench.check import judge
 from turbo_hf.layout import AttentionOutput, KVStore, in_time_order
-from turbo_hf.ops import gpu
+from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.prefill import launch
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -71,16 +71,9 @@ def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
     run, runs = launch_hopper.launch_hopper_prefill, list[None]()
     monkeypatch.setattr(launch_hopper, "launch_hopper_prefill", lambda *given: runs.append(run(*given)))
-    monkeypatch.setattr(launch, "LEAST_ITEMS", 0.0)
+    monkeypatch.setattr(tuning, "LEAST_ITEMS", 0.0)
     yield
     assert runs
-
-
-def general(monkeypatch: pytest.MonkeyPatch, *given: Any, **options: Any) -> AttentionOutput:
-    """The same by the general kernel."""
-    with monkeypatch.context() as patched:
-        patched.setattr(gpu, "hopper", lambda device: False)
-        return prefill(*given, **options)
 
 
 def exact(
@@ -112,21 +105,25 @@ def check(got: AttentionOutput, model: AttentionOutput, want: AttentionOutput, s
 
 @all_pairs(
     mode=("turbo", "fp8"),
-    dim=(64, 128),
-    dtype=(torch.float16, torch.bfloat16),
+    form=((64, torch.float16), (128, torch.bfloat16)),
     shape=((300, 4, 2), (128, 2, 2), (17, 7, 1)),
     pasts=([330, 128, 0], [64, 37, 1000], [70, 70, 70], None),
     bits=(8, 4, (4, 2)),
     sealed=(None, 0),
     padding=(None, [0.0, 0.6, 0.1], [1.0, 0.5, 0.0]),
+    share=(512, 64),
 )
 @pytest.mark.usefixtures("hopper")
 def test_attention(
-    mode: str, dim: int, dtype: torch.dtype, shape: tuple[int, int, int], pasts: list[int] | None, bits: Any,
-    sealed: Any, padding: list[float] | None, device: torch.device, monkeypatch: pytest.MonkeyPatch,
+    mode: str, form: tuple[int, torch.dtype], shape: tuple[int, int, int], pasts: list[int] | None, bits: Any,
+    sealed: Any, padding: list[float] | None, share: int, device: torch.device, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Over rows of different lengths, within what the mode costs; a list of all tiles gives the same bits."""
-    m, heads, kv_heads = shape
+    """Over rows of different lengths, within what the mode costs; a list of all tiles gives the same bits.
+
+    share: tokens of the past that one of several programs reads at least.
+    """
+    monkeypatch.setattr(tuning, "LEAST_SHARE", share)
+    (dim, dtype), (m, heads, kv_heads) = form, shape
     q = tokens(3, heads, m, dim, device=device, dtype=dtype)
     k, v = (tokens(3, kv_heads, m, dim, device=device, dtype=dtype) for _ in range(2))
     starts = [int(m * share) for share in padding or (0, 0, 0)]
@@ -138,8 +135,10 @@ def test_attention(
     options: dict[str, Any] = {"scaling": dim**-0.5, "mode": mode, "past": store}
     options["starts"] = None if padding is None else torch.tensor(starts, device=device)
     got = prefill(q, k, v, **options)
-    model = general(monkeypatch, q, k, v, **options)
+    model = prefill(q, k, v, backend="reference", **options)
     check(got, model, exact(q, k, v, store, starts, dim**-0.5), starts)
+    if share < 512:
+        return
     # read with other strides, and by lists of all tiles
     tiles = -(-m // 128)
     every = torch.ones(3, heads, tiles * before + tiles * (tiles - 1) // 2, dtype=torch.uint8, device=device)
@@ -151,10 +150,8 @@ def test_attention(
 
 @all_pairs(mode=("turbo", "fp8"), dim=(64, 128), pasts=([330, 128, 0], [900, 700, 1000]), share=(0.2, 0.6))
 @pytest.mark.usefixtures("hopper")
-def test_lists(
-    mode: str, dim: int, pasts: list[int], share: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tiles that the general kernel reads by the same lists; what is in no list may hold NaN."""
+def test_lists(mode: str, dim: int, pasts: list[int], share: float, device: torch.device) -> None:
+    """The tiles that the reference reads by the same lists."""
     q = tokens(3, 4, 700, dim, device=device, dtype=torch.bfloat16)
     k, v = (tokens(3, 2, 700, dim, device=device, dtype=torch.bfloat16) for _ in range(2))
     store = random_store(pasts, 2, dim, device)
@@ -164,7 +161,7 @@ def test_lists(
     options: dict[str, Any] = {"scaling": dim**-0.5, "mode": mode, "past": store, "kept": kept}
     options["starts"] = torch.tensor(starts, device=device)
     got = prefill(q, k, v, **options)
-    model = general(monkeypatch, q, k, v, **options)
+    model = prefill(q, k, v, backend="reference", **options)
     other = prefill(q, k, v, **options | {"kept": None})
     # of padding, both are -inf
     assert torch.equal(got.lse.isinf(), model.lse.isinf())

@@ -364,7 +364,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         patched.setattr("turbo_hf.ops.kernel_launch._known", {})
         # programs share a past however short it is
         patched.setattr("turbo_hf.ops.gpu.sms", lambda device: 132)
-        patched.setattr("turbo_hf.ops.prefill.launch.LEAST_SHARE", 16)
+        patched.setattr("turbo_hf.ops.tuning.LEAST_SHARE", 16)
         for kind in (InterpretedFunction, JITFunction):
             patched.setattr(kind, "run", noted(kind.run))
         for config in configs:

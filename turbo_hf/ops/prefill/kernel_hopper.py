@@ -40,16 +40,20 @@ def _item(round_):
 
 
 @gluon.jit
-def _place(item, n_blocks, heads):
-    """Work item -> (first query row, batch * head): longest first inside a section of heads that share L2."""
+def _place(item, n_blocks, heads, parts):
+    """Work item -> (first query row, batch * head, part of the past): longest first inside a section of heads that
+    share L2."""
+    part = 0
+    if parts is not None:
+        part, item = item % parts, item // parts
     section = item // (n_blocks * heads)
     rest = item % (n_blocks * heads)
-    return (n_blocks - 1 - rest // heads) * 128, section * heads + rest % heads
+    return (n_blocks - 1 - rest // heads) * 128, section * heads + rest % heads, part
 
 
 @gluon.jit
 def _tiles(row, M, CAUSAL: gl.constexpr):
-    """Key tiles that the 128 rows from row on need; both halves need the same ones."""
+    """Tiles of their own keys that the 128 rows from row on need; both halves need the same ones."""
     if CAUSAL:
         n = row // 128 + 1
     else:
@@ -83,8 +87,9 @@ def _own_entry(at, i, n_blocks, past):
 
 
 @gluon.jit
-def _extent(past, listed, bh, row, n_blocks, before, Hq, starts, M):
-    """The past's tokens and tiles; how many of the newest are read in any case, and how many of the list follow."""
+def _extent(past, listed, bh, row, n_blocks, before, Hq, starts, M, part, parts):
+    """The past's tokens and tiles, how many of the newest are read in any case before those of the list, and which of
+    these, counted in this order, this part reads: from, to."""
     sealed = gl.load(past.sealed + bh // Hq).to(gl.int32) * 64
     tokens = sealed + gl.load(past.open_len + bh // Hq).to(gl.int32)
     newest = gl.cdiv(tokens, 128)
@@ -95,7 +100,14 @@ def _extent(past, listed, bh, row, n_blocks, before, Hq, starts, M):
     if starts is not None:
         live = row < M - _start(starts, bh // Hq)
         always, of_past = gl.where(live, always, 0), gl.where(live, of_past, 0)
-    return tokens, newest, always, of_past
+    begin, end = 0, always + of_past
+    if parts is not None:
+        # the first part reads the queries' own tiles besides
+        own = row // 128 + 1
+        share = gl.cdiv(end + own, parts)
+        begin = gl.maximum(part * share - own, 0)
+        end = gl.minimum((part + 1) * share - own, end)
+    return tokens, newest, always, begin, end
 
 
 @gluon.jit
@@ -109,12 +121,12 @@ def _past_tile(i, newest, always, at, room):
 
 @gluon.jit
 def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq, G,
-              listed, past, before, starts, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+              listed, past, before, parts, starts, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     it = 0
     for round_ in range(gl.cdiv(n_items, gl.num_programs(0))):
         item = _item(round_)
         if item < n_items:
-            row, bh = _place(item, n_blocks, heads)
+            row, bh, part = _place(item, n_blocks, heads, parts)
             kv = (bh // Hq) * (Hq // G) + (bh % Hq) // G
             n = _tiles(row, M, CAUSAL)
             if listed is not None:
@@ -123,6 +135,8 @@ def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp
                 following = row // 128
             if starts is not None:
                 n = gl.where(row < M - _start(starts, bh // Hq), n, 1)
+            if parts is not None:
+                n = gl.where(part == 0, n, 1)
             for i in range(n):
                 if listed is not None:
                     j = following
@@ -139,9 +153,10 @@ def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp
                 of_past_at = None
                 if listed is not None:
                     of_past_at = at + earlier
-                _, newest, always, of_past = _extent(past, listed, bh, row, n_blocks, before, Hq, starts, M)
-                ahead = _past_tile(0, newest, always, of_past_at, past.room)
-                for i in range(always + of_past):
+                _, newest, always, begin, end = _extent(
+                    past, listed, bh, row, n_blocks, before, Hq, starts, M, part, parts)
+                ahead = _past_tile(begin, newest, always, of_past_at, past.room)
+                for i in range(begin, end):
                     j = ahead
                     ahead = _past_tile(i + 1, newest, always, of_past_at, past.room)
                     s = it % STAGES
@@ -163,10 +178,10 @@ def _start(starts, row):
 
 
 @gluon.jit
-def _load_q(q, round_, wg: gl.constexpr, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, starts,
+def _load_q(q, round_, wg: gl.constexpr, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, starts, parts,
             D: gl.constexpr, layout: gl.constexpr):
     """This warpgroup's 64 query rows in a round (past the end: any item's)."""
-    row, bh = _place(gl.minimum(_item(round_), n_items - 1), n_blocks, heads)
+    row, bh, _ = _place(gl.minimum(_item(round_), n_items - 1), n_blocks, heads, parts)
     rows = _start(starts, bh // Hq) + row + 64 * wg + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     base = q + (bh // Hq).to(gl.int64) * sqb + (bh % Hq).to(gl.int64) * sqh
     cols = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
@@ -196,10 +211,14 @@ def _store_out(o, out, row, som, M, D: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _store_lse(lse, found, rows, broken, M):
-    """The natural log of the sums; a head whose scores are too large for INT8 is reported."""
+def _store_lse(lse, found, rows, broken, M, seen):
+    """The natural log of the sums; a head whose scores are too large for INT8 is reported. seen: rows that have seen a
+    key; None: all."""
+    large = gl.abs(found) > SCORE_LIMIT
+    if seen is not None:
+        large, found = large & seen, gl.where(seen, found, float("-inf"))
     gl.store(lse + rows, found, mask=rows < M)
-    gl.store(broken + rows * 0, rows * 0 + 1, mask=(rows < M) & (gl.abs(found) > SCORE_LIMIT))
+    gl.store(broken + rows * 0, rows * 0 + 1, mask=(rows < M) & large)
 
 
 @gluon.jit
@@ -403,8 +422,8 @@ def _absorb(P, worth, W, F, R, acc, total, old, ref, unit, v_exp, alpha, beta, M
 
 @gluon.jit
 def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty,
-              sqb, sqh, sqm, sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, starts,
-              scale_log2, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
+              sqb, sqh, sqm, sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, parts,
+              starts, scale_log2, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
               LATE_PACK: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
@@ -425,9 +444,9 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
 
     it = 0
     rounds = _rounds(n_items)
-    x = _load_q(q, 0, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, starts, D, io_layout)
+    x = _load_q(q, 0, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, starts, parts, D, io_layout)
     for round_ in range(rounds):
-        row, bh = _place(_item(round_), n_blocks, heads)
+        row, bh, part = _place(_item(round_), n_blocks, heads, parts)
         kv = bh // Hq * (Hq // G) + bh % Hq // G
         n = _tiles(row, M, CAUSAL)
         j = n - 1
@@ -436,11 +455,14 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
             n = earlier + 1
         of_past_at = None
         if past is not None:
-            tokens, newest, always, of_past = _extent(past, listed, bh, row, n_blocks, before, Hq, starts, M)
+            tokens, newest, always, begin, end = _extent(
+                past, listed, bh, row, n_blocks, before, Hq, starts, M, part, parts)
             if listed is not None:
                 of_past_at = at + earlier
         if starts is not None:
             n = gl.where(row < M - _start(starts, bh // Hq), n, 1)
+        if parts is not None:
+            n = gl.where(part == 0, n, 1)
         row += 64 * wg
         k_scales, v_logs = k_scale + kv * (Tp // 128), v_log2 + kv * (Tp // 128)
 
@@ -448,6 +470,9 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
 
         s = it % STAGES
         last = _last_row(row, M, CAUSAL, row_layout)
+        if parts is not None:
+            # other parts see none of the first tile, from which the loops go on
+            last = gl.where(part == 0, last, -1)
         c = q_scale * gl.load(k_scales + j)
         v_exp = gl.load(v_logs + j)
         mbarrier.wait(full.index(s), (it // STAGES) & 1)
@@ -490,19 +515,19 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
 
         if past is not None:
             scales = past.scale + kv * (past.room // 32)
-            partial = gl.minimum(gl.where(tokens % 128 > 0, 1, 0), always)
-            k_two, v_two = _past_scales(scales, _past_tile(0, newest, always, of_past_at, past.room), halves)
-            ahead = _past_tile(1, newest, always, of_past_at, past.room)
-            for part in gl.static_range(2):
-                # the newest tile alone may have keys that are not the row's
-                for i in range(0 if part == 0 else partial, partial if part == 0 else always + of_past):
+            # the newest tile alone may have keys that are not the row's
+            full_from = gl.where((begin == 0) & (end > 0) & (tokens % 128 > 0), 1, begin)
+            k_two, v_two = _past_scales(scales, _past_tile(begin, newest, always, of_past_at, past.room), halves)
+            ahead = _past_tile(begin + 1, newest, always, of_past_at, past.room)
+            for turn in gl.static_range(2):
+                for i in range(begin if turn == 0 else full_from, full_from if turn == 0 else end):
                     k_here, v_here = k_two, v_two
                     k_two, v_two = _past_scales(scales, ahead, halves)
                     ahead = _past_tile(i + 2, newest, always, of_past_at, past.room)
                     S, F, R = _products(W, q_wg, k_smem, v_smem, ones, full, it, s, s_zero, o_zero, l_zero, STAGES, FP8)
                     old = ref
                     P, m, ref = _past_probabilities(
-                        S, q_scale, k_here, m, tokens, (newest - 1) * 128, OFFSET, part == 0, s_layout, halves)
+                        S, q_scale, k_here, m, tokens, (newest - 1) * 128, OFFSET, turn == 0, s_layout, halves)
                     v_exp = gl.max(v_here, 0)
                     worth = P
                     if not FP8:
@@ -514,7 +539,7 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
                     s = it % STAGES
 
         F = _p_v(W, v_smem.index(s), o_zero, FP8, o_layout)
-        x = _load_q(q, round_ + 1, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, starts, D, io_layout)
+        x = _load_q(q, round_ + 1, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, starts, parts, D, io_layout)
         if FP8:
             R = warpgroup_mma_wait(0, deps=[_row_sums(W, ones, l_zero, l_layout)])
             total = gl.convert_layout(gl.max(total * _rows(beta, l_layout) + R, 1), row_layout, assert_trivial=True)
@@ -524,24 +549,35 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
         mbarrier.arrive(empty.index(s))
         it += 1
 
+        seen = None
+        if parts is not None:
+            # a part may see nothing
+            seen = total > 0
+            total = gl.where(seen, total, 1.0)
         out = (acc * _rows(alpha, o_layout) + F.to(gl.float32)) * _rows(gl.exp2(v_exp) / total, o_layout)
         out = gl.convert_layout(out.to(o.dtype.element_ty), io_layout)
         row += _start(starts, bh // Hq)
-        _store_out(o + (bh // Hq).to(gl.int64) * sob + (bh % Hq).to(gl.int64) * soh, out, row, som, M, D, io_layout)
+        to = o + (bh // Hq).to(gl.int64) * sob + (bh % Hq).to(gl.int64) * soh
+        lse_at = bh.to(gl.int64) * M
+        if parts is not None:
+            lse_at += part.to(gl.int64) * (n_items // parts // n_blocks) * M
+            to = o + lse_at * D
+        _store_out(to, out, row, som, M, D, io_layout)
         rows = row + gl.arange(0, 64, layout=row_layout)
-        _store_lse(lse + bh.to(gl.int64) * M, (ref - OFFSET + gl.log2(total)) * LN_2, rows, broken + bh, M)
+        _store_lse(lse + lse_at, (ref - OFFSET + gl.log2(total)) * LN_2, rows, broken + bh, M, seen)
 
 
-@gluon.jit(do_not_specialize=["M", "Tp", "n_items", "n_blocks", "heads", "Hq", "G", "before"])
+@gluon.jit(do_not_specialize=["M", "Tp", "n_items", "n_blocks", "heads", "Hq", "G", "before", "parts"])
 def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, past_k, past_v, broken, o, lse, sqb, sqh, sqm, sob, som,
-                          soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, starts, scale_log2,
-                          D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
+                          soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, parts, starts,
+                          scale_log2, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
                           LATE_PACK: gl.constexpr):
     """q [B, Hq, M, D] with last stride 1; k_desc [B*Hkv*Tp, D], v_desc [B*Hkv*D, Tp]; broken int32 [B*Hq + ...].
 
     listed: `Listed`; None: every key tile is read. past: `TiledPast`, whose codes are past_k and past_v, of a causal
-    chunk, or None; before: how many of its tiles the lists are about. starts: int64 [B], the first token of each row of
-    a causal prompt; None: 0.
+    chunk, or None; before: how many of its tiles the lists are about; parts: how many items share the past of a tile of
+    queries, with o and lse as of `merge_parts_kernel`; None: each reads all. starts: int64 [B], the first token of each
+    row of a causal prompt; None: 0.
     """
     q_smem = gl.allocate_shared_memory(gl.int8, [2, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], gl.int8))
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 128, D], k_desc.layout)
@@ -558,11 +594,11 @@ def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, past_k, past_v, br
     fence_async_shared()
     gl.warp_specialize([
         (_consumer, (0, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty, sqb, sqh, sqm,
-                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, starts, scale_log2, D,
-                     STAGES, CAUSAL, FP8, LATE_PACK)),
+                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, parts, starts,
+                     scale_log2, D, STAGES, CAUSAL, FP8, LATE_PACK)),
         (_consumer, (1, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty, sqb, sqh, sqm,
-                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, starts, scale_log2, D,
-                     STAGES, CAUSAL, FP8, LATE_PACK)),
+                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, parts, starts,
+                     scale_log2, D, STAGES, CAUSAL, FP8, LATE_PACK)),
         (_producer, (k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq,
-                     G, listed, past, before, starts, D, STAGES, CAUSAL)),
+                     G, listed, past, before, parts, starts, D, STAGES, CAUSAL)),
     ], [4, 1], [240, 24])

@@ -31,22 +31,13 @@ from turbo_hf.ops.prefill.kernel_parts import merge_parts_kernel
 from turbo_hf.ops.prefill.launch_tiles import launch_list_tiles
 from turbo_hf.ops.prefill.reference_tiles import past_tiles
 from turbo_hf.ops.store.launch import launch_rotate, pairs_of
-from turbo_hf.ops.tuning import PrefillTiles, prefill_tiles
+from turbo_hf.ops.tuning import PrefillTiles, fills_sms, in_tiles, past_parts, prefill_tiles
 
 REPAIR_PROGRAMS = 264
 """Programs that check whether any head holds NaN or Inf: two per SM of an H200."""
 
-MOST_PARTS = 16
-"""Maximum number of programs that share the past of a tile of queries."""
-
-LEAST_SHARE = 512
-"""Tokens of the past that such a program reads at least, if the table is full."""
-
 WIDE_PAST = 1 << 29
 """Bytes of an unpacked past up to which it is in the type of the queries, where products are in that."""
-
-LEAST_ITEMS = 0.45
-"""Tiles of 128 queries per SM from which the kernel for Hopper, whose programs share no past, reads it faster."""
 
 MERGED = 8
 """Queries whose parts a program merges."""
@@ -232,10 +223,14 @@ def launch_prefill(
             name, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device), past=past is not None
         )
 
-    programs = -(-tokens // tiles_of(rounding.mode).block_m) * pairs
-    hopper = own and _hopper_serves(q, rounding, scoring, past, window, causal=causal, padded=starts is not None)
-    parts = 1 if hopper else _parts(programs, past if kept is None else None, q.device)
-    result, lse = _outputs(q, starts is not None and parts == 1)
+    # lists are not shared among programs
+    room = 0 if past is None or kept is not None else past.table.shape[1] * past.block
+    hopper = own and _hopper_serves(q, rounding, scoring, past, room, window, causal=causal, padded=starts is not None)
+    rows = PROMPT_TILE if hopper else tiles_of(rounding.mode).block_m
+    parts = past_parts(-(-tokens // rows) * pairs, room, q.device)
+    found = first = _outputs(q, starts is not None and parts == 1)
+    if parts > 1:
+        first = AttentionOutput(*(torch.empty(parts, *x.shape, device=q.device) for x in found))
     flags = torch.empty if rounding.mode == "fp16" else torch.zeros
     broken = flags(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
     held = None if past is None else _held(past, q.dtype, rounding.mode, tiled=hopper)
@@ -255,11 +250,9 @@ def launch_prefill(
         split = parts > 1 and not repair
         past_block = 64 if past is None else past.block
         past_tile = min(past_block, tiles.block_n) if precise else past_block
-        k_tiles = v_tiles = None
-        if not precise:
-            k_tiles = TensorDescriptor.from_tensor(operands.k.view(-1, dim), [block, padded_dim])
-        if operands.v is not None:
-            v_tiles = TensorDescriptor.from_tensor(operands.v.view(-1, operands.v.shape[3]), [padded_dim, block])
+        described, values = TensorDescriptor.from_tensor, operands.v
+        k_tiles = None if precise else described(operands.k.view(-1, dim), [block, padded_dim])
+        v_tiles = None if values is None else described(values.view(-1, values.shape[3]), [padded_dim, block])
         chunk = Chunk(
             None if k_tiles else _view(k), None if v_tiles else _view(v), operands.k_scale, logs, operands.v_channel,
             starts, operands.k.shape[2],
@@ -271,10 +264,9 @@ def launch_prefill(
             k_token=mode.k_scale == "token", own=own, split=split, in_time=rounding.mode == "fp16",
         )  # fmt: skip
         programs = -(-tokens // tiles.block_m) * pairs * (1 if repair else parts)
-        to = PrefillResult(_view(result), lse, broken)
-        if split:
-            outs, lses = (torch.empty(parts, *x.shape, device=q.device) for x in (result, lse))
-            to = PrefillResult(View(outs, None), lses, broken)
+        to = PrefillResult(
+            View(first.out, None) if split else _view(found.out), (first if split else found).lse, broken
+        )
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
             PrefillQueries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
             # what is repaired is computed densely
@@ -282,42 +274,28 @@ def launch_prefill(
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
             **gpu.FMA,
         )  # fmt: skip
-        if split:
-            _merge_parts(outs, lses, starts, AttentionOutput(result, lse))
 
     precise_parts = Operands(k, k)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         if rounding.mode == "fp16":
             run(precise_parts, "fp16")
-            return AttentionOutput(result, lse)
-        operands, v_log2 = _quantize(k, v, rounding, starts, broken[pairs:])
-        bias = None if operands.k_mean is None else _bias(q, operands.k_mean) * scoring.scaling
-        rotated = launch_rotate(q, query_shift(dim), torch.float32) if rounding.hadamard else None
-        if hopper:
-            from turbo_hf.ops.prefill.launch_hopper import launch_hopper_prefill  # noqa: PLC0415 - needs Gluon
-
-            assert v_log2 is not None
-            launch_hopper_prefill(
-                q, operands, v_log2, AttentionOutput(result, lse), broken, scoring, causal, held, listed, before,
-                starts,
-            )  # fmt: skip
         else:
-            run(operands, rounding.mode, v_log2, rotated, bias)
-        # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
-        run(precise_parts, "fp16", repair=True)
-    return AttentionOutput(result, lse)
+            operands, v_log2 = _quantize(k, v, rounding, starts, broken[pairs:])
+            if hopper:
+                from turbo_hf.ops.prefill.launch_hopper import launch_hopper_prefill  # noqa: PLC0415 - needs Gluon
 
-
-def _parts(programs: int, past: KVStore | None, device: torch.device) -> int:
-    """How many programs share the past of a tile of queries, where there are fewer tiles than SMs. past: None, if there
-    is none to share.
-
-    What the host knows alone decides: a captured launch is replayed over other lengths.
-    """
-    if past is None:
-        return 1
-    room = past.table.shape[1] * past.block
-    return max(1, min(gpu.sms(device) // programs, room // LEAST_SHARE, MOST_PARTS))
+                over = (held, listed, before, parts, starts)
+                launch_hopper_prefill(q, operands, v_log2, first, broken, scoring, causal, *over)
+            else:
+                bias = None if operands.k_mean is None else _bias(q, operands.k_mean) * scoring.scaling
+                rotated = launch_rotate(q, query_shift(dim), torch.float32) if rounding.hadamard else None
+                run(operands, rounding.mode, v_log2, rotated, bias)
+        if parts > 1:
+            _merge_parts(*first, starts, found)
+        if rounding.mode != "fp16":
+            # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
+            run(precise_parts, "fp16", repair=True)
+    return found
 
 
 def _bias(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
@@ -350,16 +328,16 @@ def _hopper_serves(
     rounding: Rounding,
     scoring: Scoring,
     past: KVStore | None,
+    room: int,
     window: int | None,
     *,
     causal: bool,
     padded: bool,
 ) -> bool:
-    """Whether the kernel for Hopper computes what `prefill_kernel` would, over a past also as fast."""
-    if past is not None:
-        items = -(-q.shape[2] // PROMPT_TILE) * q.shape[0] * q.shape[1]
-        if past.block != 64 or past.k_open.dtype != torch.int8 or items < LEAST_ITEMS * gpu.sms(q.device):
-            return False
+    """Whether the kernel for Hopper computes what `prefill_kernel` would, over a past also as fast. room: tokens of the
+    past that programs may share."""
+    if past is not None and not (in_tiles(past) and fills_sms(q, room)):
+        return False
     plain = scoring.is_plain and (causal or (past is None and not padded))
     plain &= window is None or (past is None and window >= q.shape[2])
     scales = MODES[rounding.mode].k_scale == "block" and rounding.v_scale == "block" and rounding.block == 128

@@ -24,8 +24,8 @@ STAGES = {64: 8, 128: 5}
 
 def launch_hopper_prefill(
     q: torch.Tensor,
-    parts: Operands,
-    v_log2: torch.Tensor,
+    chunk: Operands,
+    v_log2: torch.Tensor | None,
     to: AttentionOutput,
     broken: torch.Tensor,
     scoring: Scoring,
@@ -33,20 +33,24 @@ def launch_hopper_prefill(
     past: Past | None = None,
     listed: Listed | None = None,
     before: int = 0,
+    parts: int = 1,
     starts: torch.Tensor | None = None,
 ) -> None:
-    """Write out and lse of q over `parts` to `to`, v_log2 being the log2 of `parts.v_scale`. scoring: a plain one.
+    """Write out and lse of q over `chunk` to `to`, v_log2 being the log2 of `chunk.v_scale`. scoring: a plain one.
 
     past: of a causal chunk, as `unpack_tiles` makes it. listed: the key tiles that each tile of queries reads, of a
-    causal prompt, the first `before` tiles of the past among them; None: all. starts: int64 [B], each row's first
-    token, of causal prompts. `broken` is set for heads with NaN or Inf in q, or scores too large for INT8.
+    causal prompt, the first `before` tiles of the past among them; None: all. parts: how many programs share the past
+    of a tile of queries; `to` is then float32 [parts, B, Hq, M, D] and [parts, B, Hq, M], contiguous. starts: int64
+    [B], each row's first token, of causal prompts. `broken` is set for heads with NaN or Inf in q, or scores too large
+    for INT8.
     """
     out, lse = to
     batch, heads, tokens, dim = q.shape
-    kv_heads, padded = parts.k.shape[1:3]
-    assert parts.v is not None
-    fp8 = parts.v.dtype == torch.float8_e4m3fn
-    group, items = heads // kv_heads, triton.cdiv(tokens, TILE) * batch * heads
+    kv_heads, padded = chunk.k.shape[1:3]
+    assert chunk.v is not None
+    assert v_log2 is not None
+    fp8 = chunk.v.dtype == torch.float8_e4m3fn
+    group, items = heads // kv_heads, triton.cdiv(tokens, TILE) * batch * heads * parts
     room = 0 if past is None else past.sealed_room
     together = min(batch * heads, max(1, int(L2_BYTES // (2 * (room + padded) * dim))) * group)
     while batch * heads % together:
@@ -63,9 +67,9 @@ def launch_hopper_prefill(
     if past is not None:
         of_past, tiled = described(past.k, past.v, room), TiledPast(past.scale, past.sealed, past.open_len, room)
     hopper_prefill_kernel[(min(items, gpu.sms(q.device)),)](
-        q, *described(parts.k, parts.v, padded), parts.k_scale, v_log2, *of_past, broken, out, lse,
-        *q.stride()[:3], out.stride(0), out.stride(2), out.stride(1), tokens, padded, items,
+        q, *described(chunk.k, chunk.v, padded), chunk.k_scale, v_log2, *of_past, broken, out, lse,
+        *q.stride()[:3], out.stride(-4), out.stride(-2), out.stride(-3), tokens, padded, items,
         triton.cdiv(tokens, TILE), together, heads, group,
-        listed, tiled, before, starts, scoring.scaling * math.log2(math.e),
+        listed, tiled, before, parts if parts > 1 else None, starts, scoring.scaling * math.log2(math.e),
         D=dim, STAGES=STAGES[dim], CAUSAL=causal, FP8=fp8, LATE_PACK=dim == 64, num_warps=4,
     )  # fmt: skip
