@@ -37,7 +37,12 @@ def test_a_past_in_tiles(
     for pages in store.paged:
         # a block that is worth little beside the other of its tile, and one that is worth nothing
         pages.scale[store.table[0, 0], :, 1] *= 0.01
-        pages.scale[store.table[0, 3], :, 1] = 0.0
+        nothing = store.table[0, 3]
+        pages.scale[nothing, :, 1] = 0.0
+        if pages.value_bits == 8:
+            pages.v[nothing] = 0
+        else:
+            pages.meta[nothing, :, -2:] = 0
     got = launch.unpack_tiles(store, values)
     for row, codes in enumerate(store_codes(store)):
         split, length = 64 * int(store.sealed[row]), LENGTHS[row]

@@ -68,6 +68,7 @@ def test_a_named_mode_is_itself_and_auto_without_a_gpu_rounds_nothing() -> None:
 def test_report_says_what_auto_does() -> None:
     here = torch.device("cuda")
     text = "head dim 64: fp16 (8 bit was not measured faster here); head dim 128: fp16, from 4096 tokens up turbo"
+    text += ", fewer over a long past"
     assert describe_prefill("auto", here, {128, 64}) == f"prompts (auto): {text}"
     assert describe_prefill("half", here, {64}) == "prompts: half"
     assert describe_prefill("auto", torch.device("cpu"), {64}) == "prompts: fp16 (auto, without a GPU)"

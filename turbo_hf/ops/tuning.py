@@ -133,7 +133,9 @@ def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> st
     parts = []
     for dim in sorted(dims):
         fast = _fast_from(device, dim)
-        how = f"fp16 ({_why_slow(device)})" if fast is None else f"fp16, from {fast[0]} tokens up {fast[1]}"
+        how = f"fp16 ({_why_slow(device)})"
+        if fast is not None:
+            how = f"fp16, from {fast[0]} tokens up {fast[1]}, fewer over a long past"
         parts.append(f"head dim {dim}: {how}")
     return "prompts (auto): " + "; ".join(parts)
 

@@ -246,8 +246,11 @@ def unpack_tiles_kernel(
                 tl.store(k_to + c[None, :], k.to(tl.int8))
             for first in tl.static_range(0, 64, V_RUN):
                 t = first + tl.arange(0, V_RUN)
-                v = _values_of_page(pages.v, meta + d, at, t, d, D, 64, BITS, VALUE_BITS).to(tl.float32)
-                _store_values(v_to + t[None, :], v * v_scale, v_unit, FP8)
+                v = _values_of_page(pages.v, meta + d, at, t, d, D, 64, BITS, VALUE_BITS)
+                if FP8:
+                    tl.store(v_to + t[None, :], (v.to(tl.float32) * (v_scale / v_unit)).to(tl.float8e4nv))
+                else:
+                    tl.store(v_to + t[None, :], v.to(tl.int8))
         else:
             place = (block - sealed) * 64
             here = place + n < opened
@@ -257,17 +260,11 @@ def unpack_tiles_kernel(
             most = tl.max(tl.max(tl.abs(x), 1), 0)
             k_scale = tl.where(place < opened, tl.div_rn(most, 127.0), k_scale)
             tl.store(k_to + d[None, :], as_int8(_scaled(x, most, 127.0)))
-            _store_values(v_to + n[None, :], _open_values(past, kv_row, place, d, opened, D), v_unit, FP8)
+            y = _open_values(past, kv_row, place, d, opened, D) / v_unit
+            if FP8:
+                tl.store(v_to + n[None, :], y.to(tl.float8e4nv))
+            else:
+                tl.store(v_to + n[None, :], as_int8(y))
         scales = past.scale + (kv_row * (past.sealed_room // 64) + block) * 2
         tl.store(scales, k_scale)
         tl.store(scales + 1, tl.log2(v_unit))
-
-
-@triton.jit
-def _store_values(to, v, unit, FP8: tl.constexpr):
-    """Values as codes in this unit."""
-    codes = v / unit
-    if FP8:
-        tl.store(to, codes.to(tl.float8e4nv))
-    else:
-        tl.store(to, as_int8(codes))
