@@ -32,9 +32,9 @@ def test_auto_computes_in_8_bit_where_that_was_measured_faster() -> None:
     assert mode("auto", 4096, 128) == "turbo"
     assert mode("auto", 1 << 17, 64) == "fp16"
     assert mode("auto", 1 << 17, 128, torch.float32) == "fp16"
-    # a chunk: as many pairs of a query and a key
-    assert mode("auto", 1024, 128, past=7679) == "fp16"
-    assert mode("auto", 1024, 128, past=7680) == "turbo"
+    # a chunk: twice as many pairs of a query and a key
+    assert mode("auto", 1024, 128, past=15871) == "fp16"
+    assert mode("auto", 1024, 128, past=15872) == "turbo"
     assert mode("auto", 512, 128, past=1 << 17) == "turbo"
     assert mode("auto", 1024, 64, past=1 << 17) == "fp16"
 

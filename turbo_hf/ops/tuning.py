@@ -61,8 +61,7 @@ def _small_tiles(mode: str, dim: int, itemsize: int, block: int, past: bool) -> 
 
 AUTO_PREFILL = {128: (4096, "turbo")}
 """(tokens, mode) by head dim: from so many tokens of a prompt on, the kernel for Hopper was measured faster than cuDNN
-in 16 bit, quantization included; of a chunk over a past, from as many pairs of a query and a key on. On GPUs where it
-does not run, "auto" keeps to the model's own precision.
+in 16 bit, quantization included. On GPUs where it does not run, "auto" keeps to the model's own precision.
 
 "fp8" is faster still (`eval/results/prefill-log.md`) and has twice the error of "turbo": a user's choice.
 """
@@ -106,7 +105,8 @@ def fills_sms(q: torch.Tensor, room: int) -> bool:
 def prefill_mode(attention: str, q: torch.Tensor, past: int = 0) -> str:
     """The mode of `prefill` for `TurboConfig.attention`: itself, or what "auto" means for queries [B, Hq, M, D].
 
-    past: tokens before them which the kernel for Hopper could read, as far as the host knows.
+    past: tokens before them which the kernel for Hopper could read, as far as the host knows. A shorter prompt over
+    them is worth it from twice the pairs of a query and a key on that the shortest prompt has.
     """
     if attention != "auto":
         return attention
@@ -117,7 +117,7 @@ def prefill_mode(attention: str, q: torch.Tensor, past: int = 0) -> str:
     if not narrow or fast is None:
         return "fp16"
     tokens, (least, mode) = q.shape[2], fast
-    enough = tokens >= least or (tokens * (2 * past + tokens) >= least**2 and fills_sms(q, past))
+    enough = tokens >= least or (tokens * (past + tokens // 2) >= least**2 and fills_sms(q, past))
     return mode if enough else "fp16"
 
 
