@@ -3,8 +3,7 @@
 It computes what `ops.prefill.kernel` does, for prompts and chunks without window, cap or sinks. One
 persistent program per SM: one warp loads tiles of K and V with the tensor memory accelerator (TMA) for two warpgroups,
 each of which owns 64 queries. A warpgroup issues Q K^T of the next tile and P V of the last one together, and computes
-its softmax meanwhile. In FP8 the row sums are those of the rounded P, by one more product. A tile of the past holds two
-blocks of 64 keys, each with its own scales; the newest, if it is not full, is masked.
+its softmax meanwhile. In FP8 the row sums are those of the rounded P, by one more product.
 `eval/results/prefill-log.md` has what was tried and measured.
 
 Names: M queries and keys, Tp padded keys, n_items tiles of 128 queries in all, n_blocks in a head, heads that run side
@@ -25,8 +24,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from turbo_hf.ops.kernel_common import LN_2, ROUND, SCORE_LIMIT
+from turbo_hf.ops.prefill.kernel_hopper_past import (
+    GUARD,
+    by_worth,
+    entry,
+    extent,
+    past_probabilities,
+    past_scales,
+    past_tile,
+    start_of,
+)
 
-_GUARD = gl.constexpr(16.0)  # the reference of a tile may lie at most this far (log2) under the running maximum
 _LOG2_448 = gl.constexpr(math.log2(448))
 _LOG2_127 = gl.constexpr(6.98868468677217)  # rounded to 15 digits, the same float32
 
@@ -72,51 +80,12 @@ def _list(listed, bh, row, n_blocks, before, past):
 
 
 @gluon.jit
-def _entry(at, i):
-    """Entry i of a list; some tile up to two places past its end."""
-    return gl.load(at + i).to(gl.int32)
-
-
-@gluon.jit
 def _own_entry(at, i, n_blocks, past):
     """The same of the queries' own keys, behind which the list may go on with tiles of the past."""
-    j = _entry(at, i)
+    j = entry(at, i)
     if past is not None:
         j = gl.minimum(j, n_blocks - 1)
     return j
-
-
-@gluon.jit
-def _extent(past, listed, bh, row, n_blocks, before, Hq, starts, M, part, parts):
-    """The past's tokens and tiles, how many of the newest are read in any case before those of the list, and which of
-    these, counted in this order, this part reads: from, to."""
-    sealed = gl.load(past.sealed + bh // Hq).to(gl.int32) * 64
-    tokens = sealed + gl.load(past.open_len + bh // Hq).to(gl.int32)
-    newest = gl.cdiv(tokens, 128)
-    always, of_past = newest, 0
-    if listed is not None:
-        always = newest - gl.minimum(sealed // 128, before)
-        of_past = gl.load(listed[2] + bh.to(gl.int64) * n_blocks + row // 128)
-    if starts is not None:
-        live = row < M - _start(starts, bh // Hq)
-        always, of_past = gl.where(live, always, 0), gl.where(live, of_past, 0)
-    begin, end = 0, always + of_past
-    if parts is not None:
-        # the first part reads the queries' own tiles besides
-        own = row // 128 + 1
-        share = gl.cdiv(end + own, parts)
-        begin = gl.maximum(part * share - own, 0)
-        end = gl.minimum((part + 1) * share - own, end)
-    return tokens, newest, always, begin, end
-
-
-@gluon.jit
-def _past_tile(i, newest, always, at, room):
-    """The tile of the past that is read i-th (past the end: any), at: the past's part of the list, or None."""
-    j = newest - 1 - i
-    if at is not None:
-        j = gl.where(i < always, j, _entry(at, gl.maximum(i - always, 0)))
-    return gl.minimum(gl.maximum(j, 0), room // 128 - 1)
 
 
 @gluon.jit
@@ -134,13 +103,13 @@ def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp
                 n = earlier + 1
                 following = row // 128
             if starts is not None:
-                n = gl.where(row < M - _start(starts, bh // Hq), n, 1)
+                n = gl.where(row < M - start_of(starts, bh // Hq), n, 1)
             if parts is not None:
                 n = gl.where(part == 0, n, 1)
             for i in range(n):
                 if listed is not None:
                     j = following
-                    following = _entry(at, i)
+                    following = entry(at, i)
                 else:
                     j = n - 1 - i
                 s = it % STAGES
@@ -153,12 +122,12 @@ def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp
                 of_past_at = None
                 if listed is not None:
                     of_past_at = at + earlier
-                _, newest, always, begin, end = _extent(
+                _, newest, always, begin, end = extent(
                     past, listed, bh, row, n_blocks, before, Hq, starts, M, part, parts)
-                ahead = _past_tile(begin, newest, always, of_past_at, past.room)
+                ahead = past_tile(begin, newest, always, of_past_at, past.room)
                 for i in range(begin, end):
                     j = ahead
-                    ahead = _past_tile(i + 1, newest, always, of_past_at, past.room)
+                    ahead = past_tile(i + 1, newest, always, of_past_at, past.room)
                     s = it % STAGES
                     mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
                     mbarrier.expect(full.index(s), 256 * D)
@@ -169,20 +138,11 @@ def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp
 
 
 @gluon.jit
-def _start(starts, row):
-    """The first token of a row of the batch."""
-    start = 0
-    if starts is not None:
-        start = gl.load(starts + row).to(gl.int32)
-    return start
-
-
-@gluon.jit
 def _load_q(q, round_, wg: gl.constexpr, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, starts, parts,
             D: gl.constexpr, layout: gl.constexpr):
     """This warpgroup's 64 query rows in a round (past the end: any item's)."""
     row, bh, _ = _place(gl.minimum(_item(round_), n_items - 1), n_blocks, heads, parts)
-    rows = _start(starts, bh // Hq) + row + 64 * wg + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    rows = start_of(starts, bh // Hq) + row + 64 * wg + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     base = q + (bh // Hq).to(gl.int64) * sqb + (bh % Hq).to(gl.int64) * sqh
     cols = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     return gl.load(base + (rows.to(gl.int64) * sqm)[:, None] + cols[None, :], mask=(rows < M)[:, None], other=0.0)
@@ -283,51 +243,11 @@ def _probabilities(S, c, m, last, first_key, OFFSET: gl.constexpr, MASK: gl.cons
         S = gl.where(keep, S, -1073741824)
     top = gl.max(S, 1).to(gl.float32) * c  # on integers: one VIMNMX3 for two scores
     m = gl.maximum(m, top)
-    ref = gl.maximum(top, m - _GUARD)
+    ref = gl.maximum(top, m - GUARD)
     P = gl.exp2(S.to(gl.float32) * c[:, None] - (ref - OFFSET)[:, None])
     if MASK:
         P = gl.where(keep, P, 0.0)
     return P, m, ref
-
-
-@gluon.jit
-def _of_halves(x, layout: gl.constexpr):
-    """A row vector as [64, 1], beside which the halves of a tile stand."""
-    return gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(2, layout)), assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def _past_scales(scales, j, layout: gl.constexpr):
-    """Scales of the two blocks of keys of the past's tile j, and log2 of those of its values."""
-    at = scales + j * 4 + 2 * gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    return gl.load(at), gl.load(at + 1)
-
-
-@gluon.jit
-def _past_probabilities(S, q_scale, k_scale, m, tokens, first_key, OFFSET: gl.constexpr, MASK: gl.constexpr,
-                        layout: gl.constexpr, halves: gl.constexpr):
-    """`_probabilities` of a tile of two blocks, each with its own scale of keys. MASK: keys from `tokens` on."""
-    if MASK:
-        keep = (first_key + gl.arange(0, 128, layout=gl.SliceLayout(0, layout)))[None, :] < tokens
-        S = gl.where(keep, S, -1073741824)
-    c = _of_halves(q_scale, halves) * k_scale[None, :]
-    S = S.reshape((64, 2, 64))
-    top = gl.max(gl.max(S, 2).to(gl.float32) * c, 1)
-    top = gl.convert_layout(top, gl.SliceLayout(1, layout), assert_trivial=True)
-    m = gl.maximum(m, top)
-    ref = gl.maximum(top, m - _GUARD)
-    P = gl.exp2(S.to(gl.float32) * c[:, :, None] - _of_halves(ref - OFFSET, halves)[:, :, None])
-    P = gl.convert_layout(P.reshape((64, 128)), layout, assert_trivial=True)
-    if MASK:
-        P = gl.where(keep, P, 0.0)
-    return P, m, ref
-
-
-@gluon.jit
-def _by_worth(P, v_log, v_exp, layout: gl.constexpr):
-    """P times what the values of its half are worth beside the tile's larger scale."""
-    P = P.reshape((64, 2, 64)) * gl.exp2(v_log - v_exp)[None, :, None]
-    return gl.convert_layout(P.reshape((64, 128)), layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -455,12 +375,12 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
             n = earlier + 1
         of_past_at = None
         if past is not None:
-            tokens, newest, always, begin, end = _extent(
+            tokens, newest, always, begin, end = extent(
                 past, listed, bh, row, n_blocks, before, Hq, starts, M, part, parts)
             if listed is not None:
                 of_past_at = at + earlier
         if starts is not None:
-            n = gl.where(row < M - _start(starts, bh // Hq), n, 1)
+            n = gl.where(row < M - start_of(starts, bh // Hq), n, 1)
         if parts is not None:
             n = gl.where(part == 0, n, 1)
         row += 64 * wg
@@ -477,6 +397,8 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
         v_exp = gl.load(v_logs + j)
         mbarrier.wait(full.index(s), (it // STAGES) & 1)
         P, m, ref = _first_tile(q_wg, k_smem.index(s), s_zero, c, last, j * 128, OFFSET, s_layout)
+        if parts is not None:
+            m, ref = gl.where(part == 0, m, -1.0e30), gl.where(part == 0, ref, -1.0e30)
         W = _pack(P, FP8)
         acc = gl.zeros((64, D), gl.float32, o_layout)  # in units of 2**unit
         unit = ref + v_exp
@@ -517,21 +439,21 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
             scales = past.scale + kv * (past.room // 32)
             # the newest tile alone may have keys that are not the row's
             full_from = gl.where((begin == 0) & (end > 0) & (tokens % 128 > 0), 1, begin)
-            k_two, v_two = _past_scales(scales, _past_tile(begin, newest, always, of_past_at, past.room), halves)
-            ahead = _past_tile(begin + 1, newest, always, of_past_at, past.room)
+            k_two, v_two = past_scales(scales, past_tile(begin, newest, always, of_past_at, past.room), halves)
+            ahead = past_tile(begin + 1, newest, always, of_past_at, past.room)
             for turn in gl.static_range(2):
                 for i in range(begin if turn == 0 else full_from, full_from if turn == 0 else end):
                     k_here, v_here = k_two, v_two
-                    k_two, v_two = _past_scales(scales, ahead, halves)
-                    ahead = _past_tile(i + 2, newest, always, of_past_at, past.room)
+                    k_two, v_two = past_scales(scales, ahead, halves)
+                    ahead = past_tile(i + 2, newest, always, of_past_at, past.room)
                     S, F, R = _products(W, q_wg, k_smem, v_smem, ones, full, it, s, s_zero, o_zero, l_zero, STAGES, FP8)
                     old = ref
-                    P, m, ref = _past_probabilities(
+                    P, m, ref = past_probabilities(
                         S, q_scale, k_here, m, tokens, (newest - 1) * 128, OFFSET, turn == 0, s_layout, halves)
                     v_exp = gl.max(v_here, 0)
                     worth = P
                     if not FP8:
-                        worth = _by_worth(P, v_here, v_exp, s_layout)
+                        worth = by_worth(P, v_here, v_exp, s_layout)
                     W, acc, total, unit, alpha, beta = _absorb(
                         P, worth, W, F, R, acc, total, old, ref, unit, v_exp, alpha, beta, M, empty.index(s), FP8,
                         LATE_PACK)
@@ -556,7 +478,7 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
             total = gl.where(seen, total, 1.0)
         out = (acc * _rows(alpha, o_layout) + F.to(gl.float32)) * _rows(gl.exp2(v_exp) / total, o_layout)
         out = gl.convert_layout(out.to(o.dtype.element_ty), io_layout)
-        row += _start(starts, bh // Hq)
+        row += start_of(starts, bh // Hq)
         to = o + (bh // Hq).to(gl.int64) * sob + (bh % Hq).to(gl.int64) * soh
         lse_at = bh.to(gl.int64) * M
         if parts is not None:
