@@ -87,7 +87,7 @@ def past_parts(programs: int, room: int, device: torch.device) -> int:
 
     What the host knows alone decides: a captured launch is replayed over other lengths.
     """
-    return max(1, min(gpu.sms(device) // programs, room // LEAST_SHARE, MOST_PARTS)) if room else 1
+    return max(1, min(gpu.sms(device) // programs, room // LEAST_SHARE, MOST_PARTS)) if room and programs else 1
 
 
 def in_tiles(past: KVStore) -> bool:
@@ -133,8 +133,9 @@ def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> st
     parts = []
     for dim in sorted(dims):
         fast = _fast_from(device, dim)
-        how = f"fp16 ({_why_slow(device)})"
-        if fast is not None:
+        if fast is None:
+            how = f"fp16 ({_why_slow(device)})"
+        else:
             how = f"fp16, from {fast[0]} tokens up {fast[1]}, fewer over a long past"
         parts.append(f"head dim {dim}: {how}")
     return "prompts (auto): " + "; ".join(parts)
