@@ -363,7 +363,7 @@ def test_what_prepares_keys_for_rounding_is_left_out_where_auto_rounds_none(
     choice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, batch = tiny_llama(), left_padded([prompts(1, n, seed=n)[0] for n in (40, 30)])
-    monkeypatch.setattr("turbo_hf.attention.prompt.prefill_mode", lambda attention, q: "fp16")
+    monkeypatch.setattr("turbo_hf.attention.prompt.prefill_mode", lambda *given: "fp16")
     answers = []
     for config in (TurboConfig(**{choice: True}), TurboConfig()):  # type: ignore[arg-type]
         with turbo_hf.patch(model, config):

@@ -34,6 +34,7 @@ from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.host_device import require_finite, send, shared
 from turbo_hf.ops.latent.contract import latent_decode
 from turbo_hf.ops.prefill.contract import prefill
+from turbo_hf.ops.prefill.launch import unpack_tiles
 from turbo_hf.ops.prefill.tiles import choose_tiles, dropped_mass
 from turbo_hf.ops.sparse.select import classify, visit
 from turbo_hf.ops.store.append import append_step
@@ -364,7 +365,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         patched.setattr("turbo_hf.ops.kernel_launch._known", {})
         # programs share a past however short it is
         patched.setattr("turbo_hf.ops.gpu.sms", lambda device: 132)
-        patched.setattr("turbo_hf.ops.prefill.launch.LEAST_SHARE", 16)
+        patched.setattr("turbo_hf.ops.tuning.LEAST_SHARE", 16)
         for kind in (InterpretedFunction, JITFunction):
             patched.setattr(kind, "run", noted(kind.run))
         for config in configs:
@@ -391,6 +392,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         for held, new, v in ((plain, k, k.clone()), (layer, latent, latent[..., :16].clone())):
             held.buffer.reserve(64, held.state.open)
             append_step(new[:, :, :1], v[:, :, :1], held.kv_store(), nonfinite=flag[0], arrived=flag[1], **KERNELS)
+        unpack_tiles(plain.kv_store(), torch.int8)
         opened: Any = tuple(x.contiguous() for x in (k[:, :, :2], k[:, :, :2].mT, k[:, :, :2, 0], k[:, :, :2, 1]))
         slots: Any = tuple(x.clone() for x in opened)
         exchange_open(opened, slots, *torch.zeros(4, 1, dtype=torch.int64, device=device), **KERNELS)

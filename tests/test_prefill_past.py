@@ -12,8 +12,7 @@ from prefill_support import check_prefill, inputs, random_past
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES
 from turbo_hf.layout import BITS
-from turbo_hf.ops import gpu
-from turbo_hf.ops.prefill import launch
+from turbo_hf.ops import gpu, tuning
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -73,7 +72,7 @@ def test_dtypes_over_a_past(dtype: torch.dtype, mode: str, device: torch.device)
 def many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pasts are shared among programs, however short they are."""
     monkeypatch.setattr(gpu, "sms", lambda device: 132)
-    monkeypatch.setattr(launch, "LEAST_SHARE", 32)
+    monkeypatch.setattr(tuning, "LEAST_SHARE", 32)
 
 
 @in_modes(length=[pytest.param(n, id=f"past{n}") for n in (3, 64, 200, 330)])

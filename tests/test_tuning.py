@@ -14,8 +14,8 @@ from turbo_hf.ops.gpu import H200_SHARED
 from turbo_hf.ops.tuning import decode_tiles, describe_prefill, prefill_mode, prefill_tiles
 
 
-def mode(attention: str, tokens: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> str:
-    return prefill_mode(attention, OnGpu(dim, dtype, tokens))  # type: ignore[arg-type]
+def mode(attention: str, tokens: int, dim: int, dtype: torch.dtype = torch.bfloat16, past: int = 0) -> str:
+    return prefill_mode(attention, OnGpu(dim, dtype, tokens), past)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -23,6 +23,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(gpu, "hopper", lambda device: True)
     monkeypatch.setattr(gpu, "why_no_kernels_on", lambda device: None)
+    monkeypatch.setattr(gpu, "sms", lambda device: 132)
 
 
 @pytest.mark.usefixtures("h200")
@@ -31,6 +32,11 @@ def test_auto_computes_in_8_bit_where_that_was_measured_faster() -> None:
     assert mode("auto", 4096, 128) == "turbo"
     assert mode("auto", 1 << 17, 64) == "fp16"
     assert mode("auto", 1 << 17, 128, torch.float32) == "fp16"
+    # a chunk: twice as many pairs of a query and a key
+    assert mode("auto", 1024, 128, past=15871) == "fp16"
+    assert mode("auto", 1024, 128, past=15872) == "turbo"
+    assert mode("auto", 512, 128, past=1 << 17) == "turbo"
+    assert mode("auto", 1024, 64, past=1 << 17) == "fp16"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +68,7 @@ def test_a_named_mode_is_itself_and_auto_without_a_gpu_rounds_nothing() -> None:
 def test_report_says_what_auto_does() -> None:
     here = torch.device("cuda")
     text = "head dim 64: fp16 (8 bit was not measured faster here); head dim 128: fp16, from 4096 tokens up turbo"
+    text += ", fewer over a long past"
     assert describe_prefill("auto", here, {128, 64}) == f"prompts (auto): {text}"
     assert describe_prefill("half", here, {64}) == "prompts: half"
     assert describe_prefill("auto", torch.device("cpu"), {64}) == "prompts: fp16 (auto, without a GPU)"

@@ -16,7 +16,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import KVStore, Rounding, Scoring
 from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
-from turbo_hf.ops.tuning import prefill_mode
+from turbo_hf.ops.tuning import in_tiles, prefill_mode
 from turbo_hf.sparse.prompts import PromptTally
 
 PLAN_PAYS = 1 << 27
@@ -70,7 +70,10 @@ def prompt_attention(
     past is spread; without a past, each computes all.
     """
     q, k, v = qkv
-    mode, rule, kept = prefill_mode(config.prompt_attention, q), config.sparse_prompt, None
+    known = 0
+    if past is not None and window is None and scoring.is_plain and context is None and in_tiles(past):
+        known = past.table.shape[1] * past.block if held is None else max(held)
+    mode, rule, kept = prefill_mode(config.prompt_attention, q, known), config.sparse_prompt, None
     # over a past, the chunk's own keys are rotated like the stored ones
     turned = past is not None and config.rotates
     if turned:

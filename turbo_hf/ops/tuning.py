@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from turbo_hf.layout import UNQUANTIZED
+from turbo_hf.layout import PROMPT_TILE, UNQUANTIZED, KVStore
 from turbo_hf.ops import gpu
 from turbo_hf.ops.gpu import H200_SHARED
 
@@ -71,15 +71,54 @@ def _fast_from(device: torch.device, dim: int) -> tuple[int, str] | None:
     return AUTO_PREFILL.get(dim) if gpu.hopper(device) else None
 
 
-def prefill_mode(attention: str, q: torch.Tensor) -> str:
-    """The mode of `prefill` for `TurboConfig.attention`: itself, or what "auto" means for queries [B, Hq, M, D]."""
+MOST_PARTS = 16
+"""Maximum number of programs that share the past of a tile of queries."""
+
+LEAST_SHARE = 512
+"""Tokens of the past that such a program reads at least, if the table is full."""
+
+LEAST_ITEMS = 0.45
+"""Programs per SM from which the kernel for Hopper reads a past faster than the general one, of smaller tiles."""
+
+
+def past_parts(programs: int, room: int, device: torch.device) -> int:
+    """How many programs share the past of a tile of queries, where there are fewer tiles than SMs. room: tokens of the
+    past that are shared.
+
+    What the host knows alone decides: a captured launch is replayed over other lengths.
+    """
+    return max(1, min(gpu.sms(device) // programs, room // LEAST_SHARE, MOST_PARTS)) if room and programs else 1
+
+
+def in_tiles(past: KVStore) -> bool:
+    """Whether the kernel for Hopper has tiles of a past like this one."""
+    return past.block == 64 and past.k_open.dtype == torch.int8
+
+
+def fills_sms(q: torch.Tensor, room: int) -> bool:
+    """Whether queries [B, Hq, M, D] make programs enough of the kernel for Hopper. room: as of `past_parts`."""
+    batch, heads, tokens, _ = q.shape
+    items = batch * heads * -(-tokens // PROMPT_TILE)
+    return items * past_parts(items, room, q.device) >= LEAST_ITEMS * gpu.sms(q.device)
+
+
+def prefill_mode(attention: str, q: torch.Tensor, past: int = 0) -> str:
+    """The mode of `prefill` for `TurboConfig.attention`: itself, or what "auto" means for queries [B, Hq, M, D].
+
+    past: tokens before them which the kernel for Hopper could read, as far as the host knows. A shorter prompt over
+    them is worth it from twice the pairs of a query and a key on that the shortest prompt has.
+    """
     if attention != "auto":
         return attention
     if q.device.type != "cuda":
         return "fp16"
     fast = _fast_from(q.device, q.shape[3])
     narrow = q.dtype in (torch.float16, torch.bfloat16)
-    return fast[1] if narrow and fast is not None and q.shape[2] >= fast[0] else "fp16"
+    if not narrow or fast is None:
+        return "fp16"
+    tokens, (least, mode) = q.shape[2], fast
+    enough = tokens >= least or (tokens * (past + tokens // 2) >= least**2 and fills_sms(q, past))
+    return mode if enough else "fp16"
 
 
 def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> str:
@@ -94,7 +133,10 @@ def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> st
     parts = []
     for dim in sorted(dims):
         fast = _fast_from(device, dim)
-        how = f"fp16 ({_why_slow(device)})" if fast is None else f"fp16, from {fast[0]} tokens up {fast[1]}"
+        if fast is None:
+            how = f"fp16 ({_why_slow(device)})"
+        else:
+            how = f"fp16, from {fast[0]} tokens up {fast[1]}, fewer over a long past"
         parts.append(f"head dim {dim}: {how}")
     return "prompts (auto): " + "; ".join(parts)
 

@@ -195,27 +195,21 @@ def _listed_tiles(
 
 
 @triton.jit
-def _log2_scale(scale):
-    """log2 of a scale; for a block of zeros, whose scale is 0, any number."""
-    return tl.log2(tl.where(scale > 0, scale, 1.0))
-
-
-@triton.jit
 def _sealed_tile(
     state, query, past, k_base, v_base, scales, m, d, n0, tokens, v_scale, scoring, FORM: tl.constexpr
 ):  # fmt: skip
-    """The tile of the past's sealed blocks that begins at `n0`. v_scale: that of its values, as it is stored."""
+    """The tile of the past's sealed blocks that begins at `n0`. v_scale: log2 of that of its values."""
     D: tl.constexpr = FORM.dim
     WINDOW: tl.constexpr = FORM.window
     n = tl.arange(0, FORM.past_tile)
     place = (n0 + n).to(tl.int64)
     k = tl.load(k_base + place[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0)
     v_at = v_base + place[:, None] + d[None, :].to(tl.int64) * past.sealed_room
-    v = tl.load(v_at, mask=(d < D)[None, :], other=0)
+    v = tl.load(v_at, mask=(d < D)[None, :], other=0.0)
     k_scale = tl.load(scales + n0 // FORM.past_block * 2)
     allowed = (n0 + n)[None, :] > (tokens + m)[:, None] - WINDOW
     return _step(
-        state, query, None, k, k_scale, v, _log2_scale(v_scale), allowed, scoring, FORM, MASKED=WINDOW > 0,
+        state, query, None, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED=WINDOW > 0,
         K_TOKEN=False, V_TOKEN=False, ORDERED=not FORM.in_time, CLEAN=False,
     )  # fmt: skip
 
@@ -270,10 +264,10 @@ def _past(
         state = _listed_past(state, query, past, k_base, v_base, scales, m, d, at, listed, tokens, scoring, FORM)
         begin = tl.minimum(sealed // TILE, before) * TILE
     # the pipeline of loads leaves it out: it is loaded one tile ahead
-    v_next = tl.load(scales + begin // BLOCK * 2 + 1, mask=begin < end, other=1.0)
+    v_next = tl.load(scales + begin // BLOCK * 2 + 1, mask=begin < end, other=0.0)
     for n0 in range(begin, end, STEP):
         v_scale = v_next
-        v_next = tl.load(scales + (n0 + STEP) // BLOCK * 2 + 1, mask=n0 + STEP < end, other=1.0)
+        v_next = tl.load(scales + (n0 + STEP) // BLOCK * 2 + 1, mask=n0 + STEP < end, other=0.0)
         state = _sealed_tile(state, query, past, k_base, v_base, scales, m, d, n0, tokens, v_scale, scoring, FORM)
     k_base = past.k_open + kv_row * past.open_room * D
     v_base = past.v_open + kv_row * past.open_room * D

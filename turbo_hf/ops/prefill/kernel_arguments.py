@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 class Past(NamedTuple):
     """The past as the kernel reads it.
 
-    k, v, scale: sealed blocks, as `unpack_past` returns them.
+    k, v, scale: sealed blocks, as `unpack_past` or `unpack_tiles` makes them.
     sealed: sealed blocks per row.
     k_open, v_open, k_open_scale, v_open_scale, open_len: the open tokens, as in `KVStore`.
     sealed_room, open_room: capacity in tokens of `k`, and of `k_open`.
@@ -62,6 +62,20 @@ class Past(NamedTuple):
     open_len: Any
     sealed_room: int
     open_room: int
+
+
+class TiledPast(NamedTuple):
+    """The past as the kernel for Hopper reads it, beside its codes (`unpack_tiles`).
+
+    scale: float32 [B, Hkv, room/64, 2], of each block of 64 tokens: the scale of keys, log2 of that of values.
+    sealed, open_len: int64 [B], sealed blocks of 64 tokens, and the tokens behind them.
+    room: capacity in tokens, whole tiles of 128.
+    """
+
+    scale: Any
+    sealed: Any
+    open_len: Any
+    room: int
 
 
 class Listed(NamedTuple):

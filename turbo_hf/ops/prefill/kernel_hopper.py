@@ -1,6 +1,6 @@
 """Flash attention of a prompt on Hopper's own instructions: INT8 Q K^T, FP8 or INT8 P V, in Triton's Gluon.
 
-It computes what `ops.prefill.kernel` does, for plain prompts alone (no past, padding, window, cap or sinks). One
+It computes what `ops.prefill.kernel` does, for prompts and chunks without window, cap or sinks. One
 persistent program per SM: one warp loads tiles of K and V with the tensor memory accelerator (TMA) for two warpgroups,
 each of which owns 64 queries. A warpgroup issues Q K^T of the next tile and P V of the last one together, and computes
 its softmax meanwhile. In FP8 the row sums are those of the rounded P, by one more product.
@@ -24,8 +24,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from turbo_hf.ops.kernel_common import LN_2, ROUND, SCORE_LIMIT
+from turbo_hf.ops.prefill.kernel_hopper_past import (
+    GUARD,
+    by_worth,
+    entry,
+    extent,
+    past_probabilities,
+    past_scales,
+    past_tile,
+    start_of,
+)
 
-_GUARD = gl.constexpr(16.0)  # the reference of a tile may lie at most this far (log2) under the running maximum
 _LOG2_448 = gl.constexpr(math.log2(448))
 _LOG2_127 = gl.constexpr(6.98868468677217)  # rounded to 15 digits, the same float32
 
@@ -39,16 +48,20 @@ def _item(round_):
 
 
 @gluon.jit
-def _place(item, n_blocks, heads):
-    """Work item -> (first query row, batch * head): longest first inside a section of heads that share L2."""
+def _place(item, n_blocks, heads, parts):
+    """Work item -> (first query row, batch * head, part of the past): longest first inside a section of heads that
+    share L2."""
+    part = 0
+    if parts is not None:
+        part, item = item % parts, item // parts
     section = item // (n_blocks * heads)
     rest = item % (n_blocks * heads)
-    return (n_blocks - 1 - rest // heads) * 128, section * heads + rest % heads
+    return (n_blocks - 1 - rest // heads) * 128, section * heads + rest % heads, part
 
 
 @gluon.jit
 def _tiles(row, M, CAUSAL: gl.constexpr):
-    """Key tiles that the 128 rows from row on need; both halves need the same ones."""
+    """Tiles of their own keys that the 128 rows from row on need; both halves need the same ones."""
     if CAUSAL:
         n = row // 128 + 1
     else:
@@ -57,37 +70,46 @@ def _tiles(row, M, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _list(listed, bh, row, n_blocks):
+def _list(listed, bh, row, n_blocks, before, past):
     """Pointer to the list of the key tiles that 128 rows read before their own, the newest first; their number."""
     t = row // 128
     at = listed[0] + bh.to(gl.int64) * n_blocks * (n_blocks - 1) // 2 + t.to(gl.int64) * (t - 1) // 2
+    if past is not None:
+        at += (bh.to(gl.int64) * n_blocks + t) * before
     return at, gl.load(listed[1] + bh.to(gl.int64) * n_blocks + t)
 
 
 @gluon.jit
-def _entry(at, i):
-    """Entry i of a list; some tile up to two places past its end."""
-    return gl.load(at + i).to(gl.int32)
+def _own_entry(at, i, n_blocks, past):
+    """The same of the queries' own keys, behind which the list may go on with tiles of the past."""
+    j = entry(at, i)
+    if past is not None:
+        j = gl.minimum(j, n_blocks - 1)
+    return j
 
 
 @gluon.jit
-def _producer(k_desc, v_desc, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq, G, listed,
-              D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq, G,
+              listed, past, before, parts, starts, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     it = 0
     for round_ in range(gl.cdiv(n_items, gl.num_programs(0))):
         item = _item(round_)
         if item < n_items:
-            row, bh = _place(item, n_blocks, heads)
+            row, bh, part = _place(item, n_blocks, heads, parts)
             kv = (bh // Hq) * (Hq // G) + (bh % Hq) // G
             n = _tiles(row, M, CAUSAL)
             if listed is not None:
-                at, earlier = _list(listed, bh, row, n_blocks)
+                at, earlier = _list(listed, bh, row, n_blocks, before, past)
                 n = earlier + 1
                 following = row // 128
+            if starts is not None:
+                n = gl.where(row < M - start_of(starts, bh // Hq), n, 1)
+            if parts is not None:
+                n = gl.where(part == 0, n, 1)
             for i in range(n):
                 if listed is not None:
                     j = following
-                    following = _entry(at, i)
+                    following = entry(at, i)
                 else:
                     j = n - 1 - i
                 s = it % STAGES
@@ -96,14 +118,31 @@ def _producer(k_desc, v_desc, k_smem, v_smem, full, empty, M, Tp, n_items, n_blo
                 tma.async_copy_global_to_shared(k_desc, [kv * Tp + j * 128, 0], full.index(s), k_smem.index(s))
                 tma.async_copy_global_to_shared(v_desc, [kv * D, j * 128], full.index(s), v_smem.index(s))
                 it += 1
+            if past is not None:
+                of_past_at = None
+                if listed is not None:
+                    of_past_at = at + earlier
+                _, newest, always, begin, end = extent(
+                    past, listed, bh, row, n_blocks, before, Hq, starts, M, part, parts)
+                ahead = past_tile(begin, newest, always, of_past_at, past.room)
+                for i in range(begin, end):
+                    j = ahead
+                    ahead = past_tile(i + 1, newest, always, of_past_at, past.room)
+                    s = it % STAGES
+                    mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
+                    mbarrier.expect(full.index(s), 256 * D)
+                    k_row = kv * past.room + j * 128
+                    tma.async_copy_global_to_shared(past_k, [k_row, 0], full.index(s), k_smem.index(s))
+                    tma.async_copy_global_to_shared(past_v, [kv * D, j * 128], full.index(s), v_smem.index(s))
+                    it += 1
 
 
 @gluon.jit
-def _load_q(q, round_, wg: gl.constexpr, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq,
+def _load_q(q, round_, wg: gl.constexpr, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, starts, parts,
             D: gl.constexpr, layout: gl.constexpr):
     """This warpgroup's 64 query rows in a round (past the end: any item's)."""
-    row, bh = _place(gl.minimum(_item(round_), n_items - 1), n_blocks, heads)
-    rows = row + 64 * wg + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    row, bh, _ = _place(gl.minimum(_item(round_), n_items - 1), n_blocks, heads, parts)
+    rows = start_of(starts, bh // Hq) + row + 64 * wg + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     base = q + (bh // Hq).to(gl.int64) * sqb + (bh % Hq).to(gl.int64) * sqh
     cols = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     return gl.load(base + (rows.to(gl.int64) * sqm)[:, None] + cols[None, :], mask=(rows < M)[:, None], other=0.0)
@@ -132,10 +171,14 @@ def _store_out(o, out, row, som, M, D: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _store_lse(lse, found, rows, broken, M):
-    """The natural log of the sums; a head whose scores are too large for INT8 is reported."""
+def _store_lse(lse, found, rows, broken, M, seen):
+    """The natural log of the sums; a head whose scores are too large for INT8 is reported. seen: rows that have seen a
+    key; None: all."""
+    large = gl.abs(found) > SCORE_LIMIT
+    if seen is not None:
+        large, found = large & seen, gl.where(seen, found, float("-inf"))
     gl.store(lse + rows, found, mask=rows < M)
-    gl.store(broken + rows * 0, rows * 0 + 1, mask=(rows < M) & (gl.abs(found) > SCORE_LIMIT))
+    gl.store(broken + rows * 0, rows * 0 + 1, mask=(rows < M) & large)
 
 
 @gluon.jit
@@ -200,7 +243,7 @@ def _probabilities(S, c, m, last, first_key, OFFSET: gl.constexpr, MASK: gl.cons
         S = gl.where(keep, S, -1073741824)
     top = gl.max(S, 1).to(gl.float32) * c  # on integers: one VIMNMX3 for two scores
     m = gl.maximum(m, top)
-    ref = gl.maximum(top, m - _GUARD)
+    ref = gl.maximum(top, m - GUARD)
     P = gl.exp2(S.to(gl.float32) * c[:, None] - (ref - OFFSET)[:, None])
     if MASK:
         P = gl.where(keep, P, 0.0)
@@ -258,9 +301,49 @@ def _rows(x, layout: gl.constexpr):
 
 
 @gluon.jit
+def _products(W, q_smem, k_smem, v_smem, ones, full, it, s, s_zero, o_zero, l_zero, STAGES: gl.constexpr,
+              FP8: gl.constexpr):
+    """Issue Q K^T of the next tile, and P V of the last one, in FP8 with its row sums. The scores are waited for."""
+    o_layout: gl.constexpr = o_zero.type.layout
+    nxt = (it + 1) % STAGES
+    mbarrier.wait(full.index(nxt), ((it + 1) // STAGES) & 1)
+    S = warpgroup_mma(q_smem, k_smem.index(nxt).permute((1, 0)), s_zero, use_acc=False, is_async=True)
+    F = _p_v(W, v_smem.index(s), o_zero, FP8, o_layout)
+    R = F
+    if FP8:
+        l_layout: gl.constexpr = l_zero.type.layout
+        R = _row_sums(W, ones, l_zero, l_layout)
+    S = warpgroup_mma_wait(2 if FP8 else 1, deps=[S])
+    return S, F, R
+
+
+@gluon.jit
+def _absorb(P, worth, W, F, R, acc, total, old, ref, unit, v_exp, alpha, beta, M, empty, FP8: gl.constexpr,
+            LATE_PACK: gl.constexpr):
+    """What the last tile added, F and R, to the sums. P: of this tile; worth: the same by which its values count."""
+    lanes: gl.constexpr = total.type.layout
+    o_layout: gl.constexpr = acc.type.layout
+    Wn = _pack_if(worth, FP8, not LATE_PACK)
+    if FP8:
+        _code_fence(M)
+        F, R, W, Wn = warpgroup_mma_wait(0, deps=[F, R, W, Wn])
+        total = total * _rows(beta, lanes) + R
+        beta = gl.exp2(old - ref)
+    else:
+        total = total * _rows(gl.exp2(old - ref), lanes) + _lane_sum(P)
+        _code_fence(M)
+        F, W, Wn, total = warpgroup_mma_wait(0, deps=[F, W, Wn, total])
+    mbarrier.arrive(empty)
+    acc = acc * _rows(alpha, o_layout) + F.to(gl.float32)
+    W = _pack_if(Wn, FP8, LATE_PACK)
+    alpha = gl.exp2(unit - (ref + v_exp))
+    return W, acc, total, ref + v_exp, alpha, beta
+
+
+@gluon.jit
 def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty,
-              sqb, sqh, sqm, sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, scale_log2,
-              D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
+              sqb, sqh, sqm, sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, parts,
+              starts, scale_log2, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
               LATE_PACK: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
@@ -276,18 +359,30 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
         l_zero = gl.zeros((64, 8), gl.float32, l_layout)
     else:
         o_zero = gl.zeros((64, D), gl.int32, o_layout)
+        l_zero = None
+    halves: gl.constexpr = s_zero.reshape((64, 2, 64)).type.layout
 
     it = 0
     rounds = _rounds(n_items)
-    x = _load_q(q, 0, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, D, io_layout)
+    x = _load_q(q, 0, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, starts, parts, D, io_layout)
     for round_ in range(rounds):
-        row, bh = _place(_item(round_), n_blocks, heads)
+        row, bh, part = _place(_item(round_), n_blocks, heads, parts)
         kv = bh // Hq * (Hq // G) + bh % Hq // G
         n = _tiles(row, M, CAUSAL)
         j = n - 1
         if listed is not None:
-            at, earlier = _list(listed, bh, row, n_blocks)
+            at, earlier = _list(listed, bh, row, n_blocks, before, past)
             n = earlier + 1
+        of_past_at = None
+        if past is not None:
+            tokens, newest, always, begin, end = extent(
+                past, listed, bh, row, n_blocks, before, Hq, starts, M, part, parts)
+            if listed is not None:
+                of_past_at = at + earlier
+        if starts is not None:
+            n = gl.where(row < M - start_of(starts, bh // Hq), n, 1)
+        if parts is not None:
+            n = gl.where(part == 0, n, 1)
         row += 64 * wg
         k_scales, v_logs = k_scale + kv * (Tp // 128), v_log2 + kv * (Tp // 128)
 
@@ -295,24 +390,29 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
 
         s = it % STAGES
         last = _last_row(row, M, CAUSAL, row_layout)
+        if parts is not None:
+            # other parts see none of the first tile, from which the loops go on
+            last = gl.where(part == 0, last, -1)
         c = q_scale * gl.load(k_scales + j)
         v_exp = gl.load(v_logs + j)
         mbarrier.wait(full.index(s), (it // STAGES) & 1)
         P, m, ref = _first_tile(q_wg, k_smem.index(s), s_zero, c, last, j * 128, OFFSET, s_layout)
+        if parts is not None:
+            m, ref = gl.where(part == 0, m, -1.0e30), gl.where(part == 0, ref, -1.0e30)
         W = _pack(P, FP8)
         acc = gl.zeros((64, D), gl.float32, o_layout)  # in units of 2**unit
         unit = ref + v_exp
         alpha = gl.full((64,), 0.0, gl.float32, row_layout)
+        beta = alpha
         if FP8:
             total = gl.zeros((64, 8), gl.float32, l_layout)
-            beta = alpha
         else:
             total = _lane_sum(P)
         if listed is not None:
-            j = _entry(at, 0)
+            j = _own_entry(at, 0, n_blocks, past)
             k_next, v_next = gl.load(k_scales + j), gl.load(v_logs + j)
             # an index is loaded one tile before its scales
-            j = _entry(at, 1)
+            j = _own_entry(at, 1, n_blocks, past)
             at += 2
         else:
             k_next, v_next = _next_scales(k_scales, v_logs, j)
@@ -322,42 +422,46 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
             v_exp = v_next
             if listed is not None:
                 k_next, v_next = gl.load(k_scales + j), gl.load(v_logs + j)
-                j = _entry(at, 0)
+                j = _own_entry(at, 0, n_blocks, past)
                 at += 1
             else:
                 j -= 1
                 k_next, v_next = _next_scales(k_scales, v_logs, j)
-            nxt = (it + 1) % STAGES
-            mbarrier.wait(full.index(nxt), ((it + 1) // STAGES) & 1)
-            S = warpgroup_mma(q_wg, k_smem.index(nxt).permute((1, 0)), s_zero, use_acc=False, is_async=True)
-            F = _p_v(W, v_smem.index(s), o_zero, FP8, o_layout)
-            if FP8:
-                R = _row_sums(W, ones, l_zero, l_layout)
-            S = warpgroup_mma_wait(2 if FP8 else 1, deps=[S])
+            S, F, R = _products(W, q_wg, k_smem, v_smem, ones, full, it, s, s_zero, o_zero, l_zero, STAGES, FP8)
             old = ref
             P, m, ref = _probabilities(S, c, m, last, 0, OFFSET, False, s_layout)
-            Wn = _pack_if(P, FP8, not LATE_PACK)
-            if FP8:
-                _code_fence(M)
-                F, R, W, Wn = warpgroup_mma_wait(0, deps=[F, R, W, Wn])
-                total = total * _rows(beta, l_layout) + R
-                beta = gl.exp2(old - ref)
-            else:
-                part = _lane_sum(P)
-                lanes: gl.constexpr = part.type.layout
-                total = total * _rows(gl.exp2(old - ref), lanes) + part
-                _code_fence(M)
-                F, W, Wn, total = warpgroup_mma_wait(0, deps=[F, W, Wn, total])
-            mbarrier.arrive(empty.index(s))
-            acc = acc * _rows(alpha, o_layout) + F.to(gl.float32)
-            W = _pack_if(Wn, FP8, LATE_PACK)
-            alpha = gl.exp2(unit - (ref + v_exp))
-            unit = ref + v_exp
+            W, acc, total, unit, alpha, beta = _absorb(
+                P, P, W, F, R, acc, total, old, ref, unit, v_exp, alpha, beta, M, empty.index(s), FP8, LATE_PACK)
             it += 1
-            s = nxt
+            s = it % STAGES
+
+        if past is not None:
+            scales = past.scale + kv * (past.room // 32)
+            # the newest tile alone may have keys that are not the row's
+            full_from = gl.where((begin == 0) & (end > 0) & (tokens % 128 > 0), 1, begin)
+            k_two, v_two = past_scales(scales, past_tile(begin, newest, always, of_past_at, past.room), halves)
+            ahead = past_tile(begin + 1, newest, always, of_past_at, past.room)
+            for turn in gl.static_range(2):
+                for i in range(begin if turn == 0 else full_from, full_from if turn == 0 else end):
+                    k_here, v_here = k_two, v_two
+                    k_two, v_two = past_scales(scales, ahead, halves)
+                    ahead = past_tile(i + 2, newest, always, of_past_at, past.room)
+                    S, F, R = _products(W, q_wg, k_smem, v_smem, ones, full, it, s, s_zero, o_zero, l_zero, STAGES, FP8)
+                    old = ref
+                    P, m, ref = past_probabilities(
+                        S, q_scale, k_here, m, tokens, (newest - 1) * 128, OFFSET, turn == 0, s_layout, halves)
+                    v_exp = gl.max(v_here, 0)
+                    worth = P
+                    if not FP8:
+                        worth = by_worth(P, v_here, v_exp, s_layout)
+                    W, acc, total, unit, alpha, beta = _absorb(
+                        P, worth, W, F, R, acc, total, old, ref, unit, v_exp, alpha, beta, M, empty.index(s), FP8,
+                        LATE_PACK)
+                    it += 1
+                    s = it % STAGES
 
         F = _p_v(W, v_smem.index(s), o_zero, FP8, o_layout)
-        x = _load_q(q, round_ + 1, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, D, io_layout)
+        x = _load_q(q, round_ + 1, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, starts, parts, D, io_layout)
         if FP8:
             R = warpgroup_mma_wait(0, deps=[_row_sums(W, ones, l_zero, l_layout)])
             total = gl.convert_layout(gl.max(total * _rows(beta, l_layout) + R, 1), row_layout, assert_trivial=True)
@@ -367,20 +471,35 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
         mbarrier.arrive(empty.index(s))
         it += 1
 
+        seen = None
+        if parts is not None:
+            # a part may see nothing
+            seen = total > 0
+            total = gl.where(seen, total, 1.0)
         out = (acc * _rows(alpha, o_layout) + F.to(gl.float32)) * _rows(gl.exp2(v_exp) / total, o_layout)
         out = gl.convert_layout(out.to(o.dtype.element_ty), io_layout)
-        _store_out(o + (bh // Hq).to(gl.int64) * sob + (bh % Hq).to(gl.int64) * soh, out, row, som, M, D, io_layout)
+        row += start_of(starts, bh // Hq)
+        to = o + (bh // Hq).to(gl.int64) * sob + (bh % Hq).to(gl.int64) * soh
+        lse_at = bh.to(gl.int64) * M
+        if parts is not None:
+            lse_at += part.to(gl.int64) * (n_items // parts // n_blocks) * M
+            to = o + lse_at * D
+        _store_out(to, out, row, som, M, D, io_layout)
         rows = row + gl.arange(0, 64, layout=row_layout)
-        _store_lse(lse + bh.to(gl.int64) * M, (ref - OFFSET + gl.log2(total)) * LN_2, rows, broken + bh, M)
+        _store_lse(lse + lse_at, (ref - OFFSET + gl.log2(total)) * LN_2, rows, broken + bh, M, seen)
 
 
-@gluon.jit(do_not_specialize=["M", "Tp", "n_items", "n_blocks", "heads", "Hq", "G"])
-def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, broken, o, lse, sqb, sqh, sqm, sob, som, soh, M, Tp,
-                          n_items, n_blocks, heads, Hq, G, listed, scale_log2, D: gl.constexpr, STAGES: gl.constexpr,
-                          CAUSAL: gl.constexpr, FP8: gl.constexpr, LATE_PACK: gl.constexpr):
+@gluon.jit(do_not_specialize=["M", "Tp", "n_items", "n_blocks", "heads", "Hq", "G", "before", "parts"])
+def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, past_k, past_v, broken, o, lse, sqb, sqh, sqm, sob, som,
+                          soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, parts, starts,
+                          scale_log2, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
+                          LATE_PACK: gl.constexpr):
     """q [B, Hq, M, D] with last stride 1; k_desc [B*Hkv*Tp, D], v_desc [B*Hkv*D, Tp]; broken int32 [B*Hq + ...].
 
-    listed: `Listed`; None: every key tile is read.
+    listed: `Listed`; None: every key tile is read. past: `TiledPast`, whose codes are past_k and past_v, of a causal
+    chunk, or None; before: how many of its tiles the lists are about; parts: how many items share the past of a tile of
+    queries, with o and lse as of `merge_parts_kernel`; None: each reads all. starts: int64 [B], the first token of each
+    row of a causal prompt; None: 0.
     """
     q_smem = gl.allocate_shared_memory(gl.int8, [2, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], gl.int8))
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 128, D], k_desc.layout)
@@ -397,11 +516,11 @@ def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, broken, o, lse, sq
     fence_async_shared()
     gl.warp_specialize([
         (_consumer, (0, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty, sqb, sqh, sqm,
-                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, scale_log2, D, STAGES, CAUSAL,
-                     FP8, LATE_PACK)),
+                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, parts, starts,
+                     scale_log2, D, STAGES, CAUSAL, FP8, LATE_PACK)),
         (_consumer, (1, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty, sqb, sqh, sqm,
-                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, scale_log2, D, STAGES, CAUSAL,
-                     FP8, LATE_PACK)),
-        (_producer, (k_desc, v_desc, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq, G, listed, D,
-                     STAGES, CAUSAL)),
+                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, parts, starts,
+                     scale_log2, D, STAGES, CAUSAL, FP8, LATE_PACK)),
+        (_producer, (k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq,
+                     G, listed, past, before, parts, starts, D, STAGES, CAUSAL)),
     ], [4, 1], [240, 24])

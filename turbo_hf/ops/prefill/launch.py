@@ -8,6 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_hf.layout import (
     MODES,
+    PROMPT_TILE,
     SAS_TILE,
     AttentionOutput,
     KVStore,
@@ -20,21 +21,23 @@ from turbo_hf.ops import gpu
 from turbo_hf.ops.maths import align, key_mean, key_shift, query_shift, ratio
 from turbo_hf.ops.prefill.kernel import prefill_kernel
 from turbo_hf.ops.prefill.kernel_arguments import Chunk, Past, PrefillForm, PrefillQueries, PrefillResult, View
-from turbo_hf.ops.prefill.kernel_operands import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
+from turbo_hf.ops.prefill.kernel_operands import (
+    channel_range_kernel,
+    quantize_operands_kernel,
+    unpack_past_kernel,
+    unpack_tiles_kernel,
+)
 from turbo_hf.ops.prefill.kernel_parts import merge_parts_kernel
 from turbo_hf.ops.prefill.launch_tiles import launch_list_tiles
 from turbo_hf.ops.prefill.reference_tiles import past_tiles
 from turbo_hf.ops.store.launch import launch_rotate, pairs_of
-from turbo_hf.ops.tuning import PrefillTiles, prefill_tiles
+from turbo_hf.ops.tuning import PrefillTiles, fills_sms, in_tiles, past_parts, prefill_tiles
 
 REPAIR_PROGRAMS = 264
 """Programs that check whether any head holds NaN or Inf: two per SM of an H200."""
 
-MOST_PARTS = 16
-"""Maximum number of programs that share the past of a tile of queries."""
-
-LEAST_SHARE = 512
-"""Tokens of the past that such a program reads at least, if the table is full."""
+UNPACK_WARPS = 16
+"""Warps that unpack a tile of a past: 0.37 ms for 120k tokens of 8 heads of 128 on an H100, with 4 of them 0.47."""
 
 WIDE_PAST = 1 << 29
 """Bytes of an unpacked past up to which it is in the type of the queries, where products are in that."""
@@ -119,7 +122,8 @@ def _quantize(
 
 
 def unpack_past(past: KVStore, wide: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sealed blocks of a cache: codes k [B, Hkv, T, D], v [B, Hkv, D, T], scales [B, Hkv, T/b, 2].
+    """The sealed blocks of a cache: codes k [B, Hkv, T, D], v [B, Hkv, D, T], and [B, Hkv, T/b, 2]: the scale
+    of keys, log2 of that of values.
 
     wide: the queries' type, if products are in it; k and v are then in this type, unless that is too much memory, and
         v is in the order of time. Else they are INT8, v in VALUE_ORDER. With 16-bit heads, they are in the type of
@@ -162,11 +166,39 @@ def _unpack(
             first += slots
 
 
-def _held(past: KVStore, wide: torch.dtype | None) -> Past:
-    """wide: as in `unpack_past`."""
+def _held(past: KVStore, dtype: torch.dtype, mode: str, *, tiled: bool) -> Past:
+    """A past for queries of `dtype`. tiled: as the kernel for Hopper reads it."""
+    values = MODES[mode].v_type
+    if tiled and values is not None:
+        return unpack_tiles(past, values)
+    wide = dtype if mode == "fp16" else None
     opened = (past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
     room = past.table.shape[1] * past.block
     return Past(*unpack_past(past, wide), past.sealed, *opened, room, past.k_open.shape[2])
+
+
+def unpack_tiles(past: KVStore, values: torch.dtype) -> Past:
+    """A past of blocks of 64 in tiles of 128, open tokens included, as both kernels read it.
+
+    values: INT8 or FP8, the type of v.
+    """
+    batch, heads, cap, dim = past.k_open.shape
+    tiles, device = -(-(past.table.shape[1] * 64 + cap) // 128), past.k_open.device
+    k = torch.empty(batch, heads, tiles * 128, dim, dtype=torch.int8, device=device)
+    v = torch.empty(batch, heads, dim, tiles * 128, dtype=values, device=device)
+    scale = torch.empty(batch, heads, tiles * 2, 2, device=device)
+    opened = (past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
+    held = Past(k, v, scale, past.sealed, *opened, tiles * 128, cap)
+    order, table, first = past.order.contiguous(), past.table.contiguous(), 0
+    with torch.cuda.device_of(k):
+        for pages in past.paged:
+            slots = pages.k.shape[1]
+            unpack_tiles_kernel[(tiles, slots, batch)](
+                held, pages, table, order, table.shape[1], first, HEADS=heads, SLOTS=slots, D=dim, BITS=pages.bits,
+                VALUE_BITS=pages.value_bits, num_warps=UNPACK_WARPS, **gpu.FMA,
+            )  # fmt: skip
+            first += slots
+    return held
 
 
 def launch_prefill(
@@ -194,12 +226,17 @@ def launch_prefill(
             name, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device), past=past is not None
         )
 
-    programs = -(-tokens // tiles_of(rounding.mode).block_m) * pairs
-    parts = _parts(programs, past if kept is None else None, q.device)
-    result, lse = _outputs(q, starts is not None and parts == 1)
+    # lists are not shared among programs
+    room = 0 if past is None or kept is not None else past.table.shape[1] * past.block
+    hopper = own and _hopper_serves(q, rounding, scoring, past, room, window, causal=causal, padded=starts is not None)
+    rows = PROMPT_TILE if hopper else tiles_of(rounding.mode).block_m
+    parts = past_parts(-(-tokens // rows) * pairs, room, q.device)
+    found = first = _outputs(q, starts is not None and parts == 1)
+    if parts > 1:
+        first = AttentionOutput(*(torch.empty(parts, *x.shape, device=q.device) for x in found))
     flags = torch.empty if rounding.mode == "fp16" else torch.zeros
     broken = flags(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
-    held = None if past is None else _held(past, q.dtype if rounding.mode == "fp16" else None)
+    held = None if past is None else _held(past, q.dtype, rounding.mode, tiled=hopper)
     kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
     listed, before = (None, 0) if kept is None else (launch_list_tiles(kept, tokens, past), past_tiles(kept, tokens))
 
@@ -216,11 +253,9 @@ def launch_prefill(
         split = parts > 1 and not repair
         past_block = 64 if past is None else past.block
         past_tile = min(past_block, tiles.block_n) if precise else past_block
-        k_tiles = v_tiles = None
-        if not precise:
-            k_tiles = TensorDescriptor.from_tensor(operands.k.view(-1, dim), [block, padded_dim])
-        if operands.v is not None:
-            v_tiles = TensorDescriptor.from_tensor(operands.v.view(-1, operands.v.shape[3]), [padded_dim, block])
+        described, values = TensorDescriptor.from_tensor, operands.v
+        k_tiles = None if precise else described(operands.k.view(-1, dim), [block, padded_dim])
+        v_tiles = None if values is None else described(values.view(-1, values.shape[3]), [padded_dim, block])
         chunk = Chunk(
             None if k_tiles else _view(k), None if v_tiles else _view(v), operands.k_scale, logs, operands.v_channel,
             starts, operands.k.shape[2],
@@ -232,10 +267,9 @@ def launch_prefill(
             k_token=mode.k_scale == "token", own=own, split=split, in_time=rounding.mode == "fp16",
         )  # fmt: skip
         programs = -(-tokens // tiles.block_m) * pairs * (1 if repair else parts)
-        to = PrefillResult(_view(result), lse, broken)
-        if split:
-            outs, lses = (torch.empty(parts, *x.shape, device=q.device) for x in (result, lse))
-            to = PrefillResult(View(outs, None), lses, broken)
+        to = PrefillResult(
+            View(first.out, None) if split else _view(found.out), (first if split else found).lse, broken
+        )
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
             PrefillQueries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
             # what is repaired is computed densely
@@ -243,40 +277,28 @@ def launch_prefill(
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
             **gpu.FMA,
         )  # fmt: skip
-        if split:
-            _merge_parts(outs, lses, starts, AttentionOutput(result, lse))
 
     precise_parts = Operands(k, k)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         if rounding.mode == "fp16":
             run(precise_parts, "fp16")
-            return AttentionOutput(result, lse)
-        operands, v_log2 = _quantize(k, v, rounding, starts, broken[pairs:])
-        bias = None if operands.k_mean is None else _bias(q, operands.k_mean) * scoring.scaling
-        rotated = launch_rotate(q, query_shift(dim), torch.float32) if rounding.hadamard else None
-        plain = past is None and starts is None and scoring.is_plain and not rounding.hadamard
-        if plain and (window is None or window >= tokens) and _hopper_serves(q, operands, rounding):
-            from turbo_hf.ops.prefill.launch_hopper import launch_hopper_prefill  # noqa: PLC0415 - needs Gluon
-
-            assert v_log2 is not None
-            launch_hopper_prefill(q, operands, v_log2, AttentionOutput(result, lse), broken, scoring, causal, listed)
         else:
-            run(operands, rounding.mode, v_log2, rotated, bias)
-        # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
-        run(precise_parts, "fp16", repair=True)
-    return AttentionOutput(result, lse)
+            operands, v_log2 = _quantize(k, v, rounding, starts, broken[pairs:])
+            if hopper:
+                from turbo_hf.ops.prefill.launch_hopper import launch_hopper_prefill  # noqa: PLC0415 - needs Gluon
 
-
-def _parts(programs: int, past: KVStore | None, device: torch.device) -> int:
-    """How many programs share the past of a tile of queries, where there are fewer tiles than SMs. past: None, if there
-    is none to share.
-
-    What the host knows alone decides: a captured launch is replayed over other lengths.
-    """
-    if past is None:
-        return 1
-    room = past.table.shape[1] * past.block
-    return max(1, min(gpu.sms(device) // programs, room // LEAST_SHARE, MOST_PARTS))
+                over = (held, listed, before, parts, starts)
+                launch_hopper_prefill(q, operands, v_log2, first, broken, scoring, causal, *over)
+            else:
+                bias = None if operands.k_mean is None else _bias(q, operands.k_mean) * scoring.scaling
+                rotated = launch_rotate(q, query_shift(dim), torch.float32) if rounding.hadamard else None
+                run(operands, rounding.mode, v_log2, rotated, bias)
+        if parts > 1:
+            _merge_parts(*first, starts, found)
+        if rounding.mode != "fp16":
+            # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
+            run(precise_parts, "fp16", repair=True)
+    return found
 
 
 def _bias(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
@@ -304,11 +326,26 @@ def _merge_parts(outs: torch.Tensor, lses: torch.Tensor, starts: torch.Tensor | 
     )  # fmt: skip
 
 
-def _hopper_serves(q: torch.Tensor, parts: Operands, rounding: Rounding) -> bool:
-    """Whether the kernel for Hopper computes what `prefill_kernel` would."""
-    scales = MODES[rounding.mode].k_scale == "block" and parts.v_scale is not None and parts.k_mean is None
+def _hopper_serves(
+    q: torch.Tensor,
+    rounding: Rounding,
+    scoring: Scoring,
+    past: KVStore | None,
+    room: int,
+    window: int | None,
+    *,
+    causal: bool,
+    padded: bool,
+) -> bool:
+    """Whether the kernel for Hopper computes what `prefill_kernel` would, over a past also as fast. room: tokens of the
+    past that programs may share."""
+    if past is not None and not (in_tiles(past) and fills_sms(q, room)):
+        return False
+    plain = scoring.is_plain and (causal or (past is None and not padded))
+    plain &= window is None or (past is None and window >= q.shape[2])
+    scales = MODES[rounding.mode].k_scale == "block" and rounding.v_scale == "block" and rounding.block == 128
     narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in (64, 128)
-    return gpu.hopper(q.device) and scales and rounding.block == 128 and narrow
+    return gpu.hopper(q.device) and plain and scales and narrow and not (rounding.smooth_k or rounding.hadamard)
 
 
 def _log2(softcap: float | None) -> float | None:

@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from turbo_hf.layout import AttentionOutput, Operands, Scoring
 from turbo_hf.ops import gpu
-from turbo_hf.ops.prefill.kernel_arguments import Listed
+from turbo_hf.ops.prefill.kernel_arguments import Listed, Past, TiledPast
 from turbo_hf.ops.prefill.kernel_hopper import hopper_prefill_kernel
 
 TILE = 128
@@ -24,36 +24,52 @@ STAGES = {64: 8, 128: 5}
 
 def launch_hopper_prefill(
     q: torch.Tensor,
-    parts: Operands,
-    v_log2: torch.Tensor,
+    chunk: Operands,
+    v_log2: torch.Tensor | None,
     to: AttentionOutput,
     broken: torch.Tensor,
     scoring: Scoring,
     causal: bool,
+    past: Past | None = None,
     listed: Listed | None = None,
+    before: int = 0,
+    parts: int = 1,
+    starts: torch.Tensor | None = None,
 ) -> None:
-    """Write out and lse of q over `parts` to `to`, v_log2 being the log2 of `parts.v_scale`. scoring: a plain one.
+    """Write out and lse of q over `chunk` to `to`, v_log2 being the log2 of `chunk.v_scale`. scoring: a plain one.
 
-    listed: the key tiles that each tile of queries reads, of a causal prompt; None: all. `broken` is set for heads
-    with NaN or Inf in q, or scores too large for INT8.
+    past: of a causal chunk, as `unpack_tiles` makes it. listed: the key tiles that each tile of queries reads, of a
+    causal prompt, the first `before` tiles of the past among them; None: all. parts: how many programs share the past
+    of a tile of queries; `to` is then float32 [parts, B, Hq, M, D] and [parts, B, Hq, M], contiguous. starts: int64
+    [B], each row's first token, of causal prompts. `broken` is set for heads with NaN or Inf in q, or scores too large
+    for INT8.
     """
     out, lse = to
     batch, heads, tokens, dim = q.shape
-    kv_heads, padded = parts.k.shape[1:3]
-    assert parts.v is not None
-    fp8 = parts.v.dtype == torch.float8_e4m3fn
-    group, items = heads // kv_heads, triton.cdiv(tokens, TILE) * batch * heads
-    together = min(batch * heads, max(1, int(L2_BYTES // (2 * padded * dim))) * group)
+    kv_heads, padded = chunk.k.shape[1:3]
+    assert chunk.v is not None
+    assert v_log2 is not None
+    fp8 = chunk.v.dtype == torch.float8_e4m3fn
+    group, items = heads // kv_heads, triton.cdiv(tokens, TILE) * batch * heads * parts
+    room = 0 if past is None else past.sealed_room
+    together = min(batch * heads, max(1, int(L2_BYTES // (2 * (room + padded) * dim))) * group)
     while batch * heads % together:
         together -= 1
     key_layout = gl.NVMMASharedLayout.get_default_for([TILE, dim], gl.int8)
     value_layout = gl.NVMMASharedLayout.get_default_for([dim, TILE], gl.int8)
-    keys = TensorDescriptor(parts.k, [batch * kv_heads * padded, dim], [dim, 1], [TILE, dim], key_layout)
-    values = TensorDescriptor(parts.v, [batch * kv_heads * dim, padded], [padded, 1], [dim, TILE], value_layout)
+
+    def described(k: torch.Tensor, v: torch.Tensor, size: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+        keys = TensorDescriptor(k, [batch * kv_heads * size, dim], [dim, 1], [TILE, dim], key_layout)
+        return keys, TensorDescriptor(v, [batch * kv_heads * dim, size], [size, 1], [dim, TILE], value_layout)
+
+    of_past: tuple[TensorDescriptor | None, TensorDescriptor | None] = (None, None)
+    tiled = None
+    if past is not None:
+        of_past, tiled = described(past.k, past.v, room), TiledPast(past.scale, past.sealed, past.open_len, room)
     hopper_prefill_kernel[(min(items, gpu.sms(q.device)),)](
-        q, keys, values, parts.k_scale, v_log2, broken, out, lse,
-        *q.stride()[:3], out.stride(0), out.stride(2), out.stride(1), tokens, padded, items,
+        q, *described(chunk.k, chunk.v, padded), chunk.k_scale, v_log2, *of_past, broken, out, lse,
+        *q.stride()[:3], out.stride(-4), out.stride(-2), out.stride(-3), tokens, padded, items,
         triton.cdiv(tokens, TILE), together, heads, group,
-        listed, scoring.scaling * math.log2(math.e),
+        listed, tiled, before, parts if parts > 1 else None, starts, scoring.scaling * math.log2(math.e),
         D=dim, STAGES=STAGES[dim], CAUSAL=causal, FP8=fp8, LATE_PACK=dim == 64, num_warps=4,
     )  # fmt: skip

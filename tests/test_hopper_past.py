@@ -1,0 +1,193 @@
+"""Chunks over a compressed past in the kernel for Hopper: the past in tiles of 128, and attention over them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from all_pairs import all_pairs
+from gpu_support import NO_FP8, has_fp8
+from op_calls import prefill
+from stores import no_past, random_store, store_codes, tokens
+
+from turbo_hf.eval.bench.check import judge
+from turbo_hf.layout import AttentionOutput, KVStore, in_time_order
+from turbo_hf.ops import gpu, tuning
+from turbo_hf.ops.prefill import launch
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+LENGTHS = [330, 128, 0, 64, 37, 192, 200]
+
+
+@all_pairs(
+    bits=(8, 4, 3, 2, (4, 2)),
+    dim=(32, 64),
+    values=(torch.int8, torch.float8_e4m3fn),
+    sealed=(None, [4, 0, 0, 1, 0, 3, 1]),
+)
+def test_a_past_in_tiles(
+    bits: Any, dim: int, values: torch.dtype, sealed: list[int] | None, device: torch.device
+) -> None:
+    """Codes of sealed blocks as they are, open tokens within half a step of INT8, values of FP8 within its rounding."""
+    if values != torch.int8 and not has_fp8(device):
+        pytest.skip(NO_FP8)
+    order = torch.stack([torch.randperm(3) for _ in LENGTHS])
+    store = random_store(LENGTHS, 3, dim, device, groups=((bits, 2), (4, 1)), order=order, sealed=sealed)
+    for pages in store.paged:
+        # a block that is worth little beside the other of its tile, and one that is worth nothing
+        pages.scale[store.table[0, 0], :, 1] *= 0.01
+        nothing = store.table[0, 3]
+        pages.scale[nothing, :, 1] = 0.0
+        if pages.value_bits == 8:
+            pages.v[nothing] = 0
+        else:
+            pages.meta[nothing, :, -2:] = 0
+    got = launch.unpack_tiles(store, values)
+    for row, codes in enumerate(store_codes(store)):
+        split, length = 64 * int(store.sealed[row]), LENGTHS[row]
+        keys, worth = (x[row].double().cpu().repeat_interleave(64, -1) for x in got.scale.unbind(-1))
+        whole = -(-length // 128) * 128
+        k, v = got.k[row].double().cpu() * keys[..., None], got.v[row].float().double().cpu() * worth.exp2()[:, None]
+        v = in_time_order(v).mT
+        want_k, want_v = codes.values()
+        torch.testing.assert_close(k[:, :split], want_k[:, :split], rtol=1e-6, atol=1e-9)
+        step = keys[:, split:length, None] / 2
+        assert ((k[:, split:length] - want_k[:, split:]).abs() <= step * (1 + 1e-5)).all()
+        if values == torch.int8:
+            torch.testing.assert_close(v[:, :split], want_v[:, :split], rtol=1e-5, atol=1e-9)
+            step = worth[:, split:length, None].exp2() / 2
+            assert ((v[:, split:length] - want_v[:, split:]).abs() <= step * (1 + 1e-5)).all()
+        else:
+            step = torch.maximum(want_v.abs() / 16, worth[:, :length, None].exp2() * 2.0**-10)
+            assert ((v[:, :length] - want_v).abs() <= step * (1 + 1e-5)).all()
+        # behind the row's end to the end of its last tile: numbers that count as nothing where they are masked
+        assert not got.k[row, :, length:whole].any()
+        assert not got.v[row].float()[..., length:whole].any() or length % 64
+        assert got.scale[row, :, : whole // 64].isfinite().all()
+
+
+@pytest.fixture
+def hopper(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernel for Hopper takes chunks of any length; it must have run."""
+    if not gpu.hopper(device):
+        pytest.skip("needs a Hopper GPU and Triton's Gluon")
+    from turbo_hf.ops.prefill import launch_hopper  # noqa: PLC0415 - needs Gluon
+
+    run, runs = launch_hopper.launch_hopper_prefill, list[None]()
+    monkeypatch.setattr(launch_hopper, "launch_hopper_prefill", lambda *given: runs.append(run(*given)))
+    monkeypatch.setattr(tuning, "LEAST_ITEMS", 0.0)
+    yield
+    assert runs
+
+
+def exact(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, past: KVStore | None, starts: list[int], scaling: float
+) -> AttentionOutput:
+    """Causal attention over what the past holds and over the chunk, in float64; 0 and -inf at padding."""
+    m, group, found = q.shape[2], q.shape[1] // k.shape[1], []
+    held = [no_past(k.shape[1], k.shape[3])] * len(q) if past is None else store_codes(past)
+    for row, (codes, start) in enumerate(zip(held, starts, strict=True)):
+        own = zip(codes.values(), (k[row, :, start:], v[row, :, start:]), strict=True)
+        keys, values = (torch.cat((x.to(q.device), y.double()), 1).repeat_interleave(group, 0) for x, y in own)
+        seen = torch.ones(m - start, keys.shape[1], dtype=torch.bool, device=q.device).tril(keys.shape[1] - m + start)
+        score = (q[row, :, start:].double() @ keys.mT * scaling).masked_fill(~seen, -torch.inf)
+        out, lse = score.softmax(-1) @ values, score.logsumexp(-1)
+        pad = torch.nn.functional.pad
+        found.append((pad(out, (0, 0, start, 0)), pad(lse, (start, 0), value=-torch.inf)))
+    return AttentionOutput(*map(torch.stack, zip(*found, strict=True)))
+
+
+def check(got: AttentionOutput, model: AttentionOutput, want: AttentionOutput, starts: list[int]) -> None:
+    """`got` is within what `model`, the same mode, is off by; 0 and -inf at padding."""
+    for row, start in enumerate(starts):
+        assert not got.out[row, :, :start].any()
+        assert (got.lse[row, :, :start] == -torch.inf).all()
+        if start < got.out.shape[2]:
+            parts = (AttentionOutput(x.out[row, :, start:], x.lse[row, :, start:]) for x in (got, got, model, want))
+            assert judge(*parts).problem == ""
+
+
+@all_pairs(
+    mode=("turbo", "fp8"),
+    form=((64, torch.float16), (128, torch.bfloat16)),
+    shape=((300, 4, 2), (128, 2, 2), (17, 7, 1)),
+    pasts=([330, 128, 0], [64, 37, 1000], [70, 70, 70], None),
+    bits=(8, 4, (4, 2)),
+    sealed=(None, 0),
+    padding=(None, [0.0, 0.6, 0.1], [1.0, 0.5, 0.0]),
+    share=(512, 64),
+)
+@pytest.mark.usefixtures("hopper")
+def test_attention(
+    mode: str, form: tuple[int, torch.dtype], shape: tuple[int, int, int], pasts: list[int] | None, bits: Any,
+    sealed: Any, padding: list[float] | None, share: int, device: torch.device, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Over rows of different lengths, within what the mode costs; a list of all tiles gives the same bits.
+
+    share: tokens of the past that one of several programs reads at least.
+    """
+    monkeypatch.setattr(tuning, "LEAST_SHARE", share)
+    (dim, dtype), (m, heads, kv_heads) = form, shape
+    q = tokens(3, heads, m, dim, device=device, dtype=dtype)
+    k, v = (tokens(3, kv_heads, m, dim, device=device, dtype=dtype) for _ in range(2))
+    starts = [int(m * share) for share in padding or (0, 0, 0)]
+    store, before = None, 0
+    if pasts is not None:
+        where = None if sealed is None else [max(n // 64 - 2, 0) for n in pasts]
+        store = random_store(pasts, kv_heads, dim, device, groups=((bits, kv_heads),), sealed=where)
+        before = store.table.shape[1] * 64 // 128
+    options: dict[str, Any] = {"scaling": dim**-0.5, "mode": mode, "past": store}
+    options["starts"] = None if padding is None else torch.tensor(starts, device=device)
+    got = prefill(q, k, v, **options)
+    model = prefill(q, k, v, backend="reference", **options)
+    check(got, model, exact(q, k, v, store, starts, dim**-0.5), starts)
+    if share < 512:
+        return
+    # read with other strides, and by lists of all tiles
+    tiles = -(-m // 128)
+    every = torch.ones(3, heads, tiles * before + tiles * (tiles - 1) // 2, dtype=torch.uint8, device=device)
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    again = prefill(q, k, v, kept=every, **options)
+    assert torch.equal(again.out, got.out)
+    assert torch.equal(again.lse, got.lse)
+
+
+@all_pairs(mode=("turbo", "fp8"), dim=(64, 128), pasts=([330, 128, 0], [900, 700, 1000]), share=(0.2, 0.6))
+@pytest.mark.usefixtures("hopper")
+def test_lists(mode: str, dim: int, pasts: list[int], share: float, device: torch.device) -> None:
+    """The tiles that the reference reads by the same lists."""
+    q = tokens(3, 4, 700, dim, device=device, dtype=torch.bfloat16)
+    k, v = (tokens(3, 2, 700, dim, device=device, dtype=torch.bfloat16) for _ in range(2))
+    store = random_store(pasts, 2, dim, device)
+    starts = [0, 300, 10]
+    tiles, before = 6, store.table.shape[1] * 64 // 128
+    kept = (torch.rand(3, 4, tiles * before + tiles * (tiles - 1) // 2, device=device) < share).to(torch.uint8)
+    options: dict[str, Any] = {"scaling": dim**-0.5, "mode": mode, "past": store, "kept": kept}
+    options["starts"] = torch.tensor(starts, device=device)
+    got = prefill(q, k, v, **options)
+    model = prefill(q, k, v, backend="reference", **options)
+    other = prefill(q, k, v, **options | {"kept": None})
+    # of padding, both are -inf
+    assert torch.equal(got.lse.isinf(), model.lse.isinf())
+    near = (got.out.double() - model.out.double()).norm() / model.out.double().norm()
+    assert near < (0.03 if mode == "turbo" else 0.08)
+    assert near < 0.5 * (got.out.double() - other.out.double()).norm() / model.out.double().norm()
+    assert (got.lse - model.lse).nan_to_num(0.0).abs().max() < 0.2
+
+
+@pytest.mark.usefixtures("hopper")
+def test_heads_with_nan_are_computed_again(device: torch.device) -> None:
+    """A query of NaN makes its own output NaN, and no other; the rest of its head is computed in 16 bit."""
+    q = tokens(2, 4, 140, 128, device=device, dtype=torch.bfloat16)
+    k, v = (tokens(2, 2, 140, 128, device=device, dtype=torch.bfloat16) for _ in range(2))
+    store = random_store([200, 90], 2, 128, device)
+    want = prefill(q, k, v, scaling=0.1, mode="turbo", past=store)
+    q[1, 3, 50, 0] = torch.nan
+    got = prefill(q, k, v, scaling=0.1, mode="turbo", past=store)
+    broken = got.out.isnan()
+    assert broken[1, 3, 50].all()
+    assert int(broken.sum()) == 128
+    off = (got.out[1, 3].double() - want.out[1, 3].double()).nan_to_num().norm() / want.out[1, 3].double().norm()
+    assert 0 < off < 0.05
+    assert torch.equal(got.out[0], want.out[0])
