@@ -1,5 +1,6 @@
 """Triton's interpreter without most of its time: what it does again at each call, and what nobody looks at."""
 
+import copy
 import dataclasses
 import functools
 from typing import Any
@@ -54,7 +55,9 @@ def quicken() -> None:
     interpreter._get_np_dtype = np_dtype
     _remember_shapes(interpreter.tl.core)
     _call_directly(interpreter)
-    _take_operands_that_fit(interpreter)
+    _take_operands_as_they_are(interpreter)
+    if hasattr(interpreter, "ReduceOps"):
+        _reduce_by_halves(interpreter)
 
 
 def _remember_shapes(core: Any) -> None:
@@ -102,10 +105,12 @@ def _call_directly(interpreter: Any) -> None:
     interpreter._patch_attr = lambda obj, name, member, _, scope: scope.set_attr(obj, name, direct(member))
 
 
-def _take_operands_that_fit(interpreter: Any) -> None:
-    """Let two blocks of one type and shape be operands as they are, which is what the language's rules come to."""
+def _take_operands_as_they_are(interpreter: Any) -> None:
+    """Let NumPy broadcast the operands of an operation: the language's rules only say of which type they then are."""
     core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
-    convert, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    broadcast, converting = semantic.broadcast_impl_value, copy.copy(semantic)
+    converting.broadcast_impl_value = lambda lhs, rhs: (lhs, rhs)
+    types: dict[tuple[str, str], tuple[Any, Any]] = {}
 
     def operands(
         lhs: Any,
@@ -117,14 +122,42 @@ def _take_operands_that_fit(interpreter: Any) -> None:
     ) -> Any:
         alike = isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor) and lhs.dtype is rhs.dtype
         # quotients of 16-bit floats are made in 32 bits, and pointers have no sums
-        if alike and not div_or_mod and not lhs.dtype.is_ptr():
-            return together(lhs, rhs)
-        return convert(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+        if not alike or div_or_mod or lhs.dtype.is_ptr():
+            lhs, rhs = converting.binary_op_type_checking_impl(
+                lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+            )
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        key = lhs.type.name, rhs.type.name
+        if key not in types:
+            types[key] = tuple(x.type for x in broadcast(lhs, rhs))
+        return tuple(
+            x if x.type.name == kind.name else core.tensor(x.handle, kind)
+            for x, kind in zip((lhs, rhs), types[key], strict=True)
+        )
 
-    def together(lhs: Any, rhs: Any) -> Any:
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(lhs, rhs)
-
-    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = operands, together
-    semantic.computation_type_impl = functools.cache(semantic.computation_type_impl)
+    semantic.binary_op_type_checking_impl = operands
+    cached = functools.cache(semantic.computation_type_impl)
+    semantic.computation_type_impl = converting.computation_type_impl = cached
     # what is asked of each result is asked in `binary_op`, too
     interpreter.TensorHandle.__post_init__ = lambda handle: None
+
+
+def _reduce_by_halves(interpreter: Any) -> None:
+    """Let a reduction by a function of one's own take half of its values at once, and not each by itself."""
+    one_by_one = interpreter.ReduceOps.generic_reduce
+
+    def generic_reduce(self: Any, values: Any) -> Any:
+        parts, kinds = [x.handle.data for x in values], [x.dtype for x in values]
+        if self.axis is None or self.keep_dims or parts[0].shape[self.axis] & (parts[0].shape[self.axis] - 1):
+            return one_by_one(self, values)
+        parts = [x.swapaxes(0, self.axis) for x in parts]
+        while len(parts[0]) > 1:
+            # neighbours, so that their order stays
+            pairs = [x[first::2] for first in (0, 1) for x in parts]
+            found = self.combine_fn.fn(*map(self.to_tensor, pairs, kinds * 2))
+            parts = [x.handle.data for x in (found if isinstance(found, tuple) else (found,))]
+        whole = [x.swapaxes(0, self.axis).squeeze(self.axis) for x in parts]
+        return [self.to_tensor(x if x.ndim else x.item(), kind) for x, kind in zip(whole, kinds, strict=True)]
+
+    interpreter.ReduceOps.generic_reduce = generic_reduce
