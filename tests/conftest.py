@@ -36,6 +36,10 @@ if not torch.cuda.is_available():
     with suppress(ImportError):
         quicken()
 
+LONGEST = ("test_ranks.py", "test_context_group.py", "test_families_table.py", "test_compiled_models.py")
+"""Files with tests and fixtures of ten seconds and more: they begin a run, so that no process waits for one at its end,
+and a fixture that its tests share is made by one process."""
+
 settings.register_profile(
     "turbo",
     deadline=None,
@@ -57,11 +61,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `-m gpu`, all tests of a `device` run, on the GPU.
+    """The longest files come first. With `-m gpu`, all tests of a `device` run, on the GPU.
 
     The reference is the same torch code there, and what kernels are compared with: tests with further parameters go
     through it on the CPU alone.
     """
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     if not _is_wanted("gpu", config.option.markexpr):
         return
 
