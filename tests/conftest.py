@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests: devices, seeds, no network, poisoned memory."""
 
+import gc
 import os
 import re
 import sys
@@ -49,6 +50,17 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("turbo")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported lives on: no collection of garbage in a test looks through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries tell of what is left when Python ends."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

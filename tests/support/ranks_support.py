@@ -1,5 +1,6 @@
 """Processes that are ranks of a group of two, and what each of them is asked."""
 
+import gc
 import json
 import os
 import subprocess
@@ -56,6 +57,8 @@ def run_rank(asks: Callable[[int, Path, str], Any], cases: Callable[[str], Seque
     rank, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     count = int(os.environ.setdefault("WORLD_SIZE", str(COUNT)))
     others: list[int] = []
+    # no collection of garbage looks through what is imported
+    gc.freeze()
     if device == "cpu":
         for other in range(1, count):
             others.append(os.fork())
