@@ -52,12 +52,6 @@ settings.register_profile(
 settings.load_profile("turbo")
 
 
-def pytest_collection_finish() -> None:
-    """What is imported lives on: no collection of garbage in a test looks through it."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_sessionfinish() -> None:
     """Libraries tell of what is left when Python ends."""
     gc.unfreeze()
@@ -93,6 +87,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """What lives on from other files, and what is imported, is not looked through in each collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
