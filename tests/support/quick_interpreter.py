@@ -11,7 +11,8 @@ def quicken() -> None:
     Leave out sums of integers in 64 bits too: they serve an assertion that only `debug` makes."""
     from triton.runtime import interpreter  # noqa: PLC0415 - as it is chosen when it is imported
 
-    if not (hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "GridExecutor")):
+    names = ("_patch_lang", "_patch_attr", "GridExecutor", "ReduceOps", "TensorHandle", "interpreter_semantic")
+    if not all(hasattr(interpreter, name) for name in names):
         # another version of Triton, which takes its time
         return
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
@@ -56,8 +57,7 @@ def quicken() -> None:
     _remember_shapes(interpreter.tl.core)
     _call_directly(interpreter)
     _take_operands_as_they_are(interpreter)
-    if hasattr(interpreter, "ReduceOps"):
-        _reduce_by_halves(interpreter)
+    _reduce_by_halves(interpreter)
 
 
 def _remember_shapes(core: Any) -> None:
