@@ -33,7 +33,8 @@ setup_environment() {
     }
     echo "== installing turbo_hf${extra:+ with its extra \"$extra\"} (torch is 0.2 GB for a CPU, and 3 GB with CUDA)"
     echo "$pins" > "$root/.venv/constraints.txt"
-    "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    # what is never imported need not be compiled
+    "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
         --constraint "$root/.venv/constraints.txt" --editable "$target" || {
         echo "error: pip could not install the packages; see its message above." >&2
         return 1

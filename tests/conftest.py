@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests: devices, seeds, no network, poisoned memory."""
 
+import gc
 import os
 import re
 import sys
@@ -36,6 +37,10 @@ if not torch.cuda.is_available():
     with suppress(ImportError):
         quicken()
 
+LONGEST = ("test_ranks.py", "test_context_group.py", "test_families_table.py", "test_compiled_models.py")
+"""Files with tests and fixtures of ten seconds and more: they begin a run, so that no process waits for one at its end,
+and a fixture that its tests share is made by one process."""
+
 settings.register_profile(
     "turbo",
     deadline=None,
@@ -45,6 +50,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.load_profile("turbo")
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries tell of what is left when Python ends."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -57,11 +67,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `-m gpu`, all tests of a `device` run, on the GPU.
+    """The longest files come first. With `-m gpu`, all tests of a `device` run, on the GPU.
 
     The reference is the same torch code there, and what kernels are compared with: tests with further parameters go
     through it on the CPU alone.
     """
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     if not _is_wanted("gpu", config.option.markexpr):
         return
 
@@ -76,6 +87,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """What lives on from other files, and what is imported, is not looked through in each collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -34,14 +34,14 @@ def test_demo(mine: Path) -> None:
 
 
 def test_benches(mine: Path) -> None:
-    words = ("--layers", "2", "--tiny", "--config", str(mine))
-    found = command("bench", "generate", *words, "--context", "40", "--new", "2", "--rounds", "1")
+    words = ("--layers", "2", "--tiny", "--config", str(mine), "--rounds", "1", "--decoding", "greedy")
+    found = command("bench", "generate", *words, "--context", "40", "--new", "2")
     options = TurboConfig(bits=2, dense_layers=(0,), attention="fp16").to_dict()
     assert found["options"]["configs"] == {str(mine): options}
     assert str(mine) in {row["method"] for row in found["rows"]}
     mine.write_text("bits: 2\nattention: fp16\n")
     # the first token alone, in the file's attention
-    found = command("bench", "generate", *words, "--context", "64", "--new", "1", "--decoding", "greedy")
+    found = command("bench", "generate", *words, "--context", "64", "--new", "1")
     assert found["options"]["configs"] == {str(mine): TurboConfig(bits=2, attention="fp16").to_dict()}
 
 

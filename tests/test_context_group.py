@@ -54,10 +54,10 @@ def test_tokens_of_ragged_prompts_whole_and_in_chunks(ranks: Any) -> None:
     assert not alone
     assert report == "one context over 2 ranks: block i of a row is on rank i modulo 2"
     for name in seen:
-        for got, truth in zip(seen[name][:2], expected[name][:2], strict=True):
+        for got, truth in zip(seen[name][:-1], expected[name][:-1], strict=True):
             assert alike(ranks, got, truth), name
         if name in ("int8", "16 bit"):
-            answers = [text.partition(".")[0] for text in seen[name][2]]
+            answers = [text.partition(".")[0] for text in seen[name][-1]]
             assert answers == [" 2765429", " 1999998", " 1234567"], name
 
 
@@ -89,7 +89,7 @@ def test_beams_and_drafts(ranks: Any) -> None:
 
 def test_captured_steps_are_those_that_are_launched(ranks: Any) -> None:
     seen = both(ranks, "graphs")
-    assert seen["failed"] == seen["greedy"][0]
+    assert seen["failed"] == [row[:8] for row in seen["greedy"][0]]
     assert seen.pop("sampled").startswith(f"{SAME}input_ids is not the same")
     del seen["failed"]
     for kind, (launched, captured, steps, captures) in seen.items():

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -208,6 +209,8 @@ def test_threads_that_read_it_disturb_nothing() -> None:
             while not done.is_set():
                 if caches:
                     seen.add(caches[-1].get_seq_length())
+                # else each operation of the other thread waits for Python's lock
+                time.sleep(1e-4)
 
         reader = threading.Thread(target=read)
         reader.start()

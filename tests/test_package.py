@@ -1,6 +1,7 @@
 """The shape of the package: its public names, its layers, its size, and what an installation holds."""
 
 import ast
+import functools
 import logging
 import re
 import subprocess
@@ -67,6 +68,7 @@ CONTRACTS = (
 """The ops that others call; the modules beside them choose a backend and launch it."""
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     """Every module of the package by name."""
     found = {}
@@ -92,10 +94,16 @@ def rank(name: str) -> int:
     return len(LAYERS)
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """The syntax of a file."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def all_imports(path: Path) -> set[str]:
     """Modules that a file imports."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
         elif isinstance(node, ast.Import):
@@ -106,7 +114,7 @@ def all_imports(path: Path) -> set[str]:
 def imports(path: Path) -> set[str]:
     """Modules of turbo_hf that a file imports, at any place and for types alone too."""
     there, found = modules(), set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if name in there else node.module for name in names}
@@ -156,7 +164,7 @@ def test_size() -> None:
             too_long.append(name)
         if path.stem.startswith("kernel"):
             continue
-        functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+        functions = [node for node in nodes(path) if isinstance(node, ast.FunctionDef)]
         too_long += [f"{name}.{node.name}" for node in functions if (node.end_lineno or 0) - node.lineno >= 120]
     assert not too_long
 
@@ -201,12 +209,13 @@ def test_import_needs_no_triton_and_no_lm_eval_and_registers_nothing() -> None:
 import sys
 sys.modules["triton"] = None
 sys.modules["lm_eval"] = None
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING as layers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
-before = set(functions.valid_keys()), set(masks.valid_keys())
+before = [dict(table) for table in (functions, masks, layers)]
 import torch, turbo_hf, turbo_hf.patches.families, turbo_hf.eval.needle
 assert all(getattr(turbo_hf, name) is not None for name in turbo_hf.__all__)
-assert (set(functions.valid_keys()), set(masks.valid_keys())) == before
+assert [dict(table) for table in (functions, masks, layers)] == before
 assert not torch.cuda.is_initialized()
 """
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -258,11 +267,11 @@ def test_the_wheel_runs_alone(built: Path, tmp_path: Path) -> None:
             env={"PYTHONPATH": str(tmp_path / "site")},
         )  # fmt: skip
 
-    code = "from turbo_hf import patch, patches; from turbo_hf.eval import needle"
-    done = run("-c", f"{code}; print(patches.__file__, needle.__file__)")
-    assert done.stdout.count(str(tmp_path / "site" / "turbo_hf")) == 2, done.stderr
     assert run("-m", "turbo_hf", "--version").stdout == f"turbo_hf {turbo_hf.__version__}\n"
-    done = run("-m", "turbo_hf", "demo")
+    code = "from turbo_hf import patch, patches; from turbo_hf.eval import needle"
+    code = f"{code}; print(patches.__file__, needle.__file__, flush=True)"
+    done = run("-c", f"{code}; from turbo_hf.cli.main import app; app(['demo'])")
+    assert done.stdout.count(str(tmp_path / "site" / "turbo_hf")) == 2, done.stderr
     assert done.returncode == 1
     assert "the included model is not beside this installation; pass --model" in done.stderr
 

@@ -41,8 +41,8 @@ def test_commands_exist(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (ROOT / words[1]).is_file()
     elif words[0] == "turbo-hf":
         parse(words[1:])
-        if words[1] in ("plan", "doctor"):
-            # what takes longer runs in tests of its own
+        if words[1] == "plan":
+            # what takes longer runs in tests of its own, `doctor` on this model too
             assert CliRunner().invoke(app, words[1:]).exit_code == 0
     elif words[0] == "python":
         assert (ROOT / words[1]).is_file()

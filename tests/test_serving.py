@@ -36,8 +36,8 @@ from turbo_hf.serving import runner  # noqa: E402
 def test_tokens_are_those_of_static_batches(preset: Any, kind: str, passes: Any) -> None:
     model, inputs = MODELS[kind](), requests()
     with turbo_hf.patch(model, preset) as handle:
-        outputs = model.generate_batch(inputs, max_new_tokens=24, continuous_batching_config=options())
-        assert any(len(edges) > 24 for edges in passes.values()), "some prompt was cut"
+        outputs = model.generate_batch(inputs, max_new_tokens=12, continuous_batching_config=options())
+        assert any(len(edges) > 12 for edges in passes.values()), "some prompt was cut"
         check_same(model, handle, inputs, outputs, passes)
 
 
@@ -98,7 +98,7 @@ def test_several_sequences_of_a_prompt_are_alike(ahead: bool, request: Any) -> N
     model = tiny_llama().double()
     # so cold that sampling takes the likeliest token
     config = GenerationConfig(
-        num_return_sequences=3, max_new_tokens=70, do_sample=True, temperature=1e-5, eos_token_id=-1
+        num_return_sequences=3, max_new_tokens=40, do_sample=True, temperature=1e-5, eos_token_id=-1
     )
     for share in (True, False):
         with turbo_hf.patch(model, "turbo-mixed"):
@@ -127,7 +127,7 @@ def test_a_stored_prefix_is_found_and_changes_no_bit(passes: Any) -> None:
     for preset in ("turbo4", "turbo-mixed"):
         passes.clear()
         with turbo_hf.patch(model, preset) as handle:
-            config = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1)
+            config = GenerationConfig(max_new_tokens=12, do_sample=False, eos_token_id=-1)
             with model.continuous_batching_context_manager(
                 config, continuous_batching_config=options(max_batch_tokens=256)
             ) as manager:

@@ -15,6 +15,7 @@ from turbo_hf import TurboConfig, Unsupported
 transformers = pytest.importorskip("transformers", minversion="5.19")
 
 from serving_support import (  # noqa: E402
+    AFTER,
     LENGTHS,
     PREFIXED,
     cancel_one_and_add_another,
@@ -56,8 +57,8 @@ def test_tokens_are_those_of_static_batches(kind: str, width: str, passes: Any) 
     model, inputs = MODELS[kind](), requests()
     with turbo_hf.patch(model, WIDTHS[width]) as handle:
         assert "continuous batching: yes" in str(handle.report())
-        outputs = model.generate_batch(inputs, max_new_tokens=24, continuous_batching_config=options())
-        assert any(len(edges) > 24 for edges in passes.values()), "some prompt was cut"
+        outputs = model.generate_batch(inputs, max_new_tokens=12, continuous_batching_config=options())
+        assert any(len(edges) > 12 for edges in passes.values()), "some prompt was cut"
         assert any(past and new > 16 for edges in passes.values() for past, new in edges), "some chunk has a past"
         check_same(model, handle, inputs, outputs, passes)
         assert "prompt tokens" in handle.report().serving
@@ -95,7 +96,7 @@ def test_captured_passes_and_stored_prefixes_give_the_same_tokens(
         cb = options(40, max_batch_tokens=300, use_async_batching=ahead)
         outputs, layouts = one_by_one(model, PREFIXED, passes, cb)
         for prompt, (name, output) in zip(PREFIXED, outputs.items(), strict=True):
-            assert output.generated_tokens == in_static_batches(model, handle, prompt, passes[name])[:40], name
+            assert output.generated_tokens == in_static_batches(model, handle, prompt, passes[name])[:AFTER], name
     shapes = [(key[0] > 0, key[2], key[5]) for key in layouts if key[2]]
     assert (True, 1, 1) in shapes, "a prompt with a stored prefix, beside steps"
     assert (True, 1, 0) in shapes
@@ -106,7 +107,7 @@ def test_several_sequences_cancelling_and_late_requests() -> None:
     model = tiny_deepseek().double()
     # so cold that sampling takes the likeliest token
     config = GenerationConfig(
-        num_return_sequences=3, max_new_tokens=70, do_sample=True, temperature=1e-5, eos_token_id=-1
+        num_return_sequences=3, max_new_tokens=40, do_sample=True, temperature=1e-5, eos_token_id=-1
     )
     handle = turbo_hf.patch(model, "turbo4")
     for share in (True, False):

@@ -17,6 +17,7 @@ from turbo_hf import TurboConfig
 transformers = pytest.importorskip("transformers", minversion="5.19")
 
 from serving_support import (  # noqa: E402
+    AFTER,
     LENGTHS,
     MODELS,
     ONE_WIDER,
@@ -83,8 +84,8 @@ def test_captured_passes_with_prompts_give_the_same_tokens(
         outputs, layouts = one_by_one(model, PREFIXED, passes, cb)
         for prompt, (name, output) in zip(PREFIXED, outputs.items(), strict=True):
             got = in_static_batches(model, handle, prompt, passes[name])
-            assert len(output.generated_tokens) == 40
-            assert output.generated_tokens == got[:40], name
+            assert len(output.generated_tokens) == AFTER
+            assert output.generated_tokens == got[:AFTER], name
     shapes = [(key[0] > 0, key[2], key[5]) for key in layouts if key[2]]
     assert (True, 1, 1) in shapes, "a prompt with a stored prefix, beside steps"
     # the first block of a prompt ranks its heads

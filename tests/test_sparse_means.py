@@ -140,7 +140,7 @@ def test_means_stay_with_their_pages(options: dict[str, Any], monkeypatch: pytes
     config = replace(sparse("means", mass=0.5, window_tokens=20, dense_layers=(1,)), **options)
     with turbo_hf.patch(model, config) as handle, torch.no_grad():
         cache = handle.new_cache()
-        model(prompts(3, 150), **{CACHE: cache})
+        model(prompts(3, 100), **{CACHE: cache})
         layer = cache.turbo_layers()[0]
         assert cache.turbo_layers()[1].pool.means is None
 
@@ -149,7 +149,7 @@ def test_means_stay_with_their_pages(options: dict[str, Any], monkeypatch: pytes
 
         for act in (
             lambda: [step() for _ in range(5)],
-            lambda: cache.crop(-41),
+            lambda: cache.crop(-44),
             lambda: step(40),
             lambda: cache.reorder_cache(torch.tensor([0, 2, 0])),
             lambda: step(16),
@@ -321,15 +321,15 @@ def check_choice(q: Tensor, store: KVStore, scoring: Scoring, left: float, alway
 
 
 CASES: dict[str, Any] = {
-    "ragged": {"lengths": [700, 64, 63, 200, 5], "heads": 2, "dim": 64, "queries": 1, "query_heads": 8},
-    "several": {"lengths": [900, 300], "heads": 3, "dim": 80, "queries": 3, "query_heads": 9, "starts": [0, 2]},
+    "ragged": {"lengths": [460, 64, 63, 200, 5], "heads": 2, "dim": 64, "queries": 1, "query_heads": 8},
+    "several": {"lengths": [460, 200], "heads": 3, "dim": 80, "queries": 3, "query_heads": 9, "starts": [0, 2]},
     "mixed": {
-        "lengths": [2300, 130], "heads": 3, "dim": 32, "queries": 2, "query_heads": 3, "groups": ((4, 2), (2, 1)),
+        "lengths": [1100, 130], "heads": 3, "dim": 32, "queries": 2, "query_heads": 3, "groups": ((4, 2), (2, 1)),
         "block": 32,
     },
-    "wide": {"lengths": [1000], "heads": 1, "dim": 128, "queries": 1, "query_heads": 20, "groups": (((8, 4), 1),)},
+    "wide": {"lengths": [500], "heads": 1, "dim": 128, "queries": 1, "query_heads": 20, "groups": (((8, 4), 1),)},
     "open-alone": {"lengths": [20, 63], "heads": 2, "dim": 16, "queries": 2, "query_heads": 4, "starts": [1, 0]},
-    "long-blocks": {"lengths": [1500, 400], "heads": 2, "dim": 16, "queries": 2, "query_heads": 2, "block": 128},
+    "long-blocks": {"lengths": [800, 300], "heads": 2, "dim": 16, "queries": 2, "query_heads": 2, "block": 128},
 }  # fmt: skip
 RULES: dict[str, Any] = {
     "usual": {"left": 0.05, "always": AlwaysRead(1, 100)},

@@ -1,6 +1,6 @@
 """One rank of a context group of two: what `test_context_group.py` asks of it, as JSON.
 
-    python context_ranks.py RANK FOLDER [cuda]
+    python context_ranks.py RANK FOLDER cpu|cuda
 
 What the rank has seen goes to FOLDER/RANK.json. Without a group, the same calls give what one process sees.
 """
@@ -40,6 +40,8 @@ CONFIGS = {
     "16 bit": TurboConfig(bits=16, block_size=32),
     "turbo-mixed": TurboConfig(low_bits=2, low_heads=0.5, block_size=32, sas=True),
 }
+CHUNKED = ("int8", "turbo-mixed")
+"""Configs whose prompts come in chunks, too; `logits` are of chunks at 4 and 16 bit."""
 
 
 def question(count: int, asked: int) -> str:
@@ -77,11 +79,12 @@ class Asked:
                 {"min_new_tokens": NEW, "max_new_tokens": NEW, "do_sample": False},
             )
             with self.patch(self.lab, config) as handle:
-                whole, chunked = (
-                    self.lab.generate(**given, **options, **more)[:, width:]
-                    for more in ({}, {"prefill_chunk_size": 64})
-                )
-                found[name] = [whole.tolist(), chunked.tolist(), self.tokenizer.batch_decode(whole[:, :8])]
+                ways: list[dict[str, Any]] = [{}]
+                if name in CHUNKED or self.device != "cpu":
+                    ways.append({"prefill_chunk_size": 64})
+                whole, *chunked = (self.lab.generate(**given, **options, **more)[:, width:] for more in ways)
+                answers = self.tokenizer.batch_decode(whole[:, :8])
+                found[name] = [whole.tolist(), *(tokens.tolist() for tokens in chunked), answers]
         return [found, handle.report().ranks]
 
     def memory(self) -> Any:
@@ -153,6 +156,9 @@ class Ranks(Asked):
         given = self.rows(question(3, 1), question(1, 0))
         kinds = {"greedy": {"max_new_tokens": 60, "min_new_tokens": 60}}
         if self.device == "cpu":
+            # two layers show as much as six
+            model.model.layers = model.model.layers[:2]
+            model.config.num_hidden_layers = 2
             most = {"max_new_tokens": 36, "min_new_tokens": 36}
             kinds |= {"beams": {"num_beams": 3, **most}, "lookup": {"prompt_lookup_num_tokens": 8, **most}}
 
@@ -171,7 +177,7 @@ class Ranks(Asked):
                 found[kind] += [*tokens(kind, graphs), [x.captures for x in made]]
                 replayable_steps.AHEAD = before
         with stand_ins(self.device, "out of something" if self.rank == 1 else ""):
-            found["failed"] = tokens("greedy", SMALL)[0]
+            found["failed"] = tokens("greedy", SMALL, max_new_tokens=8, min_new_tokens=8)[0]
         with stand_ins(self.device):
             torch.manual_seed(5 + (self.rank or 0))
             found["sampled"] = error_of(lambda: tokens("greedy", graphs, do_sample=True))

@@ -1,5 +1,6 @@
-"""Triton's interpreter without half of its time: what it does again at each call, and what nobody looks at."""
+"""Triton's interpreter without most of its time: what it does again at each call, and what nobody looks at."""
 
+import copy
 import dataclasses
 import functools
 from typing import Any
@@ -10,7 +11,8 @@ def quicken() -> None:
     Leave out sums of integers in 64 bits too: they serve an assertion that only `debug` makes."""
     from triton.runtime import interpreter  # noqa: PLC0415 - as it is chosen when it is imported
 
-    if not (hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "GridExecutor")):
+    names = ("_patch_lang", "_patch_attr", "GridExecutor", "ReduceOps", "TensorHandle", "interpreter_semantic")
+    if not all(hasattr(interpreter, name) for name in names):
         # another version of Triton, which takes its time
         return
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
@@ -19,10 +21,14 @@ def quicken() -> None:
     patched: set[tuple[bool, ...]] = set()
     parts = (interpreter.tl, interpreter.tl.core)
 
+    @functools.cache
+    def parts_of(fn: Any) -> tuple[bool, ...]:
+        seen = list(map(id, fn.__globals__.values()))
+        return tuple(id(part) in seen for part in parts)
+
     @functools.wraps(patch)
     def patch_once(fn: Any) -> Any:
-        seen = list(map(id, fn.__globals__.values()))
-        which = tuple(id(part) in seen for part in parts)
+        which = parts_of(fn)
         if which in patched:
             return None
         patched.add(which)
@@ -49,13 +55,17 @@ def quicken() -> None:
 
     interpreter._get_np_dtype = np_dtype
     _remember_shapes(interpreter.tl.core)
+    _call_directly(interpreter)
+    _take_operands_as_they_are(interpreter)
+    _reduce_by_halves(interpreter)
 
 
 def _remember_shapes(core: Any) -> None:
-    """Let blocks of one type share what describes their shape; it is checked when a type is met first."""
+    """Let blocks of one shape share what describes it; it is checked when a type is met first."""
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
     types: dict[Any, dict[str, Any]] = {}
     shapes: dict[str, tuple[Any, Any]] = {}
+    alike: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     @functools.wraps(make_type)
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -69,8 +79,85 @@ def _remember_shapes(core: Any) -> None:
     def tensor(self: Any, handle: Any, type: Any) -> None:
         if type.name not in shapes:
             make_tensor(self, handle, type)
-            shapes[type.name] = self.shape, self.numel
+            shape = tuple(size.value for size in self.shape)
+            shapes[type.name] = alike.setdefault(shape, (self.shape, self.numel))
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shapes[type.name]
 
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+
+
+def _call_directly(interpreter: Any) -> None:
+    """Let what the language offers be called without the check that a compiler calls it, which is none here."""
+    core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
+    checked = core.builtin(lambda: None).__code__
+
+    @functools.cache
+    def direct(member: Any) -> Any:
+        inner = member.__wrapped__ if getattr(member, "__code__", None) is checked else member
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        return call
+
+    interpreter._patch_attr = lambda obj, name, member, _, scope: scope.set_attr(obj, name, direct(member))
+
+
+def _take_operands_as_they_are(interpreter: Any) -> None:
+    """Let NumPy broadcast the operands of an operation: the language's rules only say of which type they then are."""
+    core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
+    broadcast, converting = semantic.broadcast_impl_value, copy.copy(semantic)
+    converting.broadcast_impl_value = lambda lhs, rhs: (lhs, rhs)
+    types: dict[tuple[str, str], tuple[Any, Any]] = {}
+
+    def operands(
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        alike = isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor) and lhs.dtype is rhs.dtype
+        # quotients of 16-bit floats are made in 32 bits, and pointers have no sums
+        if not alike or div_or_mod or lhs.dtype.is_ptr():
+            lhs, rhs = converting.binary_op_type_checking_impl(
+                lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+            )
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        key = lhs.type.name, rhs.type.name
+        if key not in types:
+            types[key] = tuple(x.type for x in broadcast(lhs, rhs))
+        return tuple(
+            x if x.type.name == kind.name else core.tensor(x.handle, kind)
+            for x, kind in zip((lhs, rhs), types[key], strict=True)
+        )
+
+    semantic.binary_op_type_checking_impl = operands
+    cached = functools.cache(semantic.computation_type_impl)
+    semantic.computation_type_impl = converting.computation_type_impl = cached
+    # what is asked of each result is asked in `binary_op`, too
+    interpreter.TensorHandle.__post_init__ = lambda handle: None
+
+
+def _reduce_by_halves(interpreter: Any) -> None:
+    """Let a reduction by a function of one's own take half of its values at once, and not each by itself."""
+    one_by_one = interpreter.ReduceOps.generic_reduce
+
+    def generic_reduce(self: Any, values: Any) -> Any:
+        parts, kinds = [x.handle.data for x in values], [x.dtype for x in values]
+        if self.axis is None or self.keep_dims or parts[0].shape[self.axis] & (parts[0].shape[self.axis] - 1):
+            return one_by_one(self, values)
+        parts = [x.swapaxes(0, self.axis) for x in parts]
+        while len(parts[0]) > 1:
+            # neighbours, so that their order stays
+            pairs = [x[first::2] for first in (0, 1) for x in parts]
+            found = self.combine_fn.fn(*map(self.to_tensor, pairs, kinds * 2))
+            parts = [x.handle.data for x in (found if isinstance(found, tuple) else (found,))]
+        whole = [x.swapaxes(0, self.axis).squeeze(self.axis) for x in parts]
+        return [self.to_tensor(x if x.ndim else x.item(), kind) for x, kind in zip(whole, kinds, strict=True)]
+
+    interpreter.ReduceOps.generic_reduce = generic_reduce

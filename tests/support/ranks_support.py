@@ -1,5 +1,6 @@
 """Processes that are ranks of a group of two, and what each of them is asked."""
 
+import gc
 import json
 import os
 import subprocess
@@ -30,9 +31,10 @@ def seen_by_ranks(script: str, folder: Path, device: str, count: int = COUNT) ->
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env["WORLD_SIZE"] = str(count)
     command = [sys.executable, str(SUPPORT / script)]
+    # on a CPU the first rank makes the others, once it has imported what all need
     started = [
         subprocess.Popen([*command, str(n), str(folder), device], env=env, stderr=subprocess.PIPE, text=True)
-        for n in range(count)
+        for n in range(1 if device == "cpu" else count)
     ]
     try:
         errors = [process.communicate(timeout=1500)[1] for process in started]
@@ -48,12 +50,21 @@ def seen_by_ranks(script: str, folder: Path, device: str, count: int = COUNT) ->
 
 
 def run_rank(asks: Callable[[int, Path, str], Any], cases: Callable[[str], Sequence[str]]) -> None:
-    """Be the rank that the arguments of this process name: RANK FOLDER cpu|cuda [CASE ...].
+    """Be the rank that the arguments of this process name: RANK FOLDER cpu|cuda [CASE ...]; on a CPU be all ranks.
 
     What the cases return goes to FOLDER/RANK.json. cases: all of them, on a device.
     """
     rank, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     count = int(os.environ.setdefault("WORLD_SIZE", str(COUNT)))
+    others: list[int] = []
+    # no collection of garbage looks through what is imported
+    gc.freeze()
+    if device == "cpu":
+        for other in range(1, count):
+            others.append(os.fork())
+            if not others[-1]:
+                rank, others = other, []
+                break
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -71,6 +82,8 @@ def run_rank(asks: Callable[[int, Path, str], Any], cases: Callable[[str], Seque
             found[case] = traceback.format_exc()
             break
     (folder / f"{rank}.json").write_text(json.dumps(found))
+    for process in others:
+        os.waitpid(process, 0)
     os._exit(0)
 
 

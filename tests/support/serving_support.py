@@ -36,7 +36,7 @@ def tiny_deepseek(version: int = 3, **changes: Any) -> Any:
 
 
 WINDOW = 24
-LENGTHS = (5, 70, 131, 64, 1, 90)
+LENGTHS = (5, 70, 131, 64, 1, 120)
 PRESETS = ("int8", "turbo4", "turbo-mixed", "turbo2", "turbo-k4v2")
 MODELS = {
     "llama": lambda: tiny_llama().double(),
@@ -55,7 +55,9 @@ def requests(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     return [prompts(1, length, seed=length)[0].tolist() for length in lengths]
 
 
-PREFIXED = [*requests((5, 70, 90, 30, 64, 40)), *([*requests((128,))[0], *range(n, 3 * n + 17)] for n in range(6))]
+AFTER = 26
+"""Tokens that each of `PREFIXED` is given."""
+PREFIXED = [*requests((5, 70, 110, 45, 64, 40)), *([*requests((128,))[0], *range(n, 4 * n + 25)] for n in range(6))]
 """Prompts, some of which have a prefix of two blocks."""
 
 
@@ -176,13 +178,13 @@ def check_same(model: Any, handle: Any, inputs: list[list[int]], outputs: dict[s
 
 
 def one_by_one(model: Any, inputs: list[list[int]], passes: Any, cb: Any) -> tuple[dict[str, Any], list[Any]]:
-    """40 tokens of each prompt, which is sent when the one before it has its first token; and the runner's layouts.
+    """`AFTER` tokens of each prompt, sent when the one before it has its first token; and the runner's layouts.
 
     Of a prompt whose prefix is stored, `passes` gets that part as a pass of its own, as if it had been cut there.
     """
     outputs: dict[str, Any] = {}
     names: list[str] = []
-    config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=40)
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=AFTER)
     with model.continuous_batching_context_manager(config, continuous_batching_config=cb) as manager:
         for prompt in inputs:
             names.append(manager.add_request(prompt, streaming=True))

@@ -229,7 +229,7 @@ class Rank:
         out = self.folder / "calibrated"
         learn = ["calibrate", words[1], "--texts", str(PROSE_FILE), "--out", str(out), "--heads-only"]
         learn += ["--window", "256", "--windows", "2"]
-        good = (words, bench, ["plan", words[1]], learn, ["doctor", words[1], "--json"])
+        good = (words, bench, ["plan", words[1]], learn, ["doctor", str(self.folder / "llama"), "--json"])
         calls = (*good, ["demo"], [*words[:2], "-"], ["bench", "decode"], learn)
         ran = [CliRunner().invoke(app, call) for call in calls]
         return [[result.exit_code, result.stdout, result.stderr, repr(result.exception)] for result in ran]
