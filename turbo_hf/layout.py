@@ -284,7 +284,7 @@ class TileRule(NamedTuple):
     heads: float32 [Hq, 2], mass and peak of each query head; None: `mass` and `peak`.
     """
 
-    mass: float = 0.95
+    mass: float = 0.98
     peak: float = 0.02
     sink_tokens: int = 128
     window_tokens: int = 512

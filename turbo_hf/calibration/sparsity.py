@@ -32,7 +32,7 @@ COVERED = 0.95
 """Share of the queries that must drop no more than the bound."""
 
 BOUND = 0.05
-"""The most that they may drop: what the defaults leave by estimate."""
+"""The most that they may drop."""
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ class PromptSparsity(Options):
             mean keys tell them apart too little there; above 0, at most 1, which turns it off.
     """
 
-    mass: float = 0.95
+    mass: float = 0.98
     peak: float = 0.02
     from_tokens: int = 16384
     sink_tokens: int = 128
