@@ -52,6 +52,22 @@ def steers_in_place(model: Any, noted: Noted) -> list[Any]:
     return [model.model.layers[1].register_forward_hook(hook)]
 
 
+def steers_by_data(model: Any, noted: Noted) -> list[Any]:
+    """Changes what it is given where torch counts no change, and makes a pass of its own over another cache."""
+    inner: list[int] = []
+
+    def hook(module: Any, args: Any) -> None:
+        args[0].data.add_(0.3)
+        if not inner:
+            inner.append(1)
+            with torch.no_grad():
+                model(prompts(1, 9).to(args[0].device))
+            inner.clear()
+            noted.append(args[0])
+
+    return [model.model.layers[1].input_layernorm.register_forward_pre_hook(hook)]
+
+
 def before(model: Any, noted: Noted) -> list[Any]:
     """Both kinds of hooks before a module, of which one is given keywords, and returns its first argument alone."""
 
@@ -78,7 +94,9 @@ def counts(model: Any, noted: Noted) -> list[Any]:
     return [model.model.layers[0].mlp.register_forward_hook(hook)]
 
 
-HOOKS: list[Any] = [pytest.param(made, id=made.__name__) for made in (listens, steers, steers_in_place, before, counts)]
+HOOKS: list[Any] = [
+    pytest.param(made, id=made.__name__) for made in (listens, steers, steers_in_place, steers_by_data, before, counts)
+]
 
 
 @in_one_test(("make",), HOOKS)

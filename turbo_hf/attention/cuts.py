@@ -32,7 +32,7 @@ def current() -> Cut | None:
 
 
 @contextmanager
-def cutting(cut: Cut) -> Iterator[None]:
+def cutting(cut: Cut | None) -> Iterator[None]:
     """Inside, `current` gives this."""
     before, _of_thread.cut = current(), cut
     try:

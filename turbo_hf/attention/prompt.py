@@ -71,7 +71,8 @@ def prompt_attention(
     """
     q, k, v = qkv
     known = 0
-    if past is not None and window is None and scoring.is_plain and context is None and in_tiles(past):
+    plain = config.v_scale == "block" and not config.smooth_k and (config.rotates or not config.hadamard)
+    if past is not None and window is None and scoring.is_plain and context is None and plain and in_tiles(past):
         known = past.table.shape[1] * past.block if held is None else max(held)
     mode, rule, kept = prefill_mode(config.prompt_attention, q, known), config.sparse_prompt, None
     # over a past, the chunk's own keys are rotated like the stored ones

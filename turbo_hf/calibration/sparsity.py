@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from turbo_hf.calibration.capture import Seen
-from turbo_hf.config.prompt_sparsity import PromptSparsity
+from turbo_hf.config.prompt_sparsity import CALIBRATED_DROP, PromptSparsity
 from turbo_hf.config.turbo_config import SparseConfig
 from turbo_hf.layout import PROMPT_TILE, AlwaysRead, ByMeans, KVStore, Scoring
 from turbo_hf.ops.prefill.tiles import choose_tiles, density, dropped_mass
@@ -29,10 +29,7 @@ BLOCK = 64
 """Tokens of a block, of which steps know the mean key."""
 
 COVERED = 0.95
-"""Share of the queries that must drop no more than the bound."""
-
-BOUND = 0.05
-"""The most that they may drop."""
+"""Share of the queries that must drop no more than `CALIBRATED_DROP`."""
 
 
 @dataclass(slots=True)
@@ -86,7 +83,7 @@ class HeadRules:
 def _cheapest(read: list[torch.Tensor], dropped: list[torch.Tensor]) -> torch.Tensor:
     """int64 [H], for each head the rule within the bound that reads least; the number of rules: none is."""
     share, drops = torch.stack(read).mean(0), torch.cat(dropped, -1)
-    within = drops.quantile(COVERED, -1) <= BOUND
+    within = drops.quantile(COVERED, -1) <= CALIBRATED_DROP
     cost = torch.cat((share.masked_fill(~within, 2.0), torch.ones_like(share[:1])))
     return cost.argmin(0)
 

@@ -7,6 +7,9 @@ from typing import Any
 from turbo_hf.config.options import Options, at_least, one_of
 from turbo_hf.layout import TileRule
 
+CALIBRATED_DROP = 0.05
+"""The most of its softmax that a query may drop under a calibrated head's rule; 95 % of a calibration's queries do."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSparsity(Options):
@@ -27,7 +30,8 @@ class PromptSparsity(Options):
         tail_tokens: how many of a prompt's last queries read every key. The tokens that are generated first look back
             from there.
         audit: measure the share of the softmax that was dropped, on 128 random queries per head against all keys, and
-            compute a head whose mean is above 2 (1 - mass) densely. False: the estimate is trusted.
+            compute a head whose mean is above 2 (1 - mass) densely (under a calibrated rule: above 0.1). False: the
+            estimate is trusted.
         most_density: a tile of queries that would read more than this share of the key tiles before it reads them all:
             mean keys tell them apart too little there; above 0, at most 1, which turns it off.
     """

@@ -5,6 +5,7 @@ what the hook is given, the hook runs, and what it has changed or returned is co
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from turbo_hf.attention.cuts import NOW, current
+from turbo_hf.attention.cuts import NOW, current, cutting
 from turbo_hf.errors import Unsupported
 
 PLAIN = (torch.dtype, torch.device, type(None), bool, int, float, complex, str)
 """What a hook may be given or return, besides tensors and what holds these: the same in each step."""
 
-_lock = threading.RLock()
+_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+"""By model: while a step runs that may be captured, its hooks are replaced."""
 
 
 def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -79,15 +81,19 @@ class _Aside:
     def __call__(self, module: Any, *given: Any) -> Any:
         cut = current()
         if cut is None or cut is NOW:
-            # before a copy is changed: what the hook was given
-            strange, held = self._strange(given), [_held(each) for each in self._modules]
-            result = self.hook(module, *given)
+            # what the hook was given, before it changes that
+            strange, held, before = self._strange(given), [_held(x) for x in self._modules], self._replaced(given)
+            leaves, form = tree_flatten(before)
+            before = tree_unflatten(leaves, form)
+            # a pass that the hook itself makes is no part of this step
+            with cutting(None):
+                result = self.hook(module, *given)
             if strange is None and not all(map(_same, held, map(_held, self._modules))):
                 # which the next module may read, and a graph would not
                 strange = "sets attributes of a module"
             self._modules = []
-            if strange is None and result is not None:
-                strange = self._strange(self._replaced(given), self._returned(result))
+            if strange is None:
+                strange = self._strange(before, self._replaced(given) if result is None else self._returned(result))
             self.unfit = self.unfit or strange
             return result
         target = self._replaced(given)
@@ -105,12 +111,13 @@ class _Aside:
             if isinstance(x, torch.Tensor) and _place(x) not in copies:
                 copies[_place(x)] = x.clone()
         shown = tree_unflatten([copies[_place(x)] if isinstance(x, torch.Tensor) else x for x in leaves], form)
-        # taken away meanwhile, it is not called
-        result = self.hook(module, *shown) if self.stands() else None
+        with cutting(None):
+            # taken away meanwhile, it is not called
+            result = self.hook(module, *shown) if self.stands() else None
         for x in leaves:
             copy = copies[_place(x)] if isinstance(x, torch.Tensor) else None
-            # in inference mode torch counts no changes; what is expanded, nothing can change in place
-            if copy is not None and (copy.is_inference() or copy._version) and not _expanded(x):
+            # torch does not count all changes; what is expanded, nothing can change in place
+            if copy is not None and not _expanded(x):
                 x.copy_(copy)
         returned = self._replaced(shown) if result is None else self._returned(result)
         strange = self._strange(fresh, returned)
@@ -140,9 +147,14 @@ class _Aside:
     def _strange(self, given: Any, returned: Any = None) -> str | None:
         """Why it cannot be called between graphs if it is given this, and returns that; None if it can."""
         leaves, form = tree_flatten(given)
+        places: dict[int, Any] = {}
         for x in leaves:
             if not isinstance(x, (torch.Tensor, *PLAIN)):
                 return f"is given a {type(x).__name__}"
+            if isinstance(x, torch.Tensor) and places.setdefault(x.untyped_storage().data_ptr(), _place(x)) != _place(
+                x
+            ):
+                return "is given two views of one tensor"
         if returned is None:
             return None
         others, other_form = tree_flatten(returned)
@@ -202,15 +214,24 @@ class Asides:
         return self._found
 
     def require_fit(self) -> None:
-        """Raise `Unsupported` if the step before has shown that one of them cannot be called between graphs."""
+        """Raise `Unsupported` if the step before has shown that one of them cannot be called between graphs, or did not
+        see one."""
+        known = {(id(aside.where), aside.number) for aside in self.found()}
+        for module in modules_of(self._model):
+            new = [(id(where), number) for where, number, _ in foreign_hooks(module, self._is_own)]
+            if not (known.issuperset(new) or (self._inside and module is self._model)):
+                raise Unsupported(f"{name_of(self._model, module)} got a hook after the first step")
         for aside in self.found():
             if aside.unfit is not None and aside.stands():
                 raise Unsupported(f"a hook of {aside.name} {aside.unfit}")
 
     @contextmanager
     def called(self) -> Iterator[None]:
-        """Inside, a step may be captured: where one is, the hooks cut it. One thread at a time."""
-        with _lock:
+        """Inside, a step may be captured: where one is, the hooks cut it. One thread at a time, if there are any."""
+        if not self.found():
+            yield
+            return
+        with _locks.setdefault(self._model, threading.RLock()):
             hooks = [aside for aside in self.found() if aside.stands()]
             before = [aside.where[aside.number] for aside in hooks]
             for aside in hooks:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from turbo_hf.attention.cuts import cutting
-from turbo_hf.errors import out_of_memory
+from turbo_hf.errors import Unsupported, out_of_memory
 
 
 class Device(Protocol):
@@ -133,7 +133,13 @@ class Pieces:
     def end(self) -> None:
         """End the graph that is recorded."""
         graph, self._graph = self._graph, None
-        if graph is not None:
+        if graph is None:
+            return
+        try:
+            if len(self.calls) > 1:
+                # torch warns of a graph without work, as one between two hooks may be
+                torch.zeros(1, device=self._device._stream.device)
+        finally:
             graph.capture_end()
 
     def aside(self, call: Callable[[], object]) -> None:
@@ -167,6 +173,10 @@ class Parts(TorchDispatchMode):
         self._empty = True
         # by source and kind: a source, and its copy, as long as neither has been written to
         self._copied: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def aside(self, call: Callable[[], object]) -> None:
+        """As `Cut.aside`: refused."""
+        raise Unsupported("uncompressed layers over several GPUs run without CUDA graphs")
 
     def go_to(self, device: torch.device) -> Part:
         """End the part, and begin one on this device, unless that has just begun."""
@@ -295,7 +305,7 @@ class CudaDevices(CudaDevice):
                 each._stream.wait_stream(torch.cuda.current_stream(each._stream.device))
                 streams.enter_context(torch.cuda.stream(each._stream))
             try:
-                with parts:
+                with parts, cutting(parts):
                     out = step()
                 parts.end()
             except BaseException:

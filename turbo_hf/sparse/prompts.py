@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.config.prompt_sparsity import PromptSparsity
+from turbo_hf.config.prompt_sparsity import CALIBRATED_DROP, PromptSparsity
 from turbo_hf.layout import PROMPT_TILE, KVStore, Scoring
 from turbo_hf.ops.prefill.reference_tiles import first_of_tail
 from turbo_hf.ops.prefill.tiles import MOST_TILES, choose_tiles, density, dropped_mass, sparse_keys, why_no_choice
@@ -227,8 +227,9 @@ class PromptTally:
         if rule.audit:
             places = self.places(first_of_tail(tokens, rule.rule) * PROMPT_TILE, q.device)
             dropped = dropped_mass(q, k, kept, places, scoring, rest, backend=backend)
+            bound = rule.bound if self.heads is None else max(rule.bound, 2 * CALIBRATED_DROP)
             # a mean that is not a number is over the bound
-            dense = ~(dropped.mean(-1) <= rule.bound)
+            dense = ~(dropped.mean(-1) <= bound)
             kept.masked_fill_(dense[..., None], 1)
             read, dropped = read.masked_fill(dense, 1.0), dropped.masked_fill(dense[..., None], 0.0)
         self.prompts += len(q)
