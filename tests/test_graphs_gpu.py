@@ -71,8 +71,8 @@ def test_a_replayed_step_waits_for_nothing_but_the_mask(sparse: Any, runners: li
         assert runner.captures == 1
         for _ in range(300):
             step()
-        # pages were reserved again, and a plan for more blocks may want more CTAs
-        assert runner.captures in (2, 3)
+        # pages were reserved again; and at nine blocks the plan of dense attention wants more CTAs
+        assert runner.captures == (3 if sparse is None or sparse.dense_layers else 2)
     assert cache.get_seq_length() == 404
 
 

@@ -219,3 +219,16 @@ def test_what_a_hook_is_given_between_graphs(inference: bool) -> None:
             out = module(x, wide)
     assert out.tolist() == x.tolist() == [1, 1, 1]
     assert out is not x
+
+
+@pytest.mark.parametrize(("other", "refused"), [("itself", False), ("a view", True), ("a tensor", False)])
+def test_views_of_one_tensor_are_not_for_hooks_between_graphs(other: str, refused: bool) -> None:
+    x = torch.ones(2, 3)
+    second = {"itself": x, "a view": x.flatten(), "a tensor": x.clone()}[other]
+    model = torch.nn.Linear(3, 3)
+    model.register_forward_hook(lambda module, args, out: None)
+    asides = Asides(model, lambda hook: False)
+    (aside,) = asides.found()
+    with cutting(None):
+        aside(model, (x,), second)
+    assert (aside.unfit == "is given two views of one tensor") == refused

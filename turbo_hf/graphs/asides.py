@@ -82,8 +82,8 @@ class _Aside:
         cut = current()
         if cut is None or cut is NOW:
             # what the hook was given, before it changes that
-            strange, held, before = self._strange(given), [_held(x) for x in self._modules], self._replaced(given)
-            leaves, form = tree_flatten(before)
+            strange, held = self._strange(given) or _overlap(given), [_held(x) for x in self._modules]
+            leaves, form = tree_flatten(self._replaced(given))
             before = tree_unflatten(leaves, form)
             # a pass that the hook itself makes is no part of this step
             with cutting(None):
@@ -147,20 +147,22 @@ class _Aside:
     def _strange(self, given: Any, returned: Any = None) -> str | None:
         """Why it cannot be called between graphs if it is given this, and returns that; None if it can."""
         leaves, form = tree_flatten(given)
-        places: dict[int, Any] = {}
         for x in leaves:
             if not isinstance(x, (torch.Tensor, *PLAIN)):
                 return f"is given a {type(x).__name__}"
-            if isinstance(x, torch.Tensor) and places.setdefault(x.untyped_storage().data_ptr(), _place(x)) != _place(
-                x
-            ):
-                return "is given two views of one tensor"
         if returned is None:
             return None
         others, other_form = tree_flatten(returned)
         if form != other_form or not all(map(_alike, leaves, others)):
             return "returns something of another form than it is given"
         return None
+
+
+def _overlap(given: Any) -> str | None:
+    """Why copies of what a hook is given would not change together as that does; None if they would."""
+    tensors = [x for x in tree_flatten(given)[0] if isinstance(x, torch.Tensor) and x.numel()]
+    places = {(x.untyped_storage().data_ptr(), _place(x)) for x in tensors}
+    return "is given two views of one tensor" if len(dict(places)) < len(places) else None
 
 
 def _expanded(x: torch.Tensor) -> bool:
