@@ -55,8 +55,8 @@ SIMULATION = (
     "is in full precision, bytes are computed, a prompt reads itself unrounded."
 )
 
-REPLY_ROOM = 2048
-"""Tokens beyond the longest prompt: few-shot tasks' replies, and prompts that cannot be chosen shorter."""
+REPLY_ROOM = 4096
+"""Tokens beyond the longest prompt: long answers, few-shot tasks' replies, prompts that cannot be chosen shorter."""
 
 
 SERVE = "Options of --suite serve"

@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config.whole_files import append_line, read_lines, read_object, write_whole
 from turbo_hf.eval.answers import AnsweredLM, Answers
-from turbo_hf.eval.methods import BASELINE, folder_of
+from turbo_hf.eval.methods import AGAIN, BASELINE, folder_of
 from turbo_hf.eval.model import Batch, TurboLM
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec
@@ -133,6 +133,9 @@ def run_method(
     own.mkdir(parents=True, exist_ok=True)
     if not (own / "results.json").is_file():
         torch.manual_seed(SEED)
+        if label == AGAIN:
+            # of the same batches nothing would differ: other sums, as any change of the batch size makes
+            batch, batch_tokens = max(1, batch * 5 // 8), batch_tokens and max(1, batch_tokens * 5 // 8)
 
         def keep(taken: Batch) -> None:
             append_line(own / "batches.jsonl", asdict(taken))

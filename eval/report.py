@@ -13,6 +13,7 @@ from turbo_hf.eval.methods import AGAIN, BASELINE, is_simulated
 from turbo_hf.eval.model import Batch
 from turbo_hf.eval.output import LIMITED, Table
 from turbo_hf.eval.report_plots import needle_cells, worst
+from turbo_hf.eval.scorers import reply_of
 from turbo_hf.eval.tasks import Spec
 
 SURE = 0.8
@@ -42,6 +43,7 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         needles: cells (length, depth, share found), their mean and the worst.
         perplexity: one row per metric.
         memory: bytes of a row's cache by its tokens.
+        replies: for each method the share of replies that are the baseline's, letter by letter, and their mean length.
         serving: bytes of the KV cache per token, against the baseline's, and generated tokens per second.
         reading: for sparse methods, the share of the keys that decode steps read in sparse layers, and the same without
             the always-read tokens.
@@ -89,6 +91,7 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         "needles": _needles(outcomes),
         "perplexity": _perplexities(outcomes),
         "memory": {label: _memory(outcome.batches) for label, outcome in outcomes.items()},
+        "replies": _replies(outcomes),
         "serving": _serving(outcomes),
         "reading": _reading(outcomes),
         "prompts": _prompts(outcomes),
@@ -183,6 +186,28 @@ def _needles(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, Any]]:
                 "cells": [{"length": at, "depth": deep, "share": own} for (at, deep), own in cells.items()],
             }
     return found
+
+
+def _replies(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float]]:
+    """Texts beside the baseline's; {} where nothing was generated."""
+    found = {
+        label: {
+            (task, row["doc_id"]): reply_of(row)
+            for task, rows in outcome.samples.items()
+            for row in rows
+            if isinstance(row["resps"][0][0], str)
+        }
+        for label, outcome in outcomes.items()
+    }
+    base = found[BASELINE]
+    return {
+        label: {
+            "same": sum(text == base[item] for item, text in own.items()) / len(own),
+            "characters": sum(map(len, own.values())) / len(own),
+        }
+        for label, own in found.items()
+        if own
+    }
 
 
 def _memory(batches: list[Batch]) -> list[dict[str, float]]:
@@ -300,6 +325,9 @@ def tables(found: dict[str, Any]) -> list[Table]:
         headings = ["method", "method of equal bytes", "mean of tasks", "largest loss in", "there"]
         rows = [[own["base"], *_points(own)] for own in found["pairs"]]
         shown.append(Table("points of accuracy of the second against the first, as above", headings, rows))
+    if found["replies"]:
+        rows = [[label, f"{own['same']:.1%}", f"{own['characters']:.0f}"] for label, own in found["replies"].items()]
+        shown.append(Table("replies", ["method", "the same text as fp16", "mean length, characters"], rows))
     if found["needles"]:
         rows = [
             [label, f"{own['mean']:.3f}", f"{least['share']:.2f}", f"{least['length']:,}", f"{least['depth']:.0%}"]
@@ -385,4 +413,5 @@ def noise(found: dict[str, Any]) -> str:
     if mean is None:
         return f"{AGAIN}: no item is judged right or wrong in this suite."
     again = mean["methods"][AGAIN]
-    return f"Noise floor: {again['lost'] + again['gained']} of {mean['items']} items differ between two baseline runs."
+    differ = again["lost"] + again["gained"]
+    return f"Noise floor: {differ} of {mean['items']} items differ between two baseline runs in different batches."

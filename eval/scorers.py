@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from turbo_hf.eval.long_answers import right_rows
+
 Sample = dict[str, Any]
 """One item as the harness logs it: doc, target, resps, filter, and its metrics."""
 
@@ -99,6 +101,12 @@ RULER = (
     Scorer("named", parts=named_answers),
 )
 """An item is right if each answer is named; "named", answer by answer, is RULER's own score (string_match_all)."""
+
+LONG = (
+    Scorer("every row", judge=lambda s: all(right_rows(s["doc"]["rows"], reply_of(s))), headline=True),
+    Scorer("rows", parts=lambda s: right_rows(s["doc"]["rows"], reply_of(s))),
+)
+"""A long answer is right if each of its rows is; "rows", row by row."""
 
 GSM8K = (
     Scorer("flexible", "flexible-extract", "exact_match", headline=True),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from turbo_hf.eval import infinitebench, ruler
+from turbo_hf.eval.long_answers import ROWS
 from turbo_hf.eval.scorers import BBH, CHOICES, GSM8K, Scorer
 from turbo_hf.eval.tasks import (
     REPLY,
@@ -15,6 +16,7 @@ from turbo_hf.eval.tasks import (
     infinite_task,
     lab_families,
     lab_task,
+    long_task,
     needle_task,
     prose_task,
     reply_tokens,
@@ -27,6 +29,7 @@ SUITES = {
     "reasoning": "GSM8K, BBH and AQuA only: decode-heavy, short prompts",
     "long": "to the longest context: needles at every depth, RULER, InfiniteBench's retrieval, perplexity of windows",
     "ruler": "RULER's eleven synthetic tasks with its 500 items per length, from 4k on",
+    "answers": "tables written in another form, row by row: answers of 2k tokens and more",
     "serve": "memory and tokens/s of generate, and a length trace replayed; MODEL may be random:llama3-8b",
     "lab": "every family of --data/lab_tasks, and needles, for the lab models",
 }
@@ -72,6 +75,9 @@ DEPTHS = [i / 10 for i in range(11)]
 
 RULER_ITEMS = {"core": 50, "long": 25, "ruler": 500}
 """Items per task and length; 500 is RULER's own number."""
+
+LONG_ITEMS = 64
+"""Items of each form of long answers."""
 
 LAB_ITEMS = 200
 """Maximum number of items per family."""
@@ -119,7 +125,8 @@ def build(suite: str, tokenizer: Any, limits: Limits, data: Path | None = None) 
         specs += _reasoning(data, limits.limit, notes)
     if suite == "core":
         specs.append(_wikitext(data))
-    if suite not in ("reasoning", "ruler"):
+    specs += [long_task(form, LONG_ITEMS, limits.limit) for form in ROWS if suite == "answers"]
+    if suite not in ("reasoning", "ruler", "answers"):
         specs += _needles(suite, tokenizer, limits, notes)
     if suite == "smoke":
         specs.append(prose_task("prose", carried_prose(2, 80)))
@@ -153,7 +160,9 @@ def _bounds(limits: Limits) -> str:
 
 
 def _needles(suite: str, tokenizer: Any, limits: Limits, notes: list[str]) -> list[Spec]:
-    lengths = {"smoke": [512, 1024], "core": [1024, 2048, 4096]}.get(suite) or _doubled(1024, limits)
+    lengths = {"smoke": [512, 1024], "core": [1024, 2048, 4096]}.get(suite)
+    # of a context that is no power of two, its end as well
+    lengths = lengths or list(dict.fromkeys((*_doubled(1024, limits), limits.longest)))
     depths, seeds = (DEPTHS[::5], range(2)) if suite == "smoke" else (DEPTHS, range(1 if suite == "core" else 5))
     fit = [length for length in lengths if limits.shortest <= length <= min(limits.longest, limits.context - REPLY)]
     left = sorted(set(lengths) - set(fit))

@@ -8,8 +8,9 @@ from typing import Any
 
 from turbo_hf.eval import infinitebench, ruler
 from turbo_hf.eval.lab_items import Item, load_items
+from turbo_hf.eval.long_answers import NEW_TOKENS, long_answers, right_rows
 from turbo_hf.eval.needle import needle_grid, prose
-from turbo_hf.eval.scorers import OWN, RULER, Scorer, right_choice
+from turbo_hf.eval.scorers import LONG, OWN, RULER, Scorer, right_choice
 
 REPLY = 32
 """Tokens of a reply to a needle: a number of seven digits, and room around it."""
@@ -125,6 +126,16 @@ def infinite_task(
     judge = lambda doc, reply: infinitebench.right(task, doc["answer"], reply)  # noqa: E731
     room = infinitebench.reply_tokens(task, tokenizer)
     return _questions_task(f"infinite_{task}", lengths, count, limit, make, judge, room, OWN)
+
+
+def long_task(form: str, count: int, limit: int | None = None) -> Spec:
+    """Long answers of one form."""
+    docs = [
+        {"prompt": item.prompt, "answer": "\n".join(item.rows), "rows": list(item.rows)}
+        for item in evenly(long_answers(form, count), limit)
+    ]
+    judge = lambda doc, reply: all(right_rows(doc["rows"], reply))  # noqa: E731
+    return Spec(f"long_{form}", _own_task(f"long_{form}", docs, judge, ["\n\n"], NEW_TOKENS), LONG)
 
 
 def lab_task(name: str, items: list[Item], limit: int | None = None) -> Spec:

@@ -1,0 +1,78 @@
+"""Long answers that can be judged: tables to write in another form, row by row, 2k tokens and more.
+
+Each answer is begun for the model, so that models without a chat template know its form. Every row has to be looked up
+in the prompt, so that an error of the cache shows in each of them.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NAMES = ("Ada", "Boris", "Chen", "Dora", "Emil", "Fatima", "Goran", "Hana", "Igor", "Jana", "Karim", "Lena", "Milo")
+CITIES = ("Lisbon", "Oslo", "Quito", "Nairobi", "Hanoi", "Perth", "Turin", "Lyon", "Cairo", "Dakar", "Seoul", "Lima")
+BEGUN = 2
+"""Rows of the answer that the prompt has."""
+
+ROWS = {"json": 70, "sentences": 100, "sums": 160}
+"""Rows of each form whose answer takes 2k tokens and more."""
+
+NEW_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LongAnswer:
+    """One prompt, which ends within its answer. form: of `ROWS`; rows: those that are still to be written."""
+
+    form: str
+    prompt: str
+    rows: tuple[str, ...]
+
+
+def long_answers(form: str, count: int, seed: int = 0) -> list[LongAnswer]:
+    """`count` prompts of one form; same seed, same prompts. ValueError names the forms."""
+    if form not in ROWS:
+        raise ValueError(f"unknown form {form}; forms are {', '.join(ROWS)}.")
+    return [_item(form, random.Random(f"{form} {seed} {number}")) for number in range(count)]
+
+
+def _csv(record: Any) -> str:
+    return ",".join(map(str, record))
+
+
+def _item(form: str, rng: random.Random) -> LongAnswer:
+    records = [
+        (rng.randrange(1000, 10000), rng.choice(NAMES), rng.choice(CITIES), rng.randrange(10, 1000))
+        for _ in range(ROWS[form])
+    ]
+    heading, of_table, of_answer = FORMS[form]
+    table = "\n".join(map(of_table, records))
+    answer = [of_answer(record) for record in records]
+    begun = "\n".join(answer[:BEGUN])
+    return LongAnswer(form, f"{heading}\n\n{table}\n\nAll {len(records)} rows:\n\n{begun}\n", tuple(answer[BEGUN:]))
+
+
+FORMS: dict[str, tuple[str, Callable[[Any], str], Callable[[Any], str]]] = {
+    "json": (
+        "Write this table as JSON, one object per row, in the same order.",
+        _csv,
+        lambda r: f'{{"id": {r[0]}, "name": "{r[1]}", "city": "{r[2]}", "amount": {r[3]}}}',
+    ),
+    "sentences": (
+        "Write a sentence for each row of this table, in the same order.",
+        _csv,
+        lambda r: f"Customer {r[0]}, {r[1]} from {r[2]}, owes {r[3]} euros.",
+    ),
+    "sums": (
+        "Write an assertion for each pair of numbers, in the same order.",
+        lambda r: f"{r[0]} {r[3]}",
+        lambda r: f"assert {r[0]} + {r[3]} == {r[0] + r[3]}",
+    ),
+}
+"""Of each form: what is asked, a row of the table, a row of the answer."""
+
+
+def right_rows(rows: Sequence[str], reply: str) -> list[bool]:
+    """Whether a reply has each row at its place."""
+    lines = [line.strip() for line in reply.splitlines() if line.strip()]
+    return [at < len(lines) and lines[at] == row for at, row in enumerate(rows)]
