@@ -37,7 +37,7 @@ WINDOW = re.compile(r"streaming-(\d+)")
 BASE = re.compile(r".*?\.(?:json|yaml|yml)(?=$|[/+@])|[^/+@]*", re.IGNORECASE)
 """What a method's choices are added to: the path of a config file, or a preset's name."""
 
-BACKENDS = {"quanto": ("optimum.quanto", (4, 2), {}), "hqq": ("hqq", (4, 2), {"axis_key": 1, "axis_value": 1})}
+BACKENDS = {"quanto": ("optimum.quanto", (4, 2), {}), "hqq": ("hqq", (8, 4, 2), {"axis_key": 1, "axis_value": 1})}
 """Backends of Transformers' QuantizedCache: the package that each needs, its widths, and its options."""
 
 
@@ -114,7 +114,7 @@ EXPLAINED = (
         "PRESET@SELECTOR:FIELD=VALUE",
         "a preset with sparse decode steps, fields of SparseConfig: turbo4@window:window_tokens=511",
     ),
-    ("quanto4, quanto2, hqq4, hqq2", "Transformers' QuantizedCache, if optimum-quanto or hqq is installed"),
+    ("quanto4, quanto2, hqq8, hqq4, hqq2", "Transformers' QuantizedCache, if optimum-quanto or hqq is installed"),
     ("kivi4, kivi3, kivi2", "KIVI, groups of 64, the 64 newest tokens in full precision. Simulated"),
     ("kivi-k4v2-g128 (also k2v2)", "KIVI of 4-bit keys and 2-bit values, groups of 128. Simulated"),
     ("gear-l-kcvt4, gear-l-kivi4 (also 3, 2)", "GEAR-L over either base, rank 4 and 2. Simulated"),

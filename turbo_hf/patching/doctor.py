@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS
+from turbo_hf.errors import warn
 from turbo_hf.models.versions import NEWEST, OLDEST, version_of, version_problem
 from turbo_hf.ops.gpu import hopper, why_no_kernels_on
 from turbo_hf.patches.generic import is_latent
@@ -16,7 +18,7 @@ from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.meta_model import key_bias_note, meta_model, patch_report
 from turbo_hf.patching.patch_model import patch
-from turbo_hf.patching.selfcheck import SelfCheck, compare, probe
+from turbo_hf.patching.selfcheck import CheckText, SelfCheck, check_text
 
 COMPILERS = ("clang", "gcc")
 """What Triton builds its launcher with, as it looks for them."""
@@ -91,22 +93,34 @@ def tested_range() -> str:
 
 
 def diagnose(model: Any) -> Diagnosis:
-    """Patch a loaded model with each preset, compare its logits with the unpatched model's, and remove the patch."""
+    """Patch a loaded model with each preset, read a text through its cache and through the unpatched model's, and
+    remove the patch."""
+    checks: dict[str, SelfCheck] = {}
+    texts: dict[int, CheckText | None] = {}
+    unknown = []
     try:
-        reference = probe(model)
-        checks, report = {}, None
+        own = own_tokenizer(checkpoint_of(model), warn)
+        with patch(model, DEFAULT_PRESET, check=True, tokenizer=own) as handle:
+            report = handle.report()
         latent = any(is_latent(at.module) for at in attention_layers(model) if at.module is not None)
         for preset, config in PRESETS.items():
             # a short text shows nothing of sparse presets, one of which needs a calibration; latents have no values
             sparse = config.sparse is not None or config.sparse_prompt is not None
             if sparse or (latent and (config.value_bits is not None or config.layer_bits is not None)):
                 continue
-            with patch(model, preset, check=preset == DEFAULT_PRESET) as handle:
-                report = handle.report() if preset == DEFAULT_PRESET else report
-                checks[preset] = compare(probe(model, handle.new_cache()), reference)
+            kept = config.recent_tokens + config.block_size
+            try:
+                # one text for all presets that keep as many tokens open
+                text = texts[kept] if kept in texts else texts.setdefault(kept, check_text(model, config, own))
+            except ValueError as error:
+                unknown.append(f"{preset}: {error}")
+                continue
+            if text is not None:
+                with patch(model, config, strict="fallback") as handle:
+                    checks[preset] = text.check(model, handle.new_cache())
     except ValueError as error:
         return Diagnosis(None, {}, str(error))
-    return Diagnosis(report, checks, None)
+    return Diagnosis(report, checks, None, tuple(unknown))
 
 
 def diagnose_config(config: PreTrainedConfig) -> Diagnosis:

@@ -85,6 +85,7 @@ class Report:
         ranks: of a tensor parallel model, how many share it and which heads each of them holds; how many share one
             context; "" for one process. Heads of `layers`, and `selectivity`, are those of this rank.
         weights: which layers hold quantized weights, and of which library; "" if none do.
+        check: what `patch(check=True)` found; "" without it.
     """
 
     model: str
@@ -102,13 +103,15 @@ class Report:
     serving: str = ""
     ranks: str = ""
     weights: str = ""
+    check: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.family})", *([f"  {self.notes}"] if self.notes else [])]
         lines += [f"  {self.ranks}"] if self.ranks else []
         lines += [f"  {at}: {words}" for at, words in group_layers((at.index, self._of(at)) for at in self.layers)]
         lines += self._read() + self._long_prompts()
-        lines += [f"  {text}" for text in (self.weights, self.heads, self.prompts, self.steps, self.serving) if text]
+        of_all = (self.weights, self.heads, self.prompts, self.steps, self.serving, self.check)
+        lines += [f"  {text}" for text in of_all if text]
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
 
     def _read(self) -> list[str]:

@@ -1,6 +1,7 @@
 """`patch()`: put a model on a compressed KV cache, with a handle that undoes it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -12,6 +13,7 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.context_group import ContextRanks, context_ranks, require_spread_layers, require_spreadable
 from turbo_hf.cache.saved_cache import MAKER, weights_digest
 from turbo_hf.calibration.artifacts import Calibration
+from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
 from turbo_hf.calibration.choice import choose_selectors, load_calibration, prompt_rules
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, TurboConfig, resolve_config
 from turbo_hf.errors import Notices, Strict
@@ -39,7 +41,7 @@ from turbo_hf.patching.refusals import (
     require_layers,
     text_type,
 )
-from turbo_hf.patching.selfcheck import require_agreement, unpatched_logits
+from turbo_hf.patching.selfcheck import check_text, judge, require_agreement, unpatched_logits
 from turbo_hf.ranks import Ranks, ranks_of, split_layers
 from turbo_hf.sparse.prompts import PromptTally, describe_sparse_prompts
 
@@ -55,6 +57,7 @@ def patch(
     revision: str | None = None,
     strict: Strict = "raise",
     check: bool = False,
+    tokenizer: Any = None,
     context_group: Any = None,
 ) -> Handle:
     """Put `model.generate` on a compressed KV cache. Nothing else in the model changes, and `remove()` undoes the
@@ -74,7 +77,12 @@ def patch(
             calibration found by "auto" that is damaged or belongs to another model: "raise" an error, "warn" and leave
             that part to Hugging Face, or "fallback" to Hugging Face with only a log message. Training mode, NaN, Inf
             and continuous batching that cannot run on compressed pages are errors under each.
-        check: compare the logits of a short random text before and after patching; an error removes the patch.
+        check: compare the model with itself before and after patching: logits, which must be the same over a cache that
+            rounds nothing, and the distributions of a text that is read through the preset's own cache. `report()`
+            shows their mean KL. Where that is small, nothing is said; from 0.02 nats on there is a warning; from 0.1
+            on the patch is refused, as `strict` says. An error removes the patch.
+        tokenizer: for the text of `check`, which the package carries; None: the one beside the checkpoint, or without
+            one a text that the model samples itself.
         context_group: a process group of torch.distributed over whose ranks the sealed blocks of each context are
             spread. Every rank of it holds the whole model, calls this with the same arguments, and makes the same calls
             over the same tokens.
@@ -116,16 +124,24 @@ def patch(
     with ranks.together():
         planned = _plan(model, chosen, calibration, revision, notices, all_layers, biases, ranks)
     ranks.require_same(planned.decisions())
+    if not check:
+        return _apply(model, planned, strict)
     with ranks.together():
-        unpatched = unpatched_logits(model, planned.modules.values()) if check else None
+        unpatched = unpatched_logits(model, planned.modules.values())
+        own = tokenizer or own_tokenizer(checkpoint_of(model, revision), notices.note)
+        text = check_text(model, chosen, own)
     handle = _apply(model, planned, strict)
-    if unpatched is not None:
-        try:
-            with ranks.together():
-                require_agreement(model, unpatched, chosen, planned.maker.dense_layers, handle.new_cache())
-        except BaseException:
-            handle.remove()
-            raise
+    try:
+        with ranks.together():
+            require_agreement(model, unpatched, chosen, planned.maker.dense_layers, context)
+            found = None if text is None else text.check(model, handle.new_cache())
+            if found is not None:
+                judge(found, notices)
+    except BaseException:
+        handle.remove()
+        raise
+    words = "self-check: logits as before" if found is None else f"self-check: {found}"
+    handle._report = replace(planned.report, check=words, warnings=tuple(notices.messages))
     return handle
 
 

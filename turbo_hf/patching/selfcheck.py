@@ -1,8 +1,11 @@
-"""Checks that a patched model still computes what it did: logits of a padded batch, of a prompt, a chunk and steps."""
+"""Checks that a patched model still computes what it did: logits of a padded batch, of a prompt, a chunk and steps, and
+how far its cache moves the distributions of a text."""
 
 import inspect
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +14,12 @@ from transformers import DynamicCache, PreTrainedModel
 from turbo_hf.cache.context_group import spread
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.errors import Unsupported
+from turbo_hf.errors import Notices, Unsupported
 from turbo_hf.layout import type_16bit
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.host_device import input_device
+from turbo_hf.patching.divergence import EVALUATE, NEVER, Reading, log_probabilities, verdict
 
 DECODED = 16
 """Tokens that are passed one by one, so that attention reads the compressed cache."""
@@ -35,8 +39,18 @@ WORK = 4e11
 REACHES = ("index_topk", "indexer_budget", "original_max_position_embeddings", "attention_chunk_size")
 """Fields of a config with a number of tokens beyond which attention changes, besides windows."""
 
-LOST = 0.5
-"""Relative error of the logits at which a check fails: half of the signal is gone."""
+TEXT = "moby_dick.txt"
+"""Of `turbo_hf/texts`: what is read where there is a tokenizer."""
+
+READ, TAIL, PASS = 512, 128, 16
+"""Tokens of that text's prompt, if no more are kept open; tokens after it, whose distributions are compared; tokens of
+one pass over these, as many as a decode step takes."""
+
+BLOCKS = 4
+"""Sealed blocks that the prompt has at least."""
+
+SAMPLES = 8
+"""Rows in which a model without a tokenizer samples the text, side by side."""
 
 SLACK, MOST = 4, 0.5
 """Without quantization, a check fails at an error of this many times the effect of rounding, or of `MOST`."""
@@ -44,22 +58,32 @@ SLACK, MOST = 4, 0.5
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
-    """Logits compared with the unpatched model's.
+    """Logits of a text's end, compared with the unpatched model's.
 
     Args:
         error: |logits - reference| / |reference|, each less its mean over the vocabulary.
         agreement: share of positions with the same most likely token.
+        kl: mean KL(reference || patched) of the next token's distribution, in nats.
         tokens: number of positions.
+        text: what was read.
     """
 
     error: float
     agreement: float
+    kl: float
     tokens: int
+    text: str = ""
 
     @property
-    def passed(self) -> bool:
-        """Whether the logits are finite and closer to the reference than `LOST`."""
-        return self.error < LOST  # false for NaN, too
+    def verdict(self) -> str:
+        """What a user can do with this preset on this model, one of those of `divergence.verdict`."""
+        return verdict(self.kl)
+
+    def __str__(self) -> str:
+        return (
+            f"KL {self.kl:.4f} nats to the unpatched model over {self.tokens} tokens of {self.text}, "
+            f"{self.agreement:.0%} the same most likely token: {self.verdict}"
+        )
 
 
 class CheckBatch(NamedTuple):
@@ -142,14 +166,86 @@ def probe(model: PreTrainedModel, cache: Any = None) -> torch.Tensor:
     return logits[:, -(total - parts[0] + kept) :]
 
 
-def compare(logits: torch.Tensor, reference: torch.Tensor) -> SelfCheck:
-    """The figures of `SelfCheck` for two results of `probe`."""
+def compare(logits: torch.Tensor, reference: torch.Tensor, text: str = "") -> SelfCheck:
+    """The figures of `SelfCheck` for logits, or log-probabilities, [..., tokens, vocabulary]."""
     # a constant added to all logits of a position changes no probability
     centred = reference - reference.mean(-1, keepdim=True)
     difference = logits - logits.mean(-1, keepdim=True) - centred
     error = (difference.norm() / centred.norm()).item()
     agreement = (logits.argmax(-1) == reference.argmax(-1)).float().mean().item()
-    return SelfCheck(error, agreement, reference[..., 0].numel())
+    base = reference.log_softmax(-1)
+    kl = (base.exp() * (base - logits.log_softmax(-1))).sum(-1, dtype=torch.float64).mean().item()
+    return SelfCheck(error, agreement, kl, reference[..., 0].numel(), text)
+
+
+class CheckText(NamedTuple):
+    """A text, and what the unpatched model says after each of its last tokens.
+
+    Args:
+        reading: its tokens and passes.
+        reference: float32 log-probabilities [tokens, vocabulary].
+        words: what it is.
+    """
+
+    reading: Reading
+    reference: torch.Tensor
+    words: str
+
+    def check(self, model: PreTrainedModel, cache: Any) -> SelfCheck:
+        """What a patched model makes of the text with that cache."""
+        return compare(log_probabilities(model, self.reading, cache), self.reference, self.words)
+
+
+def check_text(model: PreTrainedModel, config: TurboConfig, tokenizer: Any) -> CheckText | None:
+    """A text whose prompt has `BLOCKS` sealed blocks of `config` at least, if the model has positions for so many. Of
+    an unpatched model; None: it has no head, so that there are no distributions.
+
+    tokenizer: None: the model samples the text itself.
+
+    Raises:
+        Unsupported: its positions do not hold one block and what comes after it, or the tokenizer is another model's.
+    """
+    if model.get_output_embeddings() is None:
+        return None
+    text = model.config.get_text_config(decoder=True)
+    kept = config.recent_tokens + BLOCKS * config.block_size
+    room = getattr(text, "max_position_embeddings", None) or math.inf
+    tail = TAIL if room > 2 * TAIL else PASS
+    prompt = int(min(max(READ, kept), room - tail - 1))
+    if prompt < config.recent_tokens + config.block_size:
+        raise Unsupported(
+            f"self-check: this model has {room} positions, too few for a block that is kept at the preset's bits "
+            f"({config.recent_tokens} newest tokens are not). Patch it without check=True."
+        )
+    count = prompt + tail + 1
+    if tokenizer is None:
+        ids, words = _sampled(model, count), "its own sampled text"
+    else:
+        shipped = resources.files("turbo_hf").joinpath("texts", TEXT).read_text("utf-8")
+        ids, words = tokenizer(shipped[: 16 * count], return_tensors="pt").input_ids[:, :count], TEXT
+        if ids.shape[1] < count or int(ids.max()) >= model.get_output_embeddings().weight.shape[0]:
+            raise Unsupported(
+                f"self-check: the tokenizer makes {ids.shape[1]} tokens of {TEXT}, the largest of them {ids.max()}, "
+                f"where {count} of a vocabulary of {text.vocab_size} are expected. Pass the model's own tokenizer."
+            )
+    reading = Reading(ids.to(input_device(model)), (prompt, *[PASS] * (tail // PASS)))
+    return CheckText(reading, log_probabilities(model, reading, DynamicCache(config=model.config)), words)
+
+
+@torch.no_grad()
+def _sampled(model: PreTrainedModel, count: int) -> torch.Tensor:
+    """`count` tokens that the model samples from itself, [1, count]: several rows, one after the other."""
+    call: Any = model
+    device = input_device(model)
+    seeded = torch.Generator(device).manual_seed(0)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    rows = torch.randint(vocabulary, (SAMPLES, 1), generator=seeded, device=device)
+    cache, each = DynamicCache(config=model.config), -(-count // SAMPLES)
+    while rows.shape[1] < each:
+        logits = call(rows[:, -1:], **{CACHE: cache}).logits[:, -1].float()
+        drawn = torch.multinomial(logits.softmax(-1), 1, generator=seeded)
+        rows = torch.cat((rows, drawn.to(device)), 1)
+    return rows.reshape(1, -1)[:, :count]
 
 
 def unpatched_logits(model: PreTrainedModel, modules: Collection[torch.nn.Module]) -> Unpatched:
@@ -201,18 +297,18 @@ class _Rounding:
 
 
 def require_agreement(
-    model: PreTrainedModel, unpatched: Unpatched, config: TurboConfig, uncompressed: tuple[int, ...], cache: TurboCache
+    model: PreTrainedModel, unpatched: Unpatched, config: TurboConfig, uncompressed: tuple[int, ...], context: Any
 ) -> None:
-    """`Unsupported` if the patched model's logits are not its own: without a cache, with one that quantizes nothing,
-    and with `cache`.
+    """`Unsupported` if the patched model's logits are not its own: without a cache, and with one that quantizes
+    nothing. context: the ranks of a context group; None: there is none.
 
     Where nothing is quantized, only rounding is left, and `unpatched.rounding` is what it does to the logits. A wrong
     mask does more.
     """
     exact = TurboConfig(bits=16, attention="fp16", block_size=config.block_size, backend=config.backend)
     unrounded = TurboCache(model.config, exact, dense_layers=uncompressed)
-    if cache.context is not None:
-        spread(unrounded, cache.context)
+    if context is not None:
+        spread(unrounded, context)
     for case, got, want, rounding in (
         ("without a cache", probe(model), unpatched.plain, unpatched.rounding),
         ("over a cache that quantizes nothing", probe(model, unrounded), unpatched.cached, unpatched.half),
@@ -224,12 +320,14 @@ def require_agreement(
                 f"rounding explains {rounding:.2%}. This model expects something of attention that a patch does not do "
                 "(a mask, a keyword). The patch is off again; run this model without it."
             )
-    result = compare(probe(model, cache), unpatched.plain)
-    if not result.passed:
-        raise Unsupported(
-            f"self-check failed: the logits differ by {result.error:.0%} from the unpatched model's. The patch is "
-            "off again; try a preset with more bits, or TurboConfig(dense_layers=...)."
-        )
+
+
+def judge(found: SelfCheck, notices: Notices) -> None:
+    """Refuse a preset that must not be used on this model, and note one that may lose answers."""
+    if found.verdict == NEVER:
+        notices.refuse(f"self-check: {found}.", "The patch is off again. Try a preset with more bits.")
+    elif found.verdict == EVALUATE:
+        notices.note(f"self-check: {found}.")
 
 
 def _distance(logits: torch.Tensor, reference: torch.Tensor) -> float:

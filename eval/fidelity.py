@@ -1,0 +1,235 @@
+"""Next-token distributions of one model read through each cache, against its own in 16 bit: what `turbo-hf fidelity`
+measures. Caches are the real ones, read by the paths that `generate` takes."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+
+from turbo_hf.calibration.artifacts import Calibration
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.errors import out_of_memory, shortened
+from turbo_hf.eval.bench.timing import free_memory
+from turbo_hf.eval.cache_size import cache_size
+from turbo_hf.eval.methods import BASELINE, Method, applied, method_named
+from turbo_hf.models.versions import CACHE
+from turbo_hf.ops.host_device import input_device
+from turbo_hf.patching.divergence import (
+    LIKE,
+    Divergence,
+    Positions,
+    Reading,
+    compare_positions,
+    log_probabilities,
+    summarize,
+    verdict,
+)
+
+AGAIN, PAGES = "16 bit again", "16-bit pages"
+"""The noise rows: the unpatched model in other passes, and our pages with unrounded numbers."""
+
+STEP = 16
+"""Tokens of a pass on the path of decode steps, which take as many."""
+
+
+class Case(NamedTuple):
+    """One column of figures.
+
+    Args:
+        tokens: of the prompt.
+        path: "steps": what follows is read in passes of `STEP` tokens, by the kernel of decode steps; "chunk": in one
+            pass over the past; "answer": the model's own greedy continuation, in steps.
+    """
+
+    tokens: int
+    path: str
+
+    def passes(self, tail: int, again: bool = False) -> tuple[int, ...]:
+        """Tokens of each pass, the prompt first. again: other passes over the same tokens."""
+        if self.path == "chunk":
+            return (self.tokens, *((tail // 2, tail - tail // 2) if again else (tail,)))
+        size = STEP // 2 if again else STEP
+        return (self.tokens, *[size] * (tail // size), *([tail % size] if tail % size else []))
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """One method in one case.
+
+    Args:
+        method: its name. case: what was read.
+        figures: None: it was refused, or failed.
+        bytes_per_token: of its cache, all layers, after the last text; None if unknown.
+        verdict: as `divergence.verdict` says; of a method that failed, why.
+    """
+
+    method: str
+    case: Case
+    figures: Divergence | None
+    bytes_per_token: float | None
+    verdict: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; figures that are not finite are None."""
+        own = {} if self.figures is None else asdict(self.figures)
+        finite = {name: value if math.isfinite(value) else None for name, value in own.items()}
+        where = {"method": self.method, **self.case._asdict(), "verdict": self.verdict}
+        return {**where, "bytes_per_token": self.bytes_per_token, **finite}
+
+
+def rounded(keys: int, values: int, **more: Any) -> TurboConfig:
+    """Keys and values of these bits."""
+    return TurboConfig(bits=keys, value_bits=None if values == keys else values, **more)
+
+
+def grid(widths: Sequence[int]) -> list[Method]:
+    """Widths of keys by widths of values."""
+    return [Method(f"K{keys} V{values}", rounded(keys, values)) for keys in widths for values in widths]
+
+
+def layer_map(layers: Sequence[int], bits: int) -> list[Method]:
+    """Each of these layers alone: its keys at `bits` and its values at 8 bit, and the other way round; all others are
+    left to Transformers."""
+    return [
+        Method(f"layer {one} {side}", rounded(*widths, int8_layers=(), dense_layers=tuple(set(layers) - {one})))
+        for one in layers
+        for side, widths in (("K", (bits, 8)), ("V", (8, bits)))
+    ]
+
+
+def measure(
+    model: Any,
+    windows: torch.Tensor,
+    cases: Sequence[Case],
+    methods: Sequence[Method],
+    *,
+    tail: int,
+    noise: bool = True,
+    calibration: Calibration | str | None = "auto",
+    advance: Callable[[str], None] = lambda method: None,
+) -> list[Fidelity]:
+    """Read each text through each method's cache, and through Transformers' own.
+
+    Args:
+        model: unpatched.
+        windows: int64 [texts, tokens], of `tokens` for the longest case and `tail` + 1 more.
+        cases: what to read of them.
+        methods: what to compare with the unpatched model.
+        tail: tokens after the prompt, whose distributions are compared.
+        noise: begin with the two noise rows.
+        calibration: as `applied` takes it.
+        advance: called with the name of each method as it has read a text.
+
+    Raises:
+        torch.OutOfMemoryError: the unpatched model itself does not fit.
+    """
+    rows: list[Fidelity] = []
+    every = [*([Method(AGAIN), Method(PAGES, TurboConfig(bits=16))] if noise else []), *methods]
+    for case in cases:
+        found: dict[str, list[Positions]] = {method.name: [] for method in every}
+        sizes: dict[str, float] = {}
+        failed: dict[str, str] = {}
+        for window in windows:
+            reading = _reading(model, window, case, tail)
+            base = DynamicCache(config=model.config)
+            reference = log_probabilities(model, reading, base)
+            own = reading.ids.shape[1] - 1
+            for method in every:
+                if method.name in failed:
+                    continue
+                again = reading._replace(passes=case.passes(tail, again=True)) if method.name == AGAIN else reading
+                try:
+                    got, sizes[method.name] = _read(model, method, again, own, calibration)
+                except (ValueError, RuntimeError) as error:
+                    # one method less; an error of the GPU itself would meet all that follows
+                    if not isinstance(error, ValueError) and not out_of_memory(error):
+                        raise
+                    failed[method.name] = "out of memory" if out_of_memory(error) else shortened(error)
+                    free_memory()
+                    continue
+                found[method.name].append(compare_positions(got, reference, reading))
+                advance(method.name)
+        rows += _judged(case, every, found, sizes, failed)
+    return rows
+
+
+def _read(
+    model: Any, method: Method, reading: Reading, tokens: int, calibration: Calibration | str | None
+) -> tuple[torch.Tensor, float]:
+    """Log-probabilities of one method, and bytes per token of its cache."""
+    with applied(model, method, calibration) as handle:
+        if handle is not None:
+            cache: Any = handle.new_cache()
+        elif method.make is not None:
+            cache = method.make(model, torch.ones_like(reading.ids))
+        else:
+            cache = DynamicCache(config=model.config)
+        got = log_probabilities(model, reading, cache)
+        size, _ = cache_size(cache, 1, handle)
+    return got, size / tokens
+
+
+def _judged(
+    case: Case,
+    methods: Iterable[Method],
+    found: dict[str, list[Positions]],
+    sizes: dict[str, float],
+    failed: dict[str, str],
+) -> Iterator[Fidelity]:
+    noise = 0.0
+    for method in methods:
+        name = method.name
+        if name in failed or not found[name]:
+            yield Fidelity(name, case, None, None, failed.get(name, "not read"))
+            continue
+        figures = summarize(found[name])
+        of_noise = name in (AGAIN, PAGES)
+        noise = max(noise, figures.kl) if name == AGAIN else noise
+        yield Fidelity(name, case, figures, sizes[name], "noise" if of_noise else verdict(figures.kl, noise))
+
+
+def _reading(model: Any, window: torch.Tensor, case: Case, tail: int) -> Reading:
+    """The text of a case: of the window, or its beginning and what the model answers to it."""
+    passes = case.passes(tail)
+    ids = window[None, : case.tokens + tail + 1].to(input_device(model))
+    if case.path == "answer":
+        ids = continued(model, ids[:, : case.tokens], tail + 1)
+    return Reading(ids, passes)
+
+
+@torch.no_grad()
+def continued(model: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
+    """`ids` and `count` tokens that the unpatched model goes on with, none of them an end."""
+    out: torch.Tensor = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        **{CACHE: DynamicCache(config=model.config)},
+    )
+    return out
+
+
+def suggestion(rows: Sequence[Fidelity]) -> str:
+    """The smallest of the patched methods that is like 16 bit in every case, as a sentence."""
+    by_name: dict[str, list[Fidelity]] = {}
+    for row in rows:
+        by_name.setdefault(row.method, []).append(row)
+    sizes = {
+        name: max(row.bytes_per_token or math.inf for row in own)
+        for name, own in by_name.items()
+        if all(row.verdict == LIKE for row in own)
+    }
+    if not sizes:
+        return "No method is like 16 bit on this model: evaluate on your tasks before you use one."
+    smallest = min(sizes, key=lambda name: (sizes[name], name))
+    return f"The smallest that is like 16 bit here: {smallest}, {sizes[smallest]:,.0f} bytes per token."
+
+
+def named(names: Sequence[str]) -> list[Method]:
+    """The methods of these names; the baseline is always read. Errors as in `method_named`."""
+    return [method_named(name) for name in dict.fromkeys(names) if name != BASELINE]
