@@ -197,10 +197,14 @@ def test_caches_that_are_not_compressed_are_told() -> None:
     model = tiny_llama()
     stock = generate(model)
     with turbo_hf.patch(model, "turbo2") as handle:
-        with pytest.warns(UserWarning, match="a DynamicCache was passed, so this call is not compressed"):
+        with pytest.warns(UserWarning, match=rf"a DynamicCache was passed as {CACHE}.*{CACHE}=handle.new_cache\(\)"):
             assert torch.equal(generate(model, **{CACHE: DynamicCache(config=model.config)}), stock)
-        with pytest.warns(UserWarning, match=r"cache_implementation='static' asks for .*generation_config\."):
+        with pytest.warns(UserWarning, match=r"'static' asks for .* leave out the argument cache_implementation"):
             assert torch.equal(generate(model, cache_implementation="static"), stock)
+        model.generation_config.cache_implementation = "static"
+        with pytest.warns(UserWarning, match=r"set model\.generation_config\.cache_implementation = None"):
+            assert torch.equal(generate(model), stock)
+        model.generation_config.cache_implementation = None
         assert handle.memory() == Memory((), 0, 0)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
