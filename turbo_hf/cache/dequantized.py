@@ -18,7 +18,6 @@ from turbo_hf.errors import Unsupported
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.store.quantize import dequantize
 
-
 READ_ONLY = (
     "keys and values of a TurboCache are dequantized to be read: what is written to them would not reach the cache. "
     "Write to a clone(), or leave the layer dense (TurboConfig.dense_layers)."
