@@ -59,7 +59,14 @@ class Workload:
     longest: int
 
 
-def serve(name: str, wanted: Sequence[str], workload: Workload, folder: Path, device: str) -> dict[str, Any]:
+def serve(
+    name: str,
+    wanted: Sequence[str],
+    workload: Workload,
+    folder: Path,
+    device: str,
+    gguf_file: str | None = None,
+) -> dict[str, Any]:
     """Run the suite on a model; what an earlier run stored in `folder` is not measured again.
 
     Raises:
@@ -72,7 +79,7 @@ def serve(name: str, wanted: Sequence[str], workload: Workload, folder: Path, de
     passed_by = 0
     if workload.trace is not None:
         taken, passed_by = chosen(read_trace(workload.trace), workload.requests, workload.longest)
-    model = _model(name, device)
+    model = _model(name, device, gguf_file)
     options = {
         **asdict(workload),
         "trace": workload.trace and workload.trace.name,
@@ -121,10 +128,12 @@ def _measure(
     return result
 
 
-def _model(name: str, device: str) -> Any:
+def _model(name: str, device: str, gguf_file: str | None) -> Any:
     if not name.startswith(RANDOM):
-        model, _ = load(name, device)
+        model, _ = load(name, device, gguf_file=gguf_file)
         return model
+    if gguf_file is not None:
+        raise ValueError(f"{name} has random weights: leave out --gguf-file.")
     shape, _, size = name.removeprefix(RANDOM).partition(":")
     if shape not in KINDS or size not in ("", "tiny"):
         raise ValueError(f"unknown shape {name}; write {RANDOM}NAME with a name of {', '.join(KINDS)}.")

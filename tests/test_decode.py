@@ -161,7 +161,7 @@ def test_blocks_of_zeros(size: float, mode: str, device: torch.device, backend: 
     """Scales of 0 must not divide anything; numbers of which a scale has no finite reciprocal count as 0."""
     k, v = tokens(1, 2, 150, 16, device=device), tokens(1, 2, 150, 16, device=device)
     for part in (k[:, :, :64], v[:, :, 64:128], k[:, :, 140:], v[:, :, 130:]):
-        part *= size
+        part.mul_(size)
     q = tokens(1, 4, 3, 16, device=device)
     check_decode(q, make_store(k, v, [150]), mode, backend)
     check_decode(size * q, make_store(k, v, [150]), mode, backend)

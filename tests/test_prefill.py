@@ -107,7 +107,7 @@ def test_blocks_of_zeros(size: float, mode: str, device: torch.device) -> None:
     """Scales of 0 must not divide anything; numbers of which a scale has no finite reciprocal count as 0."""
     q, k, v = inputs(1, 150, device)
     for part in (k[:, :, :64], v[:, :, 64:128], q[:, :, 128:]):
-        part *= size
+        part.mul_(size)
     check_prefill(q, k, v, mode, block=64)
 
 
