@@ -22,7 +22,7 @@ from turbo_hf.eval.methods import (
     options_of_files,
     require_options,
 )
-from turbo_hf.eval.output import EvalReport, Table, show, write_report
+from turbo_hf.eval.output import EvalReport, Table, show, without_dashes, write_report
 from turbo_hf.eval.report_plots import memory_plot
 from turbo_hf.eval.run_identity import CONFIGS, identity, only_run
 from turbo_hf.eval.serve import Request, chosen, level, read_trace, replay, summary
@@ -214,7 +214,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
                 ],
             )
         )
-    return shown
+    return [without_dashes(table) for table in shown]
 
 
 def _ratio(value: float | None, base: float | None) -> str:

@@ -218,7 +218,6 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "data": lambda shown: shown.data.zero_(),
     "out": lambda shown: torch.mul(torch.ones_like(shown), 2, out=shown),
     "a list": lambda shown: torch._foreach_mul_([shown], 2),
-    "other memory": lambda shown: shown.set_(torch.zeros_like(shown)),
     "other data": lambda shown: setattr(shown, "data", torch.zeros_like(shown)),
 }
 

@@ -90,7 +90,7 @@ def generate_command(
             raise
         raise fail(f"the memory of {loaded.device} is full. Take a shorter prompt or fewer bits.") from error
     if memory:
-        err.print(_line(taken, loaded.dtype), markup=False, highlight=False, soft_wrap=True)
+        err.print(_line(taken), markup=False, highlight=False, soft_wrap=True)
     if json_line:
         facts = {"model": model, "device": str(loaded.device), "dtype": str(loaded.dtype), "config": chosen.to_dict()}
         facts["memory"] = {"tokens": taken.tokens, "bytes": taken.all_ranks, "compression": taken.compression}
@@ -131,7 +131,6 @@ def _note_positions(model: Any, tokens: int) -> None:
         err.print(f"note: these are {tokens:,} tokens; the model was made for {trained:,} positions.", markup=False)
 
 
-def _line(taken: "Memory", dtype: Any) -> str:
-    name = str(dtype).removeprefix("torch.")
+def _line(taken: "Memory") -> str:
     size = f"{taken.tokens:,} tokens in {taken.all_ranks:,} bytes"
-    return f"KV cache: {size}, {taken.compression:.2f} x less than in {name}."
+    return f"KV cache: {size}, {taken.compression:.2f} x less than in {taken.dtype}."

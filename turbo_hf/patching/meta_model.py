@@ -30,6 +30,7 @@ from turbo_hf.models.versions import CACHE, NEWEST, OLDEST
 from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.patch_model import patch
+from turbo_hf.patching.refusals import FORECAST
 
 PASSES = (2, 3)
 """Tokens of two passes without weights: the difference of their caches gives the bytes per token."""
@@ -141,6 +142,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
         if isinstance(part, PreTrainedModel):
             # it looks for padding in the ids, which are no numbers here
             vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *args: None
+    vars(model)[FORECAST] = True
     model.eval()
     return model
 
