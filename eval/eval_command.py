@@ -17,7 +17,7 @@ from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET
 from turbo_hf.config.whole_files import write_whole
-from turbo_hf.console import Device, Json, choose_device, err, fail, load, out, processes
+from turbo_hf.console import Device, GgufFile, Json, choose_device, err, fail, load, out, processes
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.methods import (
@@ -99,6 +99,7 @@ def eval_command(
         int | None, typer.Option(min=1, help="Maximum tokens per batch with replies; default: none, on a GPU 262144.")
     ] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Folder for samples, JSON, Markdown, plots.")] = None,
+    gguf_file: GgufFile = None,
     device: Device = "auto",
     json_line: Json = False,
     context: Annotated[
@@ -120,7 +121,7 @@ def eval_command(
     for package in ("matplotlib",) if suite == "serve" else ("lm_eval", "datasets", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise fail(f'turbo-hf eval needs {package}: pip install "turbo_hf[eval]".')
-    chosen = folder or Path("eval-results") / f"{Path(model).name.replace(':', '-')}-{suite}"
+    chosen = folder or Path("eval-results") / f"{Path(gguf_file or model).name.replace(':', '-')}-{suite}"
     wanted = expanded([name for words in methods or [DEFAULT_PRESET] for name in words.split(",") if name])
     try:
         if not wanted:
@@ -135,7 +136,7 @@ def eval_command(
             own = trace or (data / TRACE if data is not None else None)
             sized = tuple(parse_tokens(text) for text in context or ["1k"])
             workload = Workload(sized, batch or 8, new, rounds, own, requests, longest or LONGEST["serve"])
-            result = serve(model, wanted, workload, chosen, device)
+            result = serve(model, wanted, workload, chosen, device, gguf_file)
             if json_line:
                 print(as_json(result))  # noqa: T201
             return
@@ -144,7 +145,7 @@ def eval_command(
         if shortest > most:
             raise ValueError(f"--shortest {shortest} is above the longest prompt, {most}.")
         asked = Limits(0, most, items, shortest, tuple(sorted(set(task or ()))))
-        found = _run(model, suite, wanted, data, asked, sizes, calibration, chosen, device)
+        found = _run(model, suite, wanted, data, asked, sizes, calibration, chosen, device, gguf_file)
     except (ValueError, OSError) as mistake:
         raise fail(str(mistake)) from mistake
     except KeyboardInterrupt as stop:
@@ -207,6 +208,7 @@ def _run(
     calibration: str,
     folder: Path,
     device: str,
+    gguf_file: str | None,
 ) -> dict[str, Any]:
     """asked: without the model's context."""
     # the harness takes seconds to import, and is an extra
@@ -214,7 +216,7 @@ def _run(
     from turbo_hf.eval.report import report  # noqa: PLC0415
 
     quiet()
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, device, gguf_file=gguf_file)
     made = _calibration(loaded, wanted, calibration)
     positions = getattr(loaded.config.get_text_config(decoder=True), "max_position_embeddings", None)
     room = asked.longest + REPLY_ROOM

@@ -37,6 +37,12 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
+def without_dashes(table: Table) -> Table:
+    """The table without columns in which every cell is "-": nothing of that kind was measured."""
+    kept = [n for n in range(len(table.headings)) if not table.rows or any(row[n] != "-" for row in table.rows)]
+    return Table(table.title, [table.headings[n] for n in kept], [[row[n] for n in kept] for row in table.rows])
+
+
 class EvalReport(NamedTuple):
     """What is shown of a run.
 

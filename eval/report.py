@@ -11,7 +11,7 @@ from turbo_hf.eval.evaluate import Outcome
 from turbo_hf.eval.mcnemar import paired
 from turbo_hf.eval.methods import AGAIN, BASELINE, is_simulated
 from turbo_hf.eval.model import Batch
-from turbo_hf.eval.output import LIMITED, Table
+from turbo_hf.eval.output import LIMITED, Table, without_dashes
 from turbo_hf.eval.report_plots import needle_cells, worst
 from turbo_hf.eval.scorers import reply_of
 from turbo_hf.eval.tasks import Spec
@@ -351,9 +351,11 @@ def tables(found: dict[str, Any]) -> list[Table]:
     serving = [
         [name, str(own["prompts"]), *_figures(own), "computed" if own["simulated"] else "measured"]
         for name, own in zip(named, found["serving"].values(), strict=True)
+        if own["prompts"]
     ]
-    headings = ["method", "prompts", "KV bytes/token", "ratio", "tokens/s", "bytes are"]
-    shown.append(Table("memory and speed of generation", headings, serving))
+    if serving:
+        headings = ["method", "prompts", "KV bytes/token", "ratio", "tokens/s", "bytes are"]
+        shown.append(Table("memory and speed of generation", headings, serving))
     if found["reading"]:
         rows = [[label, f"{own['share']:.1%}", f"{own['share_beyond']:.1%}"] for label, own in found["reading"].items()]
         headings = ["method", "of all", "of those not always read"]
@@ -362,7 +364,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
         rows = [[label, *_over_layers(layers)] for label, layers in found["prompts"].items()]
         headings = ["method", "key tiles read", "least, most of a layer", "softmax dropped", "of the worst layer"]
         shown.append(Table("the newest 16 sparse prompts, means", headings, rows))
-    return shown
+    return [without_dashes(table) for table in shown]
 
 
 def _over_layers(layers: list[dict[str, Any]]) -> list[str]:

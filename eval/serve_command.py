@@ -22,7 +22,7 @@ from turbo_hf.eval.methods import (
     options_of_files,
     require_options,
 )
-from turbo_hf.eval.output import EvalReport, Table, show, write_report
+from turbo_hf.eval.output import EvalReport, Table, show, without_dashes, write_report
 from turbo_hf.eval.report_plots import memory_plot
 from turbo_hf.eval.run_identity import CONFIGS, identity, only_run
 from turbo_hf.eval.serve import Request, chosen, level, read_trace, replay, summary
@@ -59,7 +59,14 @@ class Workload:
     longest: int
 
 
-def serve(name: str, wanted: Sequence[str], workload: Workload, folder: Path, device: str) -> dict[str, Any]:
+def serve(
+    name: str,
+    wanted: Sequence[str],
+    workload: Workload,
+    folder: Path,
+    device: str,
+    gguf_file: str | None = None,
+) -> dict[str, Any]:
     """Run the suite on a model; what an earlier run stored in `folder` is not measured again.
 
     Raises:
@@ -72,7 +79,7 @@ def serve(name: str, wanted: Sequence[str], workload: Workload, folder: Path, de
     passed_by = 0
     if workload.trace is not None:
         taken, passed_by = chosen(read_trace(workload.trace), workload.requests, workload.longest)
-    model = _model(name, device)
+    model = _model(name, device, gguf_file)
     options = {
         **asdict(workload),
         "trace": workload.trace and workload.trace.name,
@@ -121,10 +128,12 @@ def _measure(
     return result
 
 
-def _model(name: str, device: str) -> Any:
+def _model(name: str, device: str, gguf_file: str | None) -> Any:
     if not name.startswith(RANDOM):
-        model, _ = load(name, device)
+        model, _ = load(name, device, gguf_file=gguf_file)
         return model
+    if gguf_file is not None:
+        raise ValueError(f"{name} has random weights: leave out --gguf-file.")
     shape, _, size = name.removeprefix(RANDOM).partition(":")
     if shape not in KINDS or size not in ("", "tiny"):
         raise ValueError(f"unknown shape {name}; write {RANDOM}NAME with a name of {', '.join(KINDS)}.")
@@ -205,7 +214,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
                 ],
             )
         )
-    return shown
+    return [without_dashes(table) for table in shown]
 
 
 def _ratio(value: float | None, base: float | None) -> str:

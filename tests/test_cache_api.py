@@ -1,6 +1,8 @@
 """A `TurboCache` beside a `DynamicCache`: every public name of it works as there, or is refused in a sentence."""
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -204,10 +206,45 @@ def test_keys_and_values_cannot_be_written() -> None:
     for name in ("keys", "values"):
         with pytest.raises(Unsupported, match=r"layer 0: keys and values of a TurboCache .* cannot be set"):
             setattr(layer, name, before)
-    for write in (layer.keys.zero_, lambda: layer.values[0].mul_(2), lambda: layer.keys.__setitem__(0, 1.0)):
-        with pytest.raises(RuntimeError, match="make a clone"):
-            write()
     assert torch.equal(layer.keys, before)
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "in place": lambda shown: shown.zero_(),
+    "by index": lambda shown: shown.__setitem__((slice(None), slice(None), slice(4, 9)), 0),
+    "a view": lambda shown: shown[0].mT.mul_(2),
+    "one of several views": lambda shown: shown.unbind(2)[3].fill_(1.0),
+    "the same memory": lambda shown: shown.detach().contiguous().float().add_(1.0),
+    "data": lambda shown: shown.data.zero_(),
+    "out": lambda shown: torch.mul(torch.ones_like(shown), 2, out=shown),
+    "a list": lambda shown: torch._foreach_mul_([shown], 2),
+    "other data": lambda shown: setattr(shown, "data", torch.zeros_like(shown)),
+}
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("how", WRITES)
+def test_what_is_written_to_keys_and_values_is_not_lost_in_silence(how: str, mode: Callable[[], Any]) -> None:
+    layer: Any = pair(None)[0].layers[0]
+    before = layer.keys.clone()
+    with mode():
+        for name in ("keys", "values"):
+            with pytest.raises(Unsupported, match=r"would not reach the cache\. Write to a clone\(\)"):
+                WRITES[how](getattr(layer, name))
+        assert torch.equal(layer.keys, before)
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
+def test_what_is_computed_from_keys_is_an_ordinary_tensor(mode: Callable[[], Any]) -> None:
+    layer: Any = pair(None)[0].layers[0]
+    with mode():
+        keys = layer.keys
+        for made in (keys * 2, keys.clone(), torch.cat((keys, keys)), copy.deepcopy(keys), keys.double()):
+            assert type(made) is torch.Tensor
+            made.zero_()
+        torch.zeros_like(keys).copy_(keys[:, :, 1:2])
+        assert keys[0].tolist() == keys.numpy()[0].tolist()
+        assert keys.any()
 
 
 def test_linear_layers_have_none_to_iterate_over() -> None:

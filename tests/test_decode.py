@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 EVERY = (*BITS, *permutations(BITS, 2))
 """Each width that codes have."""
+NOTHING = [pytest.param(size, id=f"{size:g}") for size in (0.0, 1e-30, 1e-37, 1e-43)]
 RAGGED = [130, 1, 64, 63, 65]
 
 
@@ -155,12 +156,25 @@ def test_a_sink_above_all_scores_takes_all(mode: str, device: torch.device, back
 
 
 @pytest.mark.parametrize("mode", TWO_MODES)
-def test_blocks_of_zeros(mode: str, device: torch.device, backend: str) -> None:
-    """Scales of 0 must not divide anything."""
+@pytest.mark.parametrize("size", NOTHING)
+def test_blocks_of_zeros(size: float, mode: str, device: torch.device, backend: str) -> None:
+    """Scales of 0 must not divide anything; numbers of which a scale has no finite reciprocal count as 0."""
     k, v = tokens(1, 2, 150, 16, device=device), tokens(1, 2, 150, 16, device=device)
-    k[:, :, :64], v[:, :, 64:128], k[:, :, 140:], v[:, :, 130:] = 0, 0, 0, 0
-    check_decode(tokens(1, 4, 3, 16, device=device), make_store(k, v, [150]), mode, backend)
-    check_decode(torch.zeros(1, 4, 3, 16, device=device), make_store(k, v, [150]), mode, backend)
+    for part in (k[:, :, :64], v[:, :, 64:128], k[:, :, 140:], v[:, :, 130:]):
+        part.mul_(size)
+    q = tokens(1, 4, 3, 16, device=device)
+    check_decode(q, make_store(k, v, [150]), mode, backend)
+    check_decode(size * q, make_store(k, v, [150]), mode, backend)
+    check_decode(q, make_store(size * k, size * v, [150]), mode, backend)
+
+
+@pytest.mark.parametrize("mode", TWO_MODES)
+def test_a_token_of_zeros_takes_almost_all(mode: str, device: torch.device, backend: str) -> None:
+    """What is left for the others is too little to be divided by."""
+    k, v, q = (tokens(1, 1, n, 16, device=device) for n in (70, 70, 1))
+    k[:, :, 5], v[:, :, 5] = q[:, :, 0] * (88 / q.square().sum()), 0
+    k = k - (k * q).sum(-1, keepdim=True) * q / q.square().sum() * (torch.arange(70, device=device) != 5)[:, None]
+    check_decode(q, make_store(k, v, [70]), mode, backend, scaling=1.0)
 
 
 @settings(max_examples=150)

@@ -41,6 +41,21 @@ def test_sparse_prompts_are_told_by_what_they_read_and_drop() -> None:
     assert titled["the newest 16 sparse prompts, means"] == [["x", "60.0%", "50.0%, 70.0%", "1.00%", "1.00%"]]
 
 
+def test_no_table_shows_dashes_alone() -> None:
+    specs = [Spec("t0", {}, OWN)]
+    silent = replace(outcome([1]), batches=[])
+    # log-likelihoods alone: no cache was measured, nothing was generated
+    shown = tables(report(specs, {BASELINE: silent, "x": silent}))
+    assert "memory and speed of generation" not in [table.title for table in shown]
+    unaudited = outcome([1])
+    unaudited.results["sparse_prompts"] = [{"density": 0.5, "dropped_mean": None}]
+    # a run of which one method is still to generate
+    *_, memory, prompts = tables(report(specs, {BASELINE: outcome([1]), "x": unaudited, "y": silent}))
+    assert [row[0] for row in memory.rows] == [BASELINE, "x"]
+    assert prompts.headings == ["method", "key tiles read", "least, most of a layer"]
+    assert prompts.rows == [["x", "50.0%", "50.0%, 50.0%"]]
+
+
 def test_means_leave_out_what_the_baseline_cannot_do() -> None:
     good, bad = [1, 1, 1, 1, 0], [1, 0, 0, 0, 0]
     specs = [Spec("t0", {}, OWN), Spec("t1", {}, (Scorer("other", metric="right"), *OWN))]

@@ -194,7 +194,7 @@ def test_without_a_cache_nothing_is_quantized(llama: Any) -> None:
 def test_a_foreign_cache_works_with_a_warning(llama: Any) -> None:
     batch = ragged()
     want = answer(llama, **batch)
-    with pytest.warns(UserWarning, match="a DynamicCache was passed, so this call is not compressed"):
+    with pytest.warns(UserWarning, match=rf"a DynamicCache was passed as {CACHE}, so this call is not compressed"):
         got = patched(llama, "turbo2", **dict[str, Any]({CACHE: DynamicCache(config=llama.config)}), **batch)
     assert torch.equal(got, want)
 

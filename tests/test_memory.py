@@ -49,6 +49,7 @@ def test_memory_says_what_it_measured() -> None:
     words = [f"  beside the cache, laid out for steps without a kernel: {memory.laid_out:,}"]
     assert beside == (words if memory.laid_out else [])
     assert first.startswith(f"{memory.tokens} tokens in {memory.total:,} bytes; ")
+    assert first.endswith(f"{memory.compression:.2f} x smaller than in float32")
     assert f"dense {memory.by_kind['dense']:,}" in kinds
     assert compressed.startswith("  each of layers 0, 2: codes ")
     assert dense == f"  layer 1: dense {memory.layers[1]['dense']:,}"

@@ -96,6 +96,19 @@ def test_kernel_gives_the_references_codes(
     assert_same(got, want)
 
 
+@pytest.mark.parametrize("mode", QUANTIZED)
+@pytest.mark.parametrize("v_scale", V_SCALES)
+def test_numbers_too_small_to_divide_by_count_as_0(v_scale: str, mode: str, device: torch.device) -> None:
+    if mode == "fp8" and not has_fp8(device):
+        pytest.skip(NO_FP8)
+    k, v = keys_and_values(device)
+    k[:, :, :64], v[:, :, :64], v[..., 3] = k[:, :, :64] * 1e-43, v[:, :, :64] * 1e-37, v[..., 3] * 1e-40
+    zeros = k.where(k.abs() > 1e-30, 0.0), v.where(v.abs() > 1e-30, 0.0)
+    for backend in ("reference", "triton"):
+        given: dict[str, Any] = {"mode": mode, "v_scale": v_scale, "block": 64, "backend": backend}
+        assert_same(quantize_operands(k, v, **given), quantize_operands(*zeros, **given))
+
+
 def assert_same(got: Operands, want: Operands) -> None:
     """Equal but for codes on the edge between two, which the interpreter rounds twice and a GPU once."""
     for name, a, b in zip(want._fields, got, want, strict=True):

@@ -21,6 +21,7 @@ from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.store.rotate import rotate_keys
 from turbo_hf.patches.generic import PROBES
 from turbo_hf.patching import selfcheck
+from turbo_hf.patching.meta_model import meta_model, patch_report
 
 PROBE_ERROR = 3 / (2 * (PROBES - 2)) ** 0.5
 """Three standard deviations of a standard deviation that is measured on so many numbers."""
@@ -91,10 +92,20 @@ def test_the_key_bias_guard_can_be_overruled() -> None:
 
 
 def test_a_model_without_weights_has_no_bias_to_judge() -> None:
+    assert not patch_report(meta_model(tiny("qwen2").config), SMALL).warnings
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_model_without_weights_is_refused(check: bool) -> None:
     with torch.device("meta"):
-        model = tiny("qwen2")
-    with turbo_hf.patch(model, SMALL) as handle:
-        assert not handle.report().warnings
+        model = tiny_llama()
+    with pytest.raises(Unsupported, match=r"LlamaForCausalLM has no weights \(device meta\).*from_pretrained"):
+        turbo_hf.patch(model, check=check)
+    # accelerate brings those of an offloaded model
+    offloaded = cpu_offload(tiny_llama())
+    assert offloaded.lm_head.weight.is_meta
+    with turbo_hf.patch(offloaded, SMALL):
+        assert generate(offloaded).shape[0]
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
@@ -197,10 +208,14 @@ def test_caches_that_are_not_compressed_are_told() -> None:
     model = tiny_llama()
     stock = generate(model)
     with turbo_hf.patch(model, "turbo2") as handle:
-        with pytest.warns(UserWarning, match="a DynamicCache was passed, so this call is not compressed"):
+        with pytest.warns(UserWarning, match=rf"a DynamicCache was passed as {CACHE}.*{CACHE}=handle.new_cache\(\)"):
             assert torch.equal(generate(model, **{CACHE: DynamicCache(config=model.config)}), stock)
-        with pytest.warns(UserWarning, match=r"cache_implementation='static' asks for .*generation_config\."):
+        with pytest.warns(UserWarning, match=r"'static' asks for .* leave out the argument cache_implementation"):
             assert torch.equal(generate(model, cache_implementation="static"), stock)
+        model.generation_config.cache_implementation = "static"
+        with pytest.warns(UserWarning, match=r"set model\.generation_config\.cache_implementation = None"):
+            assert torch.equal(generate(model), stock)
+        model.generation_config.cache_implementation = None
         assert handle.memory() == Memory((), 0, 0)
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -249,3 +249,17 @@ def test_another_implementation_set_meanwhile() -> None:
 def test_a_report_says_the_bits_of_keys_and_of_values() -> None:
     with turbo_hf.patch(tiny_llama(), TurboConfig(value_bits=2, low_bits=3, low_heads=0.5)) as handle:
         assert "1 x 4/2 bit + 1 x 3/2 bit" in str(handle.report())
+
+
+@pytest.mark.parametrize("preset", ["int8", "turbo4", "turbo2-depth"])
+def test_keys_and_values_next_to_nothing_are_no_nan(preset: str) -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.mul_(1e-42)
+            layer.self_attn.v_proj.weight.mul_(1e-42)
+    stock = logits(model, prompts(1, 200))
+    with turbo_hf.patch(model, preset) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        parts = [model(ids, **{CACHE: cache}).logits for ids in prompts(1, 200).split([190, 10], 1)]
+    assert torch.allclose(torch.cat(parts, 1), stock, atol=1e-5)

@@ -102,10 +102,12 @@ def test_scores_of_any_size(size: float, mode: str, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_blocks_of_zeros(mode: str, device: torch.device) -> None:
-    """Scales of 0 must not divide anything."""
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-43])
+def test_blocks_of_zeros(size: float, mode: str, device: torch.device) -> None:
+    """Scales of 0 must not divide anything; numbers of which a scale has no finite reciprocal count as 0."""
     q, k, v = inputs(1, 150, device)
-    k[:, :, :64], v[:, :, 64:128], q[:, :, 128:] = 0, 0, 0
+    for part in (k[:, :, :64], v[:, :, 64:128], q[:, :, 128:]):
+        part.mul_(size)
     check_prefill(q, k, v, mode, block=64)
 
 

@@ -56,10 +56,12 @@ def test_strides_do_not_matter_to_stage_1(device: torch.device) -> None:
         assert torch.equal(got, want)
 
 
-def test_zero_tokens_have_scale_0_and_code_0(device: torch.device) -> None:
+@pytest.mark.parametrize("size", [0.0, 1e-26, 1e-37, 1e-43])
+def test_zero_tokens_have_scale_0_and_code_0(size: float, device: torch.device) -> None:
+    """So do those that are next to nothing, by which nothing can be divided."""
     x = tokens(1, 2, 70, 16, device=device)
-    x[:, :, 64:] = 0
-    x[:, 1, 3] = 0
+    x[:, :, 64:] *= size
+    x[:, 1, 3] *= size
     codes, scale = quantize_tokens(x)
     assert bool(scale.isfinite().all())
     assert not codes[:, :, 64:].any()

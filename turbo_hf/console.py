@@ -4,6 +4,7 @@ Torch and Transformers take seconds to import, and are imported where they are u
 """
 
 import atexit
+import importlib.util
 import os
 import sys
 import warnings
@@ -30,6 +31,10 @@ TOGETHER = ("doctor", "generate", "calibrate", "eval", "bench", "plan")
 """Commands that several processes may run together: under torchrun they share the model, and the first one speaks."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON last.")]
+GgufFile = Annotated[
+    str | None,
+    typer.Option("--gguf-file", help="A GGUF file in that folder or repository, whose weights are dequantized."),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto uses the first GPU, if there is one.")]
 
 
@@ -118,46 +123,63 @@ def choose_device(device: str) -> str:
     return device
 
 
-def require_folder(model: str) -> None:
-    """Exit with a sentence if `model` can only be a folder, and is none."""
-    from turbo_hf.calibration.checkpoint import names_a_folder  # noqa: PLC0415
+def require_place(model: str, gguf_file: str | None = None) -> None:
+    """Exit with a sentence if `model` can only be a folder, and is none, or if GGUF files are not named as needed."""
+    from turbo_hf.calibration.checkpoint import CONFIG, names_a_folder  # noqa: PLC0415
 
-    if names_a_folder(model) and not Path(model).exists():
+    place = Path(model)
+    if names_a_folder(model) and not place.exists():
         raise fail(f"there is no folder {model!r}, and no repository of the Hub can have this name.")
+    if gguf_file is None:
+        found = [place] if place.is_file() else [] if (place / CONFIG).exists() else sorted(place.glob("*.gguf"))
+        if found and found[0].suffix == ".gguf":
+            raise fail(f"{found[0]} is a GGUF file: pass its folder, and name it by --gguf-file {found[0].name}.")
+        return
+    if importlib.util.find_spec("gguf") is None:
+        raise fail("--gguf-file needs the package gguf: pip install gguf.")
+    if processes()[1] > 1:
+        raise fail("a GGUF file is loaded by one process: start the command without torchrun.")
+    if place.exists() and not (place / gguf_file).is_file():
+        raise fail(f"there is no file {gguf_file!r} in the folder {model!r}.")
 
 
-def load_config(model: str, revision: str | None = None) -> "PreTrainedConfig":
-    """The config of a folder, a config.json or a Hub id; Exit with a sentence if there is none."""
+def load_config(model: str, revision: str | None = None, gguf_file: str | None = None) -> "PreTrainedConfig":
+    """The config of a folder, a config.json or a Hub id, or of a GGUF file there; Exit with a sentence if there is
+    none."""
     from turbo_hf.patching.meta_model import read_config  # noqa: PLC0415
 
-    require_folder(model)
+    require_place(model, gguf_file)
     with mistakes_end_the_command():
-        return read_config(model, revision)
+        return read_config(model, revision, gguf_file)
 
 
-def load_model(model: str, device: str, revision: str | None = None, dtype: str = "auto") -> Any:
-    """A model in eval mode; Exit with a sentence if it cannot be loaded. dtype: by name; "auto": the checkpoint's.
+def load_model(
+    model: str, device: str, revision: str | None = None, dtype: str = "auto", gguf_file: str | None = None
+) -> Any:
+    """A model in eval mode; Exit with a sentence if it cannot be loaded.
 
-    Under torchrun its processes share it, by Transformers' own plan.
+    dtype: by name; "auto": the checkpoint's, of a GGUF file float32. Under torchrun its processes share the model, by
+    Transformers' own plan.
     """
     from safetensors import SafetensorError  # noqa: PLC0415
 
     from turbo_hf.errors import Unsupported, shortened  # noqa: PLC0415
-    from turbo_hf.patching.meta_model import auto_class  # noqa: PLC0415
+    from turbo_hf.patching.meta_model import auto_class, gguf_options  # noqa: PLC0415
 
     device = choose_device(device)
     if device == "meta":
         raise fail("--device meta holds no weights to run; choose cpu or cuda.")
-    config = load_config(model, revision)
+    config = load_config(model, revision, gguf_file)
     try:
         count = processes()[1]
         split = {} if count == 1 else {"distributed_config": _over(count, device)}
-        loaded: Any = auto_class(config).from_pretrained(model, revision=revision, dtype=dtype, **split)
+        named = gguf_options(gguf_file)
+        loaded: Any = auto_class(config).from_pretrained(model, revision=revision, dtype=dtype, **split, **named)
         return (loaded if split else loaded.to(device)).eval()
     except Unsupported as error:
         raise fail(str(error)) from error
     except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
-        raise fail(f"cannot load {model!r} on {device}: {shortened(error)}") from error
+        raise fail(f"cannot load {gguf_file or model!r} on {device}: {shortened(error)}") from error
 
 
 def _over(count: int, device: str) -> Any:
@@ -177,22 +199,25 @@ def _over(count: int, device: str) -> Any:
     return DistributedConfig(tp_size=count)
 
 
-def load_tokenizer(model: str, revision: str | None = None) -> Any:
+def load_tokenizer(model: str, revision: str | None = None, gguf_file: str | None = None) -> Any:
     """A left-padding tokenizer; Exit with a sentence if it cannot be loaded."""
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    require_folder(model)
+    from turbo_hf.patching.meta_model import gguf_options  # noqa: PLC0415
+
+    require_place(model, gguf_file)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model, revision=revision, padding_side="left")
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:
-        raise fail(f"cannot load {model!r} (its tokenizer): {error}") from error
+        named = gguf_options(gguf_file)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, revision=revision, padding_side="left", **named)
+    except Exception as error:  # the library behind it raises that
+        raise fail(f"cannot load {gguf_file or model!r} (its tokenizer): {error}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load(model: str, device: str, revision: str | None = None) -> tuple[Any, Any]:
+def load(model: str, device: str, revision: str | None = None, gguf_file: str | None = None) -> tuple[Any, Any]:
     """Model and left-padding tokenizer; Exit with a sentence if they cannot be loaded."""
     # before the weights, which take minutes
-    tokenizer = load_tokenizer(model, revision)
-    return load_model(model, device, revision), tokenizer
+    tokenizer = load_tokenizer(model, revision, gguf_file)
+    return load_model(model, device, revision, gguf_file=gguf_file), tokenizer

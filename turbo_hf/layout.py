@@ -62,6 +62,9 @@ CODE_MAX = 119
 INT8_MAX = 127
 """Largest INT8 code of values that are never sealed: queries, P, and a chunk's keys and values in the flash loop."""
 
+LEAST = 2.0**-80
+"""A token none of whose numbers reaches this counts as 0: what is divided by the largest number of others is finite."""
+
 SAS_TILE = 32
 """Keys whose maximum SAS is relative to where nothing is quantized: short enough for float32 in shared memory."""
 

@@ -9,7 +9,7 @@ import torch
 import typer
 
 from turbo_hf.config.prompt_sparsity import PromptSparsity
-from turbo_hf.console import Device, Json, err, load, mistakes_end_the_command, show_table
+from turbo_hf.console import Device, GgufFile, Json, err, load, mistakes_end_the_command, show_table
 from turbo_hf.eval.bench.captured_layers import Captured, capture, token_ids
 from turbo_hf.eval.bench.options import Folder, Seed, prepare_folder
 from turbo_hf.eval.bench.runner import BenchRun
@@ -75,6 +75,7 @@ def layer_density(layer: Captured, rule: PromptSparsity, seed: int) -> DensityRo
 
 def density_command(
     model: Annotated[str, typer.Option(help="A folder or a Hub id: its queries and keys are judged.")],
+    gguf_file: GgufFile = None,
     length: Annotated[list[str] | None, typer.Option(help="Tokens, such as 8k; may be repeated. Default: 4k.")] = None,
     mass: Annotated[list[float] | None, typer.Option(help="May be repeated. Default: 0.9, 0.95, 0.98.")] = None,
     peak: Annotated[float, typer.Option(help="A tile that one row gives this share is read.")] = PromptSparsity().peak,
@@ -103,7 +104,7 @@ def density_command(
         if text is not None and not text.is_file():
             raise ValueError(f"there is no file {text}.")
         prepare_folder(folder, plot=True)
-        loaded, tokenizer = load(model, device)
+        loaded, tokenizer = load(model, device, gguf_file=gguf_file)
         rows = [row for n in lengths for row in _of_model(loaded, token_ids(tokenizer, text, n), rules, seed)]
         if not rows:
             raise ValueError("every layer of this model has a window: its prompts are short already.")

@@ -14,7 +14,7 @@ import torch
 import typer
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS
-from turbo_hf.console import Device, Json, err, load, mistakes_end_the_command, remark, show_table
+from turbo_hf.console import Device, GgufFile, Json, err, load, mistakes_end_the_command, remark, show_table
 from turbo_hf.eval.bench.captured_layers import Captured, capture, token_ids
 from turbo_hf.eval.bench.options import (
     DTYPES,
@@ -155,6 +155,7 @@ def error_command(
         typer.Option(help="Tokens, such as 4k; may be repeated. Default: 1k to 16k; on a CPU 1k to 4k; of a model 2k."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="A folder or a Hub id: use its queries, keys and values.")] = None,
+    gguf_file: GgufFile = None,
     text: Annotated[Path | None, typer.Option(help="What the model reads; default: the included prose.")] = None,
     heads: Annotated[
         int, typer.Option(min=1, help="Heads of random numbers. The papers use one, where a few rows decide.")
@@ -186,6 +187,8 @@ def error_command(
         one_of("backend", backend, BACKENDS)
         if text is not None and (model is None or not text.is_file()):
             raise ValueError("--text needs --model." if model is None else f"there is no file {text}.")
+        if gguf_file is not None and model is None:
+            raise ValueError("--gguf-file needs --model.")
         prepare_folder(folder)
         if model is None:
             where = find_device(device)
@@ -195,7 +198,7 @@ def error_command(
             given: dict[str, Any] = {"dtype": dtype, "heads": heads, "dim": dim, "causal": causal, "seed": seed}
         else:
             lengths = [parse_tokens(word) for word in length or MODEL_LENGTHS]
-            loaded, tokenizer = load(model, device)
+            loaded, tokenizer = load(model, device, gguf_file=gguf_file)
             where = loaded.device
             runs = (_of_model(loaded, tokenizer, text, n, methods, options) for n in lengths)
             given = {"dtype": str(loaded.dtype), "model": Path(model).name, "text": text and text.name}

@@ -10,7 +10,7 @@ from oracle import Codes, KeyValue
 from stores import no_past, random_store, store_codes, tokens
 from torch import Tensor
 
-from turbo_hf.layout import VALUE_ORDER, AttentionOutput, KVStore, Operands, half_type
+from turbo_hf.layout import LEAST, VALUE_ORDER, AttentionOutput, KVStore, Operands, half_type
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 DEPTH = 2.0**-16
@@ -38,6 +38,7 @@ def int8_queries(q: Tensor, starts: Sequence[int], *, fused: bool = True) -> Ten
     """
     x = q.detach().cpu().float()
     top = x.nan_to_num().abs().amax(-1, keepdim=True)
+    top = torch.where(top < LEAST, 0.0, top)
     inverse = torch.full_like(top, INT8_MAX) / torch.where(top > 0, top, 1.0)
     codes = torch.round(x.double() * inverse.double() if fused else x * inverse)
     out = codes.double() * (top / torch.full_like(top, INT8_MAX)).double()

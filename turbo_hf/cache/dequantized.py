@@ -4,14 +4,60 @@ A model without a patch calls `update` and attends to what comes of it. It does 
 cache has been given a mask.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch.utils._pytree import tree_map
 from transformers.cache_utils import CacheLayerMixin
 
+from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.new_columns import NewColumns, columns_of
 from turbo_hf.cache.storage import LayerStorage
 from turbo_hf.errors import Unsupported
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.store.quantize import dequantize
+
+READ_ONLY = (
+    "keys and values of a TurboCache are dequantized to be read: what is written to them would not reach the cache. "
+    "Write to a clone(), or leave the layer dense (TurboConfig.dense_layers)."
+)
+
+
+class ReadOnly(torch.Tensor):
+    """An ordinary tensor that refuses what writes to it, in every mode; so do its views, and what shares its memory.
+
+    What is computed from it is a plain tensor.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func` on plain tensors, and look at what it has done to them. Raises: Unsupported: it has written."""
+        shown: list[torch.Tensor] = []
+
+        def plain(x: Any) -> Any:
+            if not isinstance(x, cls):
+                return x
+            shown.append(x.as_subclass(torch.Tensor))
+            return shown[-1]
+
+        def state() -> list[tuple[int, int]]:
+            return [(x._version, x.untyped_storage()._cdata) for x in shown]
+
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = tree_map(plain, (args, kwargs or {}))
+            before = state()
+            result = func(*args, **kwargs)
+            if state() != before:
+                raise Unsupported(READ_ONLY)
+            held = {memory for _, memory in before}
+
+            def still_shown(x: Any) -> bool:
+                return isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in held
+
+            return tree_map(lambda x: x.as_subclass(cls) if still_shown(x) else x, result)
 
 
 class DequantizedLayer(LayerStorage, CacheLayerMixin):
@@ -25,7 +71,7 @@ class DequantizedLayer(LayerStorage, CacheLayerMixin):
         """The keys of all columns, or of the newest window - 1 of a sliding layer; None before the first pass.
 
         [B, Hkv, columns, D] in the model's dtype, 0 at padding; dequantized anew each time. Only to be read: the cache
-        does not change with them, so torch refuses to write to them outside `torch.inference_mode`.
+        does not change with them, so that writing to them raises `Unsupported` (`ReadOnly`).
         """
         return self._shown(0)
 
@@ -42,12 +88,10 @@ class DequantizedLayer(LayerStorage, CacheLayerMixin):
     def values(self, value: torch.Tensor | None) -> None:
         self._refuse_unless_empty(value)
 
+    @ordinary
     def _shown(self, part: int) -> torch.Tensor | None:
-        if not self.is_initialized:
-            return None
-        # an inference tensor is one that torch does not write to
-        with torch.inference_mode():
-            return self.dequantized(self.get_mask_sizes(0)[0])[part]
+        # an inference tensor would not count what is written to it
+        return self.dequantized(self.get_mask_sizes(0)[0])[part].as_subclass(ReadOnly) if self.is_initialized else None
 
     def _refuse_unless_empty(self, value: torch.Tensor | None) -> None:
         # Transformers' constructor sets None

@@ -40,10 +40,11 @@ class Memory:
     layers: bytes of each layer by kind: "codes", "scales", "open" (tokens that do not fill a block yet), "index" (the
         buckets of a sparse layer's tokens, or the mean keys of its pages), or "dense" (not compressed).
     tokens: tokens of all rows, without padding.
-    full_precision: bytes that the tokens of compressed layers would take in the model's dtype.
+    full_precision: bytes that the tokens of compressed layers would take in the model's dtype, `dtype`.
     ranks: how many ranks hold as much, each of its own heads (tensor parallel) or blocks (a context group, where others
         may hold a block of a row less); bytes are those of one.
     laid_out: bytes beside all these, of numbers that steps without a kernel have laid out until a block is sealed.
+    dtype: the model's, such as "bfloat16"; "" for an empty cache.
     """
 
     layers: tuple[dict[str, int], ...]
@@ -51,6 +52,7 @@ class Memory:
     full_precision: int
     ranks: int = 1
     laid_out: int = 0
+    dtype: str = ""
 
     @property
     def all_ranks(self) -> int:
@@ -78,9 +80,10 @@ class Memory:
         if not self.layers:
             return "no cache yet"
         each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
+        against = f" than in {self.dtype}" if self.dtype else ""
         lines = [
             f"{self.tokens:,} tokens in {self.total:,} bytes{each}; compressed layers: {self.compression:.2f} x "
-            "smaller",
+            f"smaller{against}",
             f"  all layers: {_of_kinds(self.by_kind.items())}",
         ]
         groups = group_layers((index, tuple(layer.items())) for index, layer in enumerate(self.layers))
@@ -106,6 +109,7 @@ def measure(layers: list[Any], ranks: int = 1) -> Memory:
         sum(layer.full_precision_bytes() for layer in turbo),
         ranks,
         sum(layer.laid_out_bytes() for layer in turbo),
+        str(turbo[0].dtype).removeprefix("torch.") if turbo else "",
     )
 
 

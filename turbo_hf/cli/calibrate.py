@@ -18,7 +18,18 @@ from turbo_hf.calibration.quality import SELECTIVITY, WAYS, mean_recall
 from turbo_hf.calibration.run import CalibrationPlan, calibrate, estimate, make_plan, read_windows
 from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
 from turbo_hf.calibration.unfinished import Unfinished, finished_groups
-from turbo_hf.console import Device, Json, err, load, mistakes_end_the_command, out, processes, remark, show_table
+from turbo_hf.console import (
+    Device,
+    GgufFile,
+    Json,
+    err,
+    load,
+    mistakes_end_the_command,
+    out,
+    processes,
+    remark,
+    show_table,
+)
 from turbo_hf.ops.host_device import input_device
 
 TRIAL = {"cuda": 8192}
@@ -67,6 +78,7 @@ def calibrate_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the memory and time it would take, and what each layer gets.")
     ] = False,
+    gguf_file: GgufFile = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
@@ -78,7 +90,7 @@ def calibrate_command(
         if not dry_run:
             # refuses what the run would refuse, before the model is loaded
             Unfinished(out_folder, resume, overwrite, writes=processes()[0] == 0)
-        loaded, tokenizer = load(model, device, revision)
+        loaded, tokenizer = load(model, device, revision, gguf_file)
         plan = make_plan(loaded, _cut(chosen, loaded, window))
         if dry_run:
             facts = _dry_run(loaded, tokenizer, plan, texts, revision)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from turbo_hf.console import Device, Json, err, fail, load_model, load_tokenizer, processes
+from turbo_hf.console import Device, GgufFile, Json, err, fail, load_model, load_tokenizer, processes
 
 if TYPE_CHECKING:
     from turbo_hf.cache.memory import Memory
@@ -36,8 +36,11 @@ def generate_command(
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens of this total.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=(1 << 32) - 1, help="Random seed of sampling.")] = None,
+    gguf_file: GgufFile = None,
     device: Device = "auto",
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto: the checkpoint's.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help=f"{', '.join(DTYPES)}; auto: the checkpoint's, of a GGUF file float32.")
+    ] = "auto",
     memory: Annotated[bool, typer.Option("--memory", help="Say last, on stderr, what the cache took.")] = False,
     json_line: Json = False,
 ) -> None:
@@ -61,10 +64,10 @@ def generate_command(
     try:
         options = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p)}
         chosen = resolve_config(config or DEFAULT_PRESET)
-        tokenizer = load_tokenizer(model)
+        tokenizer = load_tokenizer(model, gguf_file=gguf_file)
         if chat and not tokenizer.chat_template:
             raise ValueError(f"{model} has no chat template. Without --chat, it continues the prompt as plain text.")
-        loaded = load_model(model, device, dtype=dtype)
+        loaded = load_model(model, device, dtype=dtype, gguf_file=gguf_file)
         # a checkpoint's generation config may choose what one streamed reply on a compressed cache does not support
         loaded.generation_config.update(use_cache=True, cache_implementation=None, num_beams=1, num_return_sequences=1)
         with patch(loaded, chosen) as handle:
@@ -87,7 +90,7 @@ def generate_command(
             raise
         raise fail(f"the memory of {loaded.device} is full. Take a shorter prompt or fewer bits.") from error
     if memory:
-        err.print(_line(taken, loaded.dtype), markup=False, highlight=False, soft_wrap=True)
+        err.print(_line(taken), markup=False, highlight=False, soft_wrap=True)
     if json_line:
         facts = {"model": model, "device": str(loaded.device), "dtype": str(loaded.dtype), "config": chosen.to_dict()}
         facts["memory"] = {"tokens": taken.tokens, "bytes": taken.all_ranks, "compression": taken.compression}
@@ -128,7 +131,6 @@ def _note_positions(model: Any, tokens: int) -> None:
         err.print(f"note: these are {tokens:,} tokens; the model was made for {trained:,} positions.", markup=False)
 
 
-def _line(taken: "Memory", dtype: Any) -> str:
-    name = str(dtype).removeprefix("torch.")
+def _line(taken: "Memory") -> str:
     size = f"{taken.tokens:,} tokens in {taken.all_ranks:,} bytes"
-    return f"KV cache: {size}, {taken.compression:.2f} x less than in {name}."
+    return f"KV cache: {size}, {taken.compression:.2f} x less than in {taken.dtype}."

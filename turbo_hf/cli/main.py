@@ -17,6 +17,7 @@ from turbo_hf._version import __version__
 from turbo_hf.cli.generate import generate_command
 from turbo_hf.console import (
     Device,
+    GgufFile,
     Json,
     counting,
     fail,
@@ -139,6 +140,7 @@ def demo_command(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
+    gguf_file: GgufFile = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
@@ -166,7 +168,7 @@ def demo_command(
     if least > longest:
         raise fail(f"--shortest {least} is above --longest {longest}.")
     folder = model or str(CARRIED)
-    loaded, tokenizer = load(folder, device)
+    loaded, tokenizer = load(folder, device, gguf_file=gguf_file)
     with mistakes_end_the_command():
         count = prompts or (40 if loaded.device.type == "cuda" else 16)
         asked = needles(tokenizer, count, least, longest, seed)
@@ -227,6 +229,7 @@ def plan_command(
     tensor_parallel: Annotated[
         int, typer.Option("--tp", min=1, help="GPUs that share the model by tensor parallel; the table is of one.")
     ] = 1,
+    gguf_file: GgufFile = None,
     json_line: Json = False,
 ) -> None:
     """Cache memory before and after, from the config alone: bytes per token, longest context, largest batch."""
@@ -235,11 +238,13 @@ def plan_command(
     from turbo_hf.eval.bench.shapes import parse_tokens  # noqa: PLC0415
     from turbo_hf.patching.meta_model import meta_model  # noqa: PLC0415
 
-    config = load_config(model)
+    config = load_config(model, gguf_file=gguf_file)
     with mistakes_end_the_command():
         gpu_bytes, tokens = parse_bytes(gpu_memory), parse_tokens(context)
         unloaded = meta_model(config)
         weights = weigh(unloaded, model)
+        if gguf_file is not None:
+            weights = weights._replace(note="Transformers dequantizes the weights of a GGUF file, here to float32.")
         of_gpu: dict[str, Any] = {"gpu_bytes": gpu_bytes, "weights": weights.nbytes, "ranks": tensor_parallel}
         found = plan(unloaded, context=tokens, batch=batch, **of_gpu)
     gpus = f"each of {tensor_parallel} GPUs of {gpu_memory}" if tensor_parallel > 1 else gpu_memory
@@ -266,6 +271,7 @@ def _print_plan(found: "MemoryPlan", title: str, context: int, batch: int, weigh
 @app.command("doctor")
 def doctor_command(
     model: Annotated[str | None, typer.Argument(help="A folder or a Hub id to check; none: the machine only.")] = None,
+    gguf_file: GgufFile = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
@@ -273,9 +279,11 @@ def doctor_command(
     problem."""
     from turbo_hf.patching.doctor import machine  # noqa: PLC0415
 
+    if gguf_file is not None and model is None:
+        raise fail("--gguf-file is of a model: write its folder before it.")
     found = machine()
     _print_machine(found)
-    diagnosis = None if model is None else _diagnose(model, device)
+    diagnosis = None if model is None else _diagnose(model, device, gguf_file)
     if diagnosis is not None:
         _print_diagnosis(diagnosis)
     if json_line:
@@ -292,16 +300,16 @@ def doctor_command(
         raise typer.Exit(1)
 
 
-def _diagnose(model: str, device: str) -> "Diagnosis":
+def _diagnose(model: str, device: str, gguf_file: str | None) -> "Diagnosis":
     """Of the config alone if that is enough for a refusal, or if there are no weights."""
     from turbo_hf.cli.weights import has_weights  # noqa: PLC0415
     from turbo_hf.patching.doctor import diagnose, diagnose_config  # noqa: PLC0415
 
-    of_config = diagnose_config(load_config(model))
+    of_config = diagnose_config(load_config(model, gguf_file=gguf_file))
     with mistakes_end_the_command():
-        if of_config.refusal is not None or not has_weights(model):
+        if of_config.refusal is not None or not (gguf_file or has_weights(model)):
             return of_config
-    return diagnose(load_model(model, device))
+    return diagnose(load_model(model, device, gguf_file=gguf_file))
 
 
 def _finite(figures: dict[str, float]) -> dict[str, float | None]:

@@ -7,14 +7,22 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from turbo_hf.layout import CODE_MAX as LARGEST_CODE
+from turbo_hf.layout import LEAST as SMALLEST
 from turbo_hf.layout import SCORE_LIMIT as LARGEST_SCORE
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
 CODE_MAX = tl.constexpr(float(LARGEST_CODE))
+LEAST = tl.constexpr(SMALLEST)
 SCORE_LIMIT = tl.constexpr(LARGEST_SCORE)
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: added to a number below 2^22, it leaves the nearest integer in the low bits, ties to even."""
+
+
+@triton.jit
+def counted(largest):
+    """The largest |x| of tokens, with 0 for those that count as 0 (`layout.LEAST`); NaN stays."""
+    return tl.where(largest < LEAST, 0.0, largest)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import Rotary
+from turbo_hf.layout import LEAST, Rotary
 
 
 def ratio(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
@@ -14,6 +14,11 @@ def ratio(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
     assert isinstance(like, torch.Tensor)
     full = [x if isinstance(x, torch.Tensor) else torch.full_like(like, x) for x in (a, b)]
     return full[0] / full[1]
+
+
+def counted(largest: torch.Tensor) -> torch.Tensor:
+    """The largest |x| of tokens, float32, with 0 for those that count as 0 (`layout.LEAST`); NaN stays."""
+    return largest.masked_fill(largest < LEAST, 0.0)
 
 
 def scaled(x: torch.Tensor, largest: torch.Tensor, top: float) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from turbo_hf.layout import E4M3_MAX, INT8_MAX, PROMPT_TILE, AttentionOutput, Scoring
+from turbo_hf.layout import E4M3_MAX, INT8_MAX, LEAST, PROMPT_TILE, AttentionOutput, Scoring
 
 TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Scores held at a time: bounds the memory of the loop over query tiles. A GPU needs larger tiles to be busy."""
@@ -183,7 +183,8 @@ def sas_exp(x: torch.Tensor, threshold: float) -> torch.Tensor:
 def rounded(weight: torch.Tensor, p_type: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [..., tile] as the second product reads them: codes, and what one of them is worth [..., 1]."""
     peak = weight.amax(-1, keepdim=True)
-    peak = torch.where(peak > 0, peak, 1.0)
+    # a query may give all of its weight to a token that counts as 0
+    peak = torch.where(peak > LEAST, peak, 1.0)
     if p_type is None:
         return weight, torch.ones_like(peak)
     if p_type == torch.int8:

@@ -140,11 +140,18 @@ def _prepare_cache(
         _bring_runner(bring, model, model_kwargs, generation_config)
     if given is not None and not isinstance(given, TurboCache):
         maker.uncompressed.discard(given)
-        warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.")
+        warn(
+            f"turbo_hf: a {type(given).__name__} was passed as {CACHE}, so this call is not compressed. To compress "
+            f"it, leave {CACHE} out, or pass {CACHE}=handle.new_cache()."
+        )
     elif given is None and named is not None:
+        if model.generation_config.cache_implementation == named:
+            remedy = "set model.generation_config.cache_implementation = None"
+        else:
+            remedy = "leave out the argument cache_implementation, or set it to None in the generation_config passed"
         warn(
             f"turbo_hf: cache_implementation={named!r} asks for Hugging Face's own cache, so this call is not "
-            "compressed. Set model.generation_config.cache_implementation = None to compress it."
+            f"compressed. To compress it, {remedy}."
         )
     return original(generation_config, model_kwargs, *args, **kwargs)
 

@@ -22,6 +22,7 @@ from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.layout import HeadGroups, in_words
 from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.continuous_batching import HeadSizes
+from turbo_hf.patching.other_threads import alone
 from turbo_hf.ranks import ALONE, Ranks
 from turbo_hf.sparse.prompts import PromptShares, PromptTally
 from turbo_hf.sparse.selectors import Selectivity, Selector
@@ -302,11 +303,19 @@ class Handle:
         self.remove()
 
     def remove(self) -> None:
-        """Remove the patch: hooks are removed, attributes restored to the same objects. A second call does nothing."""
+        """Remove the patch: hooks are removed, attributes restored to the same objects. A second call does nothing.
+
+        Raises:
+            ValueError: another thread runs the model, and goes on for seconds; the patch is still on.
+        """
         if not self._active:
             return
         # while their passes can still run
         continuous_batching.end(self._maker, self._model)
+        with alone(self._model, "remove()"):
+            self._remove()
+
+    def _remove(self) -> None:
         self._active = False
         for hook in self._hooks:
             hook.remove()

@@ -30,6 +30,7 @@ from turbo_hf.models.versions import CACHE, NEWEST, OLDEST
 from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.patch_model import patch
+from turbo_hf.patching.refusals import FORECAST
 
 PASSES = (2, 3)
 """Tokens of two passes without weights: the difference of their caches gives the bytes per token."""
@@ -38,12 +39,27 @@ ADAPTER = "adapter_config.json"
 """Names the model that an adapter (PEFT) belongs to."""
 
 
-def read_config(name: str, revision: str | None = None) -> PreTrainedConfig:
+def gguf_options(gguf_file: str | None) -> dict[str, str]:
+    """What `from_pretrained` is passed to load a GGUF file; without one nothing, not None."""
+    return {} if gguf_file is None else {"gguf_file": gguf_file}
+
+
+def read_config(name: str, revision: str | None = None, gguf_file: str | None = None) -> PreTrainedConfig:
     """The config of a folder, a config.json or a Hub id, by the classes of Transformers; code beside it never runs.
+
+    gguf_file: a GGUF file there, whose metadata are read instead; the dtype is then the one Transformers dequantizes
+    weights to.
 
     Raises:
         ValueError: there is none, or Transformers has no class for it; one sentence says why.
     """
+    if gguf_file is not None:
+        try:
+            of_file: PreTrainedConfig = AutoConfig.from_pretrained(name, revision=revision, gguf_file=gguf_file)
+        except Exception as error:  # the reader may raise anything about bytes that are no GGUF file
+            raise ValueError(f"Transformers cannot read the GGUF file {gguf_file!r}: {shortened(error)}") from error
+        of_file.dtype = of_file.dtype or torch.float32
+        return of_file
     adapter = Path(name) / ADAPTER
     try:
         if adapter.is_file():
@@ -126,6 +142,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
         if isinstance(part, PreTrainedModel):
             # it looks for padding in the ids, which are no numbers here
             vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *args: None
+    vars(model)[FORECAST] = True
     model.eval()
     return model
 

@@ -1,6 +1,7 @@
 """`patch()`: put a model on a compressed KV cache, with a handle that undoes it."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -30,6 +31,7 @@ from turbo_hf.patching.continuous_batching import HeadSizes, latent_sizes
 from turbo_hf.patching.generate_methods import PREPARE, replace_methods
 from turbo_hf.patching.handle import CacheMaker, Handle, Report
 from turbo_hf.patching.hooks import add_hooks
+from turbo_hf.patching.other_threads import alone
 from turbo_hf.patching.refusals import (
     bias_steps,
     check_model,
@@ -94,7 +96,8 @@ def patch(
         Unsupported (a ValueError): the model, or with strict "raise" a part of it, cannot be compressed, or the check
             failed. Later calls that ask for what a compressed cache cannot do raise it too.
         ValueError: unknown preset, option or strict; a config file that is broken; the model is already patched; the
-            calibration is damaged or belongs to another model; the revision is not the model's.
+            calibration is damaged or belongs to another model; the revision is not the model's; another thread runs
+            the model.
         OSError: there is no config file, or no calibration, in the named place.
         TypeError: not a Transformers model.
     """
@@ -124,13 +127,17 @@ def patch(
     with ranks.together():
         planned = _plan(model, chosen, calibration, revision, notices, all_layers, biases, ranks)
     ranks.require_same(planned.decisions())
-    if not check:
-        return _apply(model, planned, strict)
-    with ranks.together():
-        unpatched = unpatched_logits(model, planned.modules.values())
-        own = tokenizer or own_tokenizer(checkpoint_of(model, revision), notices.note)
-        text = check_text(model, chosen, own)
-    handle = _apply(model, planned, strict)
+    unpatched = text = None
+    with ExitStack() as stack:
+        with ranks.together():
+            if check:
+                unpatched = unpatched_logits(model, planned.modules.values())
+                own = tokenizer or own_tokenizer(checkpoint_of(model, revision), notices.note)
+                text = check_text(model, chosen, own)
+            stack.enter_context(alone(model, "patch()"))
+        handle = _apply(model, planned, strict)
+    if unpatched is None:
+        return handle
     try:
         with ranks.together():
             require_agreement(model, unpatched, chosen, planned.maker.dense_layers, context)

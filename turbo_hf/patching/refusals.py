@@ -38,6 +38,10 @@ SHARE_INT8 = 20
 in BF16."""
 
 
+FORECAST = "turbo_hf_forecast"
+"""Attribute of a model without weights that is patched to report what `patch` would do."""
+
+
 def check_model(model: PreTrainedModel, notices: Notices) -> None:
     """Refuse models, and versions of Transformers, that cannot be patched at all."""
     kind, text = type(model).__name__, model.config.get_text_config(decoder=True)
@@ -52,6 +56,11 @@ def check_model(model: PreTrainedModel, notices: Notices) -> None:
             f'one. Remove that patch first; if the config still says "{NAME}", call '
             'model.set_attn_implementation("sdpa").'
         )
+    if FORECAST not in vars(model) and _has_no_weights(model):
+        raise Unsupported(
+            f"{kind} has no weights (device meta), so that nothing can be computed. Load them with from_pretrained; "
+            "what patch would do with its config, `turbo-hf doctor` and `turbo-hf plan` say."
+        )
     refuse_fused_attention(model)
     outdated = version_problem()
     if outdated is not None:
@@ -65,6 +74,12 @@ def check_model(model: PreTrainedModel, notices: Notices) -> None:
             f"the language model of {kind} lies inside another of its parts. Patch that part "
             "(for Qwen2.5-Omni: model.thinker)."
         )
+
+
+def _has_no_weights(model: PreTrainedModel) -> bool:
+    """Whether weights are on torch's meta device, and accelerate does not bring them when they are needed."""
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    return not offloaded and any(x.is_meta for x in model.parameters())
 
 
 def text_type(model: PreTrainedModel) -> str:

@@ -420,4 +420,4 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         tokens = blocks * shape.block + opened
         channels = shape.dim + (shape.rotary_dim or shape.dim)
         full = shape.layers * shape.heads * channels * self.dtype.itemsize * tokens
-        return Memory(tuple(layers), tokens, full)
+        return Memory(tuple(layers), tokens, full, dtype=str(self.dtype).removeprefix("torch."))

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import LN_2, ROUND, sas
+from turbo_hf.ops.kernel_common import LEAST, LN_2, ROUND, sas
 from turbo_hf.ops.kernel_unpack import digits
 
 INT8_MAX = tl.constexpr(127)
@@ -38,7 +38,7 @@ def block_softmax(
     if TOKEN_SCALE:
         p = p * v_scale[:, None, :]
         most = tl.max(p, 2) + tl.sum(p * 0.0, 2)
-        p = p * (1.0 / tl.where(most > 0, most, 1.0))[:, :, None]
+        p = p * (1.0 / tl.where(most > LEAST, most, 1.0))[:, :, None]
         weight = weight * most
     else:
         weight = weight * v_scale[:, None]

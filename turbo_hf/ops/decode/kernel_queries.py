@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.decode.kernel_block import INT8_MAX
-from turbo_hf.ops.kernel_common import LOG2_E, as_int8
+from turbo_hf.ops.kernel_common import LOG2_E, as_int8, counted
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def prepare(rows, scoring, TURBO: tl.constexpr):
     if TURBO:
         wide = x.to(tl.float32)
         # tl.max skips NaN, which codes cannot represent
-        largest = tl.max(tl.abs(wide), 1) + tl.sum(wide * 0.0, 1)
+        largest = counted(tl.max(tl.abs(wide), 1)) + tl.sum(wide * 0.0, 1)
         factor = tl.div_rn(largest, tl.full([x.shape[0]], INT8_MAX, tl.float32))
         inverse = tl.div_rn(tl.full([x.shape[0]], INT8_MAX, tl.float32), tl.where(largest > 0, largest, 1.0))
     unit = unit_of(scoring)

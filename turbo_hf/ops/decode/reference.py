@@ -4,7 +4,7 @@ import torch
 
 from turbo_hf.layout import INT8_MAX, UNQUANTIZED, AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.decode.reference_products import StoredProducts
-from turbo_hf.ops.maths import ratio, scaled
+from turbo_hf.ops.maths import counted, ratio, scaled
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
 from turbo_hf.ops.store.reference_pages import expand
 
@@ -58,7 +58,7 @@ def _attend(
     rounded = plain
     if how.p_type == torch.int8:
         x = q.masked_fill(padding[:, None, :, None], 0.0).float()
-        largest = x.abs().amax(-1)
+        largest = counted(x.abs().amax(-1))
         codes = torch.round(scaled(x, largest, INT8_MAX))
         rounded = Operand(codes.to(acc), ratio(largest, INT8_MAX).to(acc), query)
     # with unrounded queries, products with codes would cancel where those with dequantized numbers do not

@@ -4,6 +4,7 @@ import torch
 
 from turbo_hf.layout import INT8_MAX, UNQUANTIZED, KVStore, Scoring
 from turbo_hf.ops.decode.reference_products import LaidOutProducts, StoredProducts
+from turbo_hf.ops.maths import counted
 from turbo_hf.ops.reference_flash import rounded, sas_exp
 
 LAID_OUT, LAID_OUT_16 = 1 << 18, 5 << 18
@@ -53,7 +54,7 @@ class RepeatedDecode:
         """As `Repeat.decode`. q: float [B, Hq, 1, D], in 32 bit at most."""
         scoring, store, products = self._scoring, self._store, self._products
         x = q.float()
-        largest = x.abs().amax(-1)
+        largest = counted(x.abs().amax(-1))
         if self._top is None or self._top.shape != largest.shape:
             self._top = torch.full_like(largest, INT8_MAX)
         inverse = self._top / torch.where(largest > self._zero, largest, self._one)

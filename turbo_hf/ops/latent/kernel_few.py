@@ -466,7 +466,8 @@ def few_latent_kernel(
     r_channel = gl.arange(0, 64, layout=gl.SliceLayout(0, ROW)).expand_dims(0)
     y = gl.load(qr_ptr + line * 64 + r_channel, mask=own, other=0.0).to(gl.float32)
     top = gl.maximum(gl.max(gl.abs(x), 1), gl.max(gl.abs(y), 1))
-    top = gl.where(top > 0, top, 1.0)
+    # smaller ones have no finite reciprocal, and count as 0
+    top = gl.where(top > 1.0e-30, top, 1.0)
     x = (x * ((1.0 / top).expand_dims(1) * gl.where(channel < 256, gl.full_like(x, 2048.0), 128.0))).to(gl.float16)
     # [query, half, warp, k / 2 % 4, k / 8, j / 4, k % 2, j / 2 % 2] -> [j, warp, query, k]
     q_smem.store(x.reshape((16, 2, 4, 4, 2, 2, 2, 2)).permute((5, 7, 1, 2, 0, 4, 3, 6)).reshape((32, 16, 16)))

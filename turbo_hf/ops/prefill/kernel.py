@@ -11,7 +11,17 @@ is the rescaling that flash attention does anyway.
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import LN_2, LOG2_E, SCORE_LIMIT, as_int8, in_value_order, sas, tanh, value_order
+from turbo_hf.ops.kernel_common import (
+    LN_2,
+    LOG2_E,
+    SCORE_LIMIT,
+    as_int8,
+    counted,
+    in_value_order,
+    sas,
+    tanh,
+    value_order,
+)
 from turbo_hf.ops.prefill.kernel_tiles import TILE, row_of
 
 DEPTH = tl.constexpr(16.0)  # log2: how far below the running maximum a tile's reference may lie
@@ -103,7 +113,7 @@ def _queries(view, row, head, column, d, inside, scaling, broken_ptr, INT8: tl.c
         x = x.to(tl.float32)
         if tl.sum(tl.sum(x * 0.0, 1), 0) != 0.0:
             tl.store(broken_ptr, 1)
-        largest = tl.max(tl.abs(x), 1)
+        largest = counted(tl.max(tl.abs(x), 1))
         safe = tl.where(largest > 0, largest, 1.0)
         codes = as_int8(x * tl.div_rn(127.0, safe)[:, None])
         scale = tl.div_rn(largest, 127.0) * row_scale

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import as_int8, in_time_order, value_order
+from turbo_hf.ops.kernel_common import as_int8, counted, in_time_order, value_order
 
 
 @triton.jit
@@ -56,11 +56,11 @@ def quantize_operands_kernel(
         mean = tl.load(mean_ptr + kv_row * D + d, mask=d < D, other=0.0)
         k = tl.where(inside, k - mean[None, :], 0.0)
     if K_TOKEN:
-        largest = tl.max(tl.abs(k), 1)
+        largest = counted(tl.max(tl.abs(k), 1))
         codes = _scaled(k, largest[:, None], 127.0)
         tl.store(k_scale_ptr + kv_row * padded + n, tl.div_rn(largest, 127.0))
     else:
-        most = tl.max(tl.max(tl.abs(k), 1), 0)
+        most = counted(tl.max(tl.max(tl.abs(k), 1), 0))
         codes = _scaled(k, most, 127.0)
         tl.store(k_scale_ptr + kv_row * (padded // BLOCK) + block, tl.div_rn(most, 127.0))
     to = kv_row * padded * D + n.to(tl.int64)[:, None] * D + d[None, :]
@@ -75,10 +75,10 @@ def quantize_operands_kernel(
         tl.store(broken_ptr + kv_row, 1)
     if V_OUT:
         if V_CHANNEL:
-            ranges = tl.load(range_ptr + kv_row * D + d, mask=d < D, other=0.0)
+            ranges = counted(tl.load(range_ptr + kv_row * D + d, mask=d < D, other=0.0))
             codes = _scaled(v, ranges[None, :], V_TOP)
         else:
-            most = tl.max(tl.max(tl.abs(v), 1), 0)
+            most = counted(tl.max(tl.max(tl.abs(v), 1), 0))
             codes = _scaled(v, most, V_TOP)
             scale = tl.div_rn(most, V_TOP)
             to = kv_row * (padded // BLOCK) + block

@@ -7,6 +7,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_hf.layout import (
+    LEAST,
     MODES,
     PROMPT_TILE,
     SAS_TILE,
@@ -116,8 +117,7 @@ def _quantize(
         )  # fmt: skip
     channel = None
     if ranges is not None:
-        channel = ratio(ranges, mode.v_top)
-        channel = torch.where(channel > 0, channel, 1.0)
+        channel = torch.where(ranges >= LEAST, ratio(ranges, mode.v_top), 1.0)
     return Operands(k_codes, k_scale, v_codes, v_block, channel, mean), v_log2
 
 

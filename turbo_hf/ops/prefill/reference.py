@@ -16,7 +16,7 @@ from turbo_hf.layout import (
     half_type,
     value_order,
 )
-from turbo_hf.ops.maths import align, query_shift, ratio, scaled
+from turbo_hf.ops.maths import align, counted, query_shift, ratio, scaled
 from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
 from turbo_hf.ops.prefill.reference_tiles import as_square
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
@@ -89,7 +89,7 @@ def _queries(q: torch.Tensor, place: torch.Tensor, precise: bool) -> Operand:
     """Queries unchanged, or in INT8 with one scale per token and head (INT-FlashAttention alg. 1)."""
     if precise:
         return Operand(q.to(_wide(q)), q.new_ones(q.shape[:3], dtype=_wide(q)), place)
-    largest = q.float().abs().amax(-1)
+    largest = counted(q.float().abs().amax(-1))
     codes = torch.round(scaled(q.float(), largest, INT8_MAX))
     return Operand(codes.to(_wide(q)), ratio(largest, INT8_MAX).to(_wide(q)), place)
 

@@ -3,7 +3,7 @@
 import torch
 
 from turbo_hf.layout import INT8_MAX, MODES, Operands, Rounding, value_order
-from turbo_hf.ops.maths import align, key_mean, key_shift, occupied, ratio, scaled
+from turbo_hf.ops.maths import align, counted, key_mean, key_shift, occupied, ratio, scaled
 from turbo_hf.ops.store.reference_rotate import reference_rotate
 
 
@@ -20,14 +20,14 @@ def reference_quantize_operands(
     if hadamard:
         k = reference_rotate(k, key_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
     k, v = (_blocks(x.float(), block) for x in (k, v))
-    k_range = k.abs().amax(-1 if mode.k_scale == "token" else (-1, -2))
+    k_range = counted(k.abs().amax(-1 if mode.k_scale == "token" else (-1, -2)))
     k_codes = torch.round(scaled(k, k_range, INT8_MAX)).to(torch.int8).flatten(2, 3)
     k_scale = ratio(k_range, INT8_MAX).flatten(2)
     if mode.v_type is None:
         return Operands(k_codes, k_scale, k_mean=mean)
 
     by_block = v_scale == "block"
-    v_range = v.abs().amax((-1, -2)) if by_block else channel_range(v.flatten(2, 3), v_scale)
+    v_range = counted(v.abs().amax((-1, -2)) if by_block else channel_range(v.flatten(2, 3), v_scale))
     v = scaled(v, v_range if by_block else v_range[:, :, None, None], mode.v_top)
     codes = torch.round(v).to(torch.int8) if mode.v_type == torch.int8 else v.float().to(mode.v_type)
     # FP8 tensors cannot be indexed: reorder their bytes

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import CODE_MAX, as_int8, slot_of_width
+from turbo_hf.ops.kernel_common import CODE_MAX, as_int8, counted, slot_of_width
 from turbo_hf.ops.store.kernel_arguments import Block
 from turbo_hf.ops.store.kernel_rotate import rotated
 from turbo_hf.ops.store.kernel_seal import copy_block, copy_mean, seal_block, seal_mean
@@ -24,7 +24,7 @@ def _codes(x, given_scale, GIVEN: tl.constexpr, TYPE: tl.constexpr):
         nonfinite = tl.sum(scale * 0.0, 0) != 0.0
     else:
         # tl.max skips NaN; a token with NaN must get a scale of NaN
-        scale = tl.div_rn(tl.max(tl.abs(x), 1), CODE_MAX) + tl.sum(x * 0.0, 1)
+        scale = tl.div_rn(counted(tl.max(tl.abs(x), 1)), CODE_MAX) + tl.sum(x * 0.0, 1)
         nonfinite = tl.sum(scale * 0.0, 0) != 0.0
         if GIVEN:
             scale = tl.where(given_scale > 0, given_scale, scale)

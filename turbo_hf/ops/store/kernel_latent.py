@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import CODE_MAX, as_int8, value_order
+from turbo_hf.ops.kernel_common import CODE_MAX, as_int8, counted, value_order
 from turbo_hf.ops.store.kernel_seal import ratios, seal_lines, stage1
 
 
@@ -38,8 +38,8 @@ def _store_token(
     v = tl.load(v_ptr + token * ROTARY + r).to(tl.float32)
     if QUANTIZED:
         # tl.max skips NaN; a token with NaN must get a scale of NaN
-        k_scale = tl.div_rn(tl.max(tl.abs(k), 0), CODE_MAX) + tl.sum(k * 0.0, 0)
-        v_scale = tl.div_rn(tl.max(tl.abs(v), 0), CODE_MAX) + tl.sum(v * 0.0, 0)
+        k_scale = tl.div_rn(counted(tl.max(tl.abs(k), 0)), CODE_MAX) + tl.sum(k * 0.0, 0)
+        v_scale = tl.div_rn(counted(tl.max(tl.abs(v), 0)), CODE_MAX) + tl.sum(v * 0.0, 0)
         k = _codes(k, k_scale)
         v = _codes(v, v_scale)
     else:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, value_order
+from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, counted, value_order
 from turbo_hf.ops.store.kernel_arguments import Block
 
 LARGEST_HALF = tl.constexpr(65504.0)
@@ -34,7 +34,7 @@ def quantize_tokens_kernel(
         scale = tl.load(given_ptr + place, mask=n < tokens, other=1.0)
     else:
         # tl.max skips NaN; a token with NaN must get a scale of NaN
-        scale = tl.div_rn(tl.max(tl.abs(x), 1), CODE_MAX) + tl.sum(x * 0.0, 1)
+        scale = tl.div_rn(counted(tl.max(tl.abs(x), 1)), CODE_MAX) + tl.sum(x * 0.0, 1)
         tl.store(scale_ptr + place, scale, mask=n < tokens)
     codes = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
     codes = tl.minimum(tl.maximum(codes, -CODE_MAX), CODE_MAX)
@@ -203,7 +203,7 @@ def store_mean(keys, scale, means, place, FORM: tl.constexpr):
     D: tl.constexpr = FORM.dim
     mean_ptr, scale_ptr = means
     mean = tl.sum(keys, 0) * (1.0 / FORM.block)
-    unit = tl.div_rn(tl.max(tl.abs(mean), 0), CODE_MAX)
+    unit = tl.div_rn(counted(tl.max(tl.abs(mean), 0)), CODE_MAX)
     codes = as_int8(tl.div_rn(mean, tl.broadcast_to(tl.where(unit > 0, unit, 1.0), mean.shape)))
     d = tl.arange(0, FORM.padded_dim)
     tl.store(mean_ptr + place * D + d, codes, mask=d < D)

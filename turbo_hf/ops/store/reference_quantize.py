@@ -16,13 +16,13 @@ from turbo_hf.layout import (
     value_order,
     widths_of,
 )
-from turbo_hf.ops.maths import query_shift, ratio
+from turbo_hf.ops.maths import counted, query_shift, ratio
 from turbo_hf.ops.store.reference_pages import expand
 from turbo_hf.ops.store.reference_rotate import reference_rotate
 
 
 def reference_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    own = ratio(x.abs().amax(-1).float(), CODE_MAX) if scale is None else scale
+    own = ratio(counted(x.abs().amax(-1).float()), CODE_MAX) if scale is None else scale
     return _codes(x, own[..., None]), own
 
 

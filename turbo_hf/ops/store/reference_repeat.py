@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from turbo_hf.layout import CODE_MAX, KVStore
-from turbo_hf.ops.maths import key_shift, query_shift
+from turbo_hf.ops.maths import counted, key_shift, query_shift
 
 
 class RepeatedAppend:
@@ -39,7 +39,7 @@ class RepeatedAppend:
             torch.mul(both[:, : self._heads], self._of_keys, out=self._new[0])
             turned = (both[:, self._heads :] * self._of_queries).to(queries.dtype)
         self._new[1].copy_(v)
-        scale = self._new.abs().amax(-1) / self._top
+        scale = counted(self._new.abs().amax(-1)) / self._top
         codes = self._new / torch.where(scale > self._zero, scale, self._one)[..., None]
         k_codes, v_codes = codes.round_().clamp_(-CODE_MAX, CODE_MAX).unbind()
         k_scale, v_scale = scale.unbind()
