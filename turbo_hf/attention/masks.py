@@ -1,9 +1,12 @@
 """The mask function that Transformers calls once per pass for each kind of layer, and 4D masks for other attention."""
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from turbo_hf.attention.packed import in_packed_pass
@@ -16,6 +19,25 @@ SLIDING_OVERLAY = "sliding_window_overlay.<locals>.inner_mask"
 CHUNKED_OVERLAY = "chunked_overlay.<locals>.inner_mask"
 BLOCK_OVERLAY = "blockwise_overlay.<locals>.inner_mask"
 AND, OR = "and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"
+
+_of_thread = threading.local()
+"""`made`: the config whose masks this thread made last, and the windows of these masks."""
+
+
+def forget_windows() -> None:
+    """A new pass makes its own masks."""
+    _of_thread.made = None
+
+
+def windows_made(config: PreTrainedConfig) -> set[int | None]:
+    """The windows (None: causal alone) of the 2D masks that stand for this config's masks in this pass."""
+    made = getattr(_of_thread, "made", None)
+    return made[1] if made is not None and made[0]() is config else set()
+
+
+def _note_window(config: PreTrainedConfig | None, window: int | None) -> None:
+    if config is not None:
+        _of_thread.made = weakref.ref(config), {*windows_made(config), window}
 
 
 def turbo_mask(
@@ -53,8 +75,6 @@ def _mask(
     **kwargs: Any,
 ) -> torch.Tensor | None:
     at_end = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if at_end and _is_causal(mask_function):
-        return attention_mask
 
     def make(first: int, rows: int) -> torch.Tensor | None:
         # sdpa_mask is annotated for an int offset and takes the tensor of a static cache too
@@ -75,8 +95,11 @@ def _mask(
         names = {_name(part) for part in parts}
         # the window that the layer applies; chunks it does not know
         windows = {_only_cell(part) for part in parts if _name(part) == SLIDING_OVERLAY} or {None}
-        blocks = BLOCK_OVERLAY in names and CHUNKED_OVERLAY not in names and len(windows) == 1
-        if blocks and _amounts_to_causal(make, attention_mask, batch_size, q_length, kv_length, windows.pop()):
+        window = windows.pop() if len(windows) == 1 else None
+        blocks = BLOCK_OVERLAY in names and CHUNKED_OVERLAY not in names and not windows
+        sizes = (attention_mask, batch_size, q_length, kv_length)
+        if _is_causal(mask_function) or (blocks and _amounts_to_causal(make, *sizes, window)):
+            _note_window(kwargs.get("config"), window)
             return attention_mask
     return make(0, q_length)
 

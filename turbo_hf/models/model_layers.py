@@ -1,5 +1,6 @@
 """Checks of models, and what configs and attention modules say about each layer: kind, window, KV heads, head dim."""
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,11 +56,15 @@ def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
             "have configs of their own, and no cache in common that could be compressed."
         )
     types, kwargs = get_layer_types_and_kwargs(config)
+    reads_windows = masks_by_window(config)
     # a draft by the first layers alone (assistant_early_exit) lowers their number, and leaves the list of their types
     types = types[: config.num_hidden_layers]
     # one dict for all layers up to transformers 5.17, one per layer from 5.23 on
     each = [dict(kwargs) for _ in types] if isinstance(kwargs, dict) else kwargs
-    for index, (kind, keywords) in enumerate(zip(types, each, strict=True)):
+    for index, keywords in enumerate(each):
+        if types[index] == "sliding_attention" and not reads_windows:
+            types[index] = "full_attention"
+        kind = types[index]
         if kind == "full_attention":
             # that one dict holds the window of the other layers
             keywords.pop("sliding_window", None)
@@ -70,6 +75,25 @@ def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
                 "Transformers cannot run it either. Correct sliding_window in its config."
             )
     return list(zip(types, each, strict=True))
+
+
+def masks_by_window(config: PreTrainedConfig) -> bool:
+    """Whether the code of this config's model makes masks with a window. A config may carry a window that its model
+    never reads (a Llama's `sliding_window`). True for remote code, which is not looked into."""
+    homes = (kind.__module__ for kind in type(config).__mro__)
+    home = next((name for name in homes if name.startswith("transformers.models.") and "configuration_" in name), None)
+    if home is None:
+        return True
+    code = importlib.import_module(home.replace("configuration_", "modeling_"))
+    return hasattr(code, "create_sliding_window_causal_mask")
+
+
+def stray_window(config: PreTrainedConfig) -> int | None:
+    """The window in a config whose model never masks by it; None: there is none."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or masks_by_window(config):
+        return None
+    return window if "sliding_attention" in get_layer_types_and_kwargs(config)[0] else None
 
 
 def layer_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:

@@ -12,7 +12,7 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.config.turbo_config import TurboConfig, of_layer
 from turbo_hf.errors import Notices, Unsupported
 from turbo_hf.layout import UNQUANTIZED
-from turbo_hf.models.model_layers import kv_heads
+from turbo_hf.models.model_layers import kv_heads, stray_window
 from turbo_hf.models.quantized_weights import refuse_fused_attention
 from turbo_hf.models.versions import version_problem
 from turbo_hf.ops import gpu
@@ -60,6 +60,13 @@ def check_model(model: PreTrainedModel, notices: Notices) -> None:
         raise Unsupported(f"{kind} is an encoder-decoder; only decoder-only models are supported.")
     if not hasattr(text, "num_hidden_layers"):
         raise Unsupported(f"the config of {kind} has no num_hidden_layers: its parts have layers of their own.")
+    stray = stray_window(text)
+    if stray is not None:
+        notices.note(
+            f"the config has a sliding window of {stray}, by which no layer of {kind} masks: they read all tokens. "
+            "Transformers' own cache drops older ones after the prompt: for the same answers without the patch, set "
+            "sliding_window=None in the config."
+        )
     if text is not model.config and text_key(model.config) is None:
         raise Unsupported(
             f"the language model of {kind} lies inside another of its parts. Patch that part "
