@@ -17,7 +17,7 @@ from turbo_hf.models.model_layers import layer_windows
 
 CONFIG = TurboConfig(bits=16, attention="fp16", block_size=32)
 WINDOW = 24
-MIXED = {"layer_types": [SLIDING, FULL] * 2, "sliding_window": WINDOW}
+MIXED: dict[str, Any] = {"layer_types": [SLIDING, FULL] * 2, "sliding_window": WINDOW}
 FIELDS: list[dict[str, Any]] = [
     {"sliding_window": WINDOW},
     MIXED,

@@ -11,6 +11,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from turbo_hf.attention.packed import in_packed_pass
 from turbo_hf.cache.guards import untraced
+from turbo_hf.errors import Unsupported
 
 PART = 1 << 26
 """Elements of a 4D mask (all rows of the batch) that are compared at a time."""
@@ -29,15 +30,25 @@ def forget_windows() -> None:
     _of_thread.made = None
 
 
-def windows_made(config: PreTrainedConfig) -> set[int | None]:
-    """The windows (None: causal alone) of the 2D masks that stand for this config's masks in this pass."""
+def require_window(layer: int, window: int | None, config: PreTrainedConfig) -> None:
+    """Unsupported if this pass has made masks for this config, none of them with this layer's window (None: causal)."""
+    windows = _windows(config)
+    if windows and window not in windows:
+        made = "; ".join("without a window" if each is None else f"window {each}" for each in windows)
+        raise Unsupported(
+            f"layer {layer} has the window {window} by the config, and this model masks otherwise ({made}): the answer "
+            "would be wrong. Correct sliding_window and layer_types in its config, or run it without the patch."
+        )
+
+
+def _windows(config: PreTrainedConfig) -> set[int | None]:
     made = getattr(_of_thread, "made", None)
     return made[1] if made is not None and made[0]() is config else set()
 
 
 def _note_window(config: PreTrainedConfig | None, window: int | None) -> None:
     if config is not None:
-        _of_thread.made = weakref.ref(config), {*windows_made(config), window}
+        _of_thread.made = weakref.ref(config), {*_windows(config), window}
 
 
 def turbo_mask(

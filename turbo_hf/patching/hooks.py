@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from turbo_hf.attention.cuts import NOW, current
-from turbo_hf.attention.masks import forget_windows, windows_made
+from turbo_hf.attention.masks import forget_windows, require_window
 from turbo_hf.attention.step_operator import outside_of_steps, step_view
 from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
 from turbo_hf.cache.claimed_cache import claimed
@@ -172,14 +172,7 @@ def _claim_layer(
             f"this pass goes over layer {spec.layer}, and its TurboCache is for the first {count}: this model's class "
             "has no early exit. Generate without assistant_early_exit."
         )
-    windows = windows_made(module.config)
-    if windows and spec.window not in windows:
-        made = "; ".join("without a window" if window is None else f"window {window}" for window in windows)
-        raise Unsupported(
-            f"layer {spec.layer} has the window {spec.window} by the config, and this model masks otherwise ({made}): "
-            "the answer would be wrong. Correct sliding_window and layer_types in its config, or run it without the "
-            "patch."
-        )
+    require_window(spec.layer, spec.window, module.config)
     of_cache = cache.all_layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
     layer = of_cache if isinstance(of_cache, TurboLayer) else None
     view = None

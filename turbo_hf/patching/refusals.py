@@ -14,6 +14,7 @@ from turbo_hf.errors import Notices, Unsupported
 from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.models.model_layers import kv_heads, stray_window
 from turbo_hf.models.quantized_weights import refuse_fused_attention
+from turbo_hf.models.sources import generates_by
 from turbo_hf.models.versions import version_problem
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import why_no_kernel, why_no_latent_kernel
@@ -38,8 +39,11 @@ SHARE_INT8 = 20
 in BF16."""
 
 
-def check_model(model: PreTrainedModel, notices: Notices) -> None:
-    """Refuse models, and versions of Transformers, that cannot be patched at all."""
+def check_model(model: PreTrainedModel, notices: Notices) -> PreTrainedModel:
+    """Refuse models, and versions of Transformers, that cannot be patched at all.
+
+    Returns the model to patch: the part of `model` whose `generate` that of its class calls, or `model` itself.
+    """
     kind, text = type(model).__name__, model.config.get_text_config(decoder=True)
     if any(is_own(hook) for module in model.modules() for hook in module._forward_pre_hooks.values()):
         raise ValueError(
@@ -60,6 +64,18 @@ def check_model(model: PreTrainedModel, notices: Notices) -> None:
         raise Unsupported(f"{kind} is an encoder-decoder; only decoder-only models are supported.")
     if not hasattr(text, "num_hidden_layers"):
         raise Unsupported(f"the config of {kind} has no num_hidden_layers: its parts have layers of their own.")
+    if text is not model.config and text_key(model.config) is None:
+        raise Unsupported(
+            f"the language model of {kind} lies inside another of its parts. Patch that part "
+            "(for Qwen2.5-Omni: model.thinker)."
+        )
+    part = generates_by(type(model))
+    if part is not None:
+        notices.note(
+            f"{kind}.generate calls generate of model.{part}, which makes the cache: the patch is on that part alone, "
+            f"as turbo_hf.patch(model.{part}) would be."
+        )
+        return check_model(getattr(model, part), notices)
     stray = stray_window(text)
     if stray is not None:
         notices.note(
@@ -67,11 +83,7 @@ def check_model(model: PreTrainedModel, notices: Notices) -> None:
             "Transformers' own cache drops older ones after the prompt: for the same answers without the patch, set "
             "sliding_window=None in the config."
         )
-    if text is not model.config and text_key(model.config) is None:
-        raise Unsupported(
-            f"the language model of {kind} lies inside another of its parts. Patch that part "
-            "(for Qwen2.5-Omni: model.thinker)."
-        )
+    return model
 
 
 def text_type(model: PreTrainedModel) -> str:
