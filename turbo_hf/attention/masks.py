@@ -46,9 +46,9 @@ def _windows(config: PreTrainedConfig) -> set[int | None]:
     return made[1] if made is not None and made[0]() is config else set()
 
 
-def _note_window(config: PreTrainedConfig | None, window: int | None) -> None:
+def _note_windows(config: PreTrainedConfig | None, windows: set[int | None]) -> None:
     if config is not None:
-        _of_thread.made = weakref.ref(config), {*_windows(config), window}
+        _of_thread.made = weakref.ref(config), _windows(config) | windows
 
 
 def turbo_mask(
@@ -101,16 +101,15 @@ def _mask(
             **{**kwargs, "allow_is_causal_skip": False},
         )
 
+    parts = _parts(mask_function)
+    # chunks have no window that a layer knows
+    windows = {_only_cell(part) for part in parts if _name(part) == SLIDING_OVERLAY} or {None}
+    _note_windows(kwargs.get("config"), windows)
     if at_end:
-        parts = _parts(mask_function)
         names = {_name(part) for part in parts}
-        # the window that the layer applies; chunks it does not know
-        windows = {_only_cell(part) for part in parts if _name(part) == SLIDING_OVERLAY} or {None}
-        window = windows.pop() if len(windows) == 1 else None
-        blocks = BLOCK_OVERLAY in names and CHUNKED_OVERLAY not in names and not windows
+        blocks = BLOCK_OVERLAY in names and CHUNKED_OVERLAY not in names and len(windows) == 1
         sizes = (attention_mask, batch_size, q_length, kv_length)
-        if _is_causal(mask_function) or (blocks and _amounts_to_causal(make, *sizes, window)):
-            _note_window(kwargs.get("config"), window)
+        if _is_causal(mask_function) or (blocks and _amounts_to_causal(make, *sizes, windows.pop())):
             return attention_mask
     return make(0, q_length)
 
