@@ -19,8 +19,10 @@ SIDE, PATCH, WIDTH = 32, 8, 64
 FIRST_SPECIAL = 80
 """Tokens from here on stand for images and the like."""
 
-WIDE = ("hidden_size", "embed_dim", "d_model", "dim", "width", "output_dim", "out_hidden_size", "projection_dim")
-WIDE = (*WIDE, "text_hidden_size", "encoder_hidden_size", "embedding_dim", "projector_hidden_size")
+WIDE = (
+    *("hidden_size", "embed_dim", "d_model", "dim", "width", "output_dim", "out_hidden_size", "projection_dim"),
+    *("text_hidden_size", "encoder_hidden_size", "embedding_dim", "projector_hidden_size"),
+)
 TOWER: dict[str, Any] = {
     **dict.fromkeys(WIDE, 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "mlp_dim"), 64),
@@ -41,7 +43,6 @@ TOWER: dict[str, Any] = {
     "deepstack_visual_indexes": [0],
 }
 """Sizes of what sees and hears."""
-
 
 MROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}}
 GRID = {"image_grid_pinpoints": [[SIDE, SIDE]]}
@@ -164,7 +165,9 @@ def _media(model: Any, takes: set[str]) -> Iterator[dict[str, Tensor]]:
     vision = getattr(model.config, "vision_config", None)
     patch = getattr(vision, "patch_size", None)
     merged = {"image_merge_sizes": torch.tensor([2])} if "image_merge_sizes" in takes else {}
-    sizes = {name: torch.tensor([[SIDE, SIDE]]) for name in ("image_sizes", "image_sizes_videos") if name in takes}
+    sizes: dict[str, Tensor] = {
+        name: torch.tensor([[SIDE, SIDE]]) for name in ("image_sizes", "image_sizes_videos") if name in takes
+    }
     if "image_grid_thw" in takes and isinstance(patch, int):
         channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or 3
         pixels = random(16, channels * (getattr(vision, "temporal_patch_size", None) or 1) * patch**2)
@@ -188,8 +191,8 @@ def _media(model: Any, takes: set[str]) -> Iterator[dict[str, Tensor]]:
         if name in takes:
             bins = getattr(getattr(model.config, "audio_config", None), "num_mel_bins", 16)
             masks = [name for name in ("feature_attention_mask", "input_features_mask") if name in takes]
-            for size in ((1, bins, 64), (1, 64, bins), (1, 1, 640)):
-                yield {name: random(*size), **{mask: torch.ones(1, 64, dtype=torch.long) for mask in masks}}
+            for shape in ((1, bins, 64), (1, 64, bins), (1, 1, 640)):
+                yield {name: random(*shape), **{mask: torch.ones(1, 64, dtype=torch.long) for mask in masks}}
 
 
 def medium(media: dict[str, Tensor]) -> str:

@@ -62,7 +62,7 @@ def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
             "have configs of their own, and no cache in common that could be compressed."
         )
     types, kwargs = get_layer_types_and_kwargs(config)
-    reads_windows = masks_by_window(type(config))
+    reads_windows = masks_by_window(type(config))  # type: ignore[arg-type]  # a class has a hash
     # a draft by the first layers alone (assistant_early_exit) lowers their number, and leaves the list of their types
     types = types[: config.num_hidden_layers]
     # one dict for all layers up to transformers 5.17, one per layer from 5.23 on
@@ -108,7 +108,7 @@ def _names(code: CodeType, name: str) -> bool:
 def stray_window(config: PreTrainedConfig) -> int | None:
     """The window in a config whose model never masks by it; None: there is none."""
     window = getattr(config, "sliding_window", None)
-    if window is None or masks_by_window(type(config)):
+    if window is None or masks_by_window(type(config)):  # type: ignore[arg-type]  # a class has a hash
         return None
     return window if "sliding_attention" in get_layer_types_and_kwargs(config)[0] else None
 
