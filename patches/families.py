@@ -81,8 +81,8 @@ FAMILIES = (
         "Gemma 3",
         ("gemma3_text", "gemma3"),
         "Five of six layers have a sliding window, with rotary frequencies of their own; norms on q and k. In the "
-        "multimodal model only the text model is patched; image blocks need bidirectional attention inside a "
-        "prompt, which the compressed cache refuses.",
+        "multimodal model only the text model is patched; blocks of images see ahead in a "
+        'prompt, which needs strict="warn".',
     ),
     Family(
         "Gemma 4",

@@ -11,8 +11,22 @@ import torch
 import transformers
 from all_pairs import in_one_test
 from families_modes import MODES, half_cache, prompts, verdict
-from families_table import CONFIG, WORKS, WRONG, Row, examine, main, refused, run, working
+from families_table import (
+    CONFIG,
+    REFUSED,
+    WORKS,
+    WRONG,
+    Row,
+    examine,
+    examine_multimodal,
+    main,
+    multimodal_cells,
+    refused,
+    run,
+    working,
+)
 from tiny_families import VARIANTS, build, families
+from tiny_multimodal import MODELS
 
 import turbo_hf
 
@@ -33,9 +47,10 @@ SAMPLE = [
 ]
 
 
-def lines() -> dict[str, list[str]]:
-    """The rows of the page by their first cell."""
-    found = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+def lines(multimodal: bool = False) -> dict[str, list[str]]:
+    """The rows of the page by their first cell: of its families, or of its multimodal classes."""
+    part = PAGE.read_text().partition("## Multimodal classes")[2 if multimodal else 0]
+    found = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in part.splitlines() if line.startswith("| `")]
     return {cells[0]: cells for cells in found}
 
 
@@ -53,6 +68,28 @@ def test_rows_are_those_of_the_page(family: str, variant: str) -> None:
     cells = working(row) if row.outcome == WORKS else refused(row)
     if newest():
         assert [cell.strip() for cell in cells] == [cell.replace("\\|", "|").strip() for cell in lines()[cells[0]]]
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3", "gemma4", "instructblip", "qwen2_vl", "qwen3_omni_moe_thinker", "voxtral"]
+)
+def test_multimodal_rows_are_those_of_the_page(family: str) -> None:
+    if family not in MODELS:
+        pytest.skip(f"Transformers {transformers.__version__} has no {family}")
+    row = examine_multimodal(family)
+    assert row.outcome in (WORKS, REFUSED), row.sentence
+    assert row.medium == ("audio" if family == "voxtral" else "image")
+    assert ('With `strict="warn"` it works' in row.sentence) == (family in ("gemma3", "gemma4"))
+    if newest():
+        cells = multimodal_cells(row)
+        assert cells == [cell.replace("\\|", "|").strip() for cell in lines(multimodal=True)[cells[0]]]
+
+
+def test_the_page_has_every_multimodal_class() -> None:
+    if not newest():
+        pytest.skip("the page was made with another version of Transformers")
+    named = re.findall(r"`(\w+)`", PAGE.read_text().partition("## Multimodal classes")[2])
+    assert set(MODELS.values()) <= set(named)
 
 
 def test_the_page_has_every_family() -> None:
@@ -113,7 +150,7 @@ def test_a_crash_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families_table, "run", lambda names: iter([Row(name, outcome=WRONG) for name in names]))
+    monkeypatch.setattr(families_table, "run", lambda names, more: iter([Row(name, outcome=WRONG) for name in names]))
     out = tmp_path / "docs" / "models.md"
     assert main(["--only", "gemma,llama", "--out", str(out)]) == 1
     assert "| `gemma` |" in out.read_text()

@@ -159,6 +159,7 @@ def test_report() -> None:
             "  prompts: fp16 (auto, without a GPU)",
             "  decode steps: CUDA graphs, once the model is on a GPU",
             f"  {report.serving}",
+            "  last generate: none since the patch",
         ]
         assert report.serving.startswith("continuous batching: ")
     assert "Scores are capped" in report.notes

@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import multiprocessing
 import sys
+import textwrap
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,7 @@ from families_modes import (
 )
 from patching_support import changes, snapshot
 from tiny_families import VARIANTS, build, families
+from tiny_multimodal import MODELS, build_multimodal, medium, prompt
 from torch import Tensor
 
 import turbo_hf
@@ -52,7 +54,8 @@ BLIND = "the unpatched model's tokens hardly depend on the prompt"
 
 @dataclass
 class Row:
-    """What came of one model. modes: of each column. sentence: why it is refused, not tried or wrong."""
+    """What came of one model. modes: of each column. sentence: why it is refused, not tried or wrong. medium: what a
+    multimodal class was shown."""
 
     family: str
     variant: str = ""
@@ -60,6 +63,7 @@ class Row:
     outcome: str = NOT_TRIED
     sentence: str = ""
     layers: str = ""
+    medium: str = ""
     modes: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -79,6 +83,47 @@ def examine(family: str, variant: str = "") -> Row:
         if TIES not in row.modes.values():
             break
     return row
+
+
+def examine_multimodal(family: str) -> Row:
+    """Try one multimodal class in this process: a row of text with an image or a sound."""
+    row = Row(family, model=str(MODELS[family]))
+    with contextlib.suppress(_Settled), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _examine_multimodal(row)
+    return row
+
+
+def _examine_multimodal(row: Row) -> None:
+    try:
+        model = build_multimodal(row.family)
+        text, media = prompt(model)
+        inputs, row.medium = {**text, **media}, medium(media)
+        plain = generate(model, inputs)
+    except Exception as error:
+        raise _Settled from error
+    if plain.cache is None:
+        raise _Settled
+    for strict in ("raise", "warn"):
+        try:
+            with turbo_hf.patch(model, CONFIG, strict=strict) as handle:
+                ours, reports = generate(model, inputs), handle.report().layers
+        except turbo_hf.Unsupported as error:
+            row.outcome, row.sentence = REFUSED, row.sentence or str(error)
+            continue
+        except Exception as error:
+            row.outcome, row.sentence = WRONG, _short(error)
+            raise _Settled from error
+        row.layers, compressed = _layers(reports), [at.index for at in reports if at.groups]
+        with half_cache(compressed):
+            said = _unused(ours.cache, compressed) or verdict(ours, plain, generate(model, inputs))
+        if said.startswith(WRONG):
+            row.outcome, row.sentence = WRONG, said
+        elif row.outcome == REFUSED:
+            row.sentence += ' With `strict="warn"` it works: that prompt alone is computed in full precision.'
+        else:
+            row.outcome, row.modes = WORKS, {"batch": said}
+        return
 
 
 class _Settled(Exception):
@@ -241,30 +286,31 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:160]}{'...' * (len(text) > 160)} ({Path(frame.filename).name})"
 
 
-def run(names: Iterable[str]) -> Iterator[Row]:
-    """A row for each config of these families, each made in a process of its own, which may crash."""
+def run(names: Iterable[str], multimodal: Iterable[str] = ()) -> Iterator[Row]:
+    """A row for each config of these families, and each multimodal class, each made in a process of its own, which may
+    crash."""
+    jobs = [(family, variant) for family in names for variant in ("", *VARIANTS.get(family, {}))]
     forked = multiprocessing.get_context("fork")
-    for family in names:
-        for variant in ("", *VARIANTS.get(family, {})):
-            ours, theirs = forked.Pipe(duplex=False)
-            process = forked.Process(target=_send, args=(theirs, family, variant))
-            process.start()
-            theirs.close()
-            row = Row(family, variant, outcome=WRONG, sentence=f"no result within {SECONDS:g} s, or a crash")
-            with contextlib.suppress(EOFError):
-                row = ours.recv() if ours.poll(SECONDS) else row
-            process.kill()
-            process.join()
-            yield row
+    for family, variant in [*jobs, *((family, None) for family in multimodal)]:
+        ours, theirs = forked.Pipe(duplex=False)
+        process = forked.Process(target=_send, args=(theirs, family, variant))
+        process.start()
+        theirs.close()
+        row = Row(family, variant or "", outcome=WRONG, sentence=f"no result within {SECONDS:g} s, or a crash")
+        with contextlib.suppress(EOFError):
+            row = ours.recv() if ours.poll(SECONDS) else row
+        process.kill()
+        process.join()
+        yield row
 
 
-def _send(pipe: Any, family: str, variant: str) -> None:
+def _send(pipe: Any, family: str, variant: str | None) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    pipe.send(examine(family, variant))
+    pipe.send(examine_multimodal(family) if variant is None else examine(family, variant))
 
 
-def page(rows: list[Row], left_out: dict[str, list[str]]) -> str:
+def page(rows: list[Row], left_out: dict[str, list[str]], multimodal: list[Row]) -> str:
     """docs/models.md."""
     by = {outcome: [row for row in rows if row.outcome == outcome] for outcome in (WORKS, REFUSED, NOT_TRIED, WRONG)}
     families_of = {outcome: len({row.family for row in found}) for outcome, found in by.items()}
@@ -279,8 +325,37 @@ def page(rows: list[Row], left_out: dict[str, list[str]]) -> str:
     for outcome, title in ((NOT_TRIED, "Not tried"), (WRONG, "Wrong")):
         if by[outcome]:
             parts += [f"## {title}\n", _table(("family", "why"), [refused(row) for row in by[outcome]])]
-    left = [f"- {reason}: {', '.join(f'`{name}`' for name in names)}." for reason, names in left_out.items()]
-    return "\n".join([*parts, "## Left out\n", *left, ""])
+    left = [_listed(f"- {reason}: ", names, "  ") for reason, names in left_out.items()]
+    parts += ["## Left out\n", *left, "", *multimodal_section(multimodal)]
+    return "\n".join(parts)
+
+
+def multimodal_section(rows: list[Row]) -> list[str]:
+    """Its part about multimodal classes."""
+    by = {outcome: [row for row in rows if row.outcome == outcome] for outcome in (WORKS, REFUSED, NOT_TRIED, WRONG)}
+    shown = [row for row in by[WORKS] if row.medium != "text alone"]
+    count = {"tried": len(rows), "works": len(by[WORKS]), "shown": len(shown), "text": len(by[WORKS]) - len(shown)}
+    parts = [
+        MULTIMODAL.format(**count, refused=len(by[REFUSED]), rest=len(by[NOT_TRIED])),
+        _table(("class", "shown", "layers compressed", "its tokens"), [multimodal_cells(row) for row in by[WORKS]]),
+        "Refused:\n",
+        _table(("class", "the sentence"), [multimodal_cells(row) for row in by[REFUSED]]),
+    ]
+    if by[WRONG]:
+        parts += ["## Wrong\n", _table(("class", "why"), [multimodal_cells(row) for row in by[WRONG]])]
+    names = [row.model for row in by[NOT_TRIED]]
+    return [*parts, _listed("Not tried, as no tiny config or no input was found by rule: ", names), ""]
+
+
+def multimodal_cells(row: Row) -> list[str]:
+    """Cells of a multimodal class."""
+    name = f"`{row.model}`"
+    return [name, row.medium, row.layers, row.modes["batch"]] if row.outcome == WORKS else [name, row.sentence]
+
+
+def _listed(begin: str, names: Iterable[str], indent: str = "") -> str:
+    text = f"{begin}{', '.join(f'`{name}`' for name in names)}."
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def working(row: Row) -> list[str]:
@@ -340,6 +415,13 @@ and size, those of latent attention (`axk1`, `deepseek_v2`, `deepseek_v3`, `glm4
 `youtu`) included; `report()` says so, and [limits.md](limits.md) why others are refused.
 """
 
+MULTIMODAL = """## Multimodal classes
+
+Of the {tried} classes of `AutoModelForMultimodalLM`, {works} give the unpatched tokens: {shown} in a row of text with
+an image or a sound, which changes their logits, {text} with text alone. {refused} are refused, and {rest} were not
+tried. The patch is on the language model alone. Tokens and logits were compared as above, of a single row.
+"""
+
 REFUSED_WORDS = """`patch` raises `turbo_hf.Unsupported` with this sentence, or `generate` does.
 """
 
@@ -351,17 +433,20 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--only", help="names of families, separated by commas")
     arguments = parser.parse_args(given)
     names, left_out = families()
+    # of families with one class, the first
+    multimodal = [*{name: family for family, name in reversed(MODELS.items())}.values()][::-1]
     if arguments.only:
         chosen = arguments.only.split(",")
-        unknown = sorted(set(chosen) - set(names))
+        unknown = sorted(set(chosen) - {*names, *multimodal})
         if unknown:
-            parser.error(f"unknown families: {', '.join(unknown)}. Known: {', '.join(names)}.")
-        names, left_out = chosen, {}
+            parser.error(f"unknown families: {', '.join(unknown)}. Known: {', '.join([*names, *multimodal])}.")
+        names, left_out = [name for name in chosen if name in names], {}
+        multimodal = [name for name in chosen if name in multimodal]
     rows = []
-    for row in run(names):
+    for row in run(names, multimodal):
         rows.append(row)
         sys.stderr.write(f"{row.name}: {row.outcome} {row.sentence}\n")
-    text = page(rows, left_out)
+    text = page(rows[: -len(multimodal) or None], left_out, rows[len(rows) - len(multimodal) :])
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(text)

@@ -1,13 +1,17 @@
 """The mask function that Transformers calls once per pass for each kind of layer, and 4D masks for other attention."""
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from turbo_hf.attention.packed import in_packed_pass
 from turbo_hf.cache.guards import untraced
+from turbo_hf.errors import Unsupported
 
 PART = 1 << 26
 """Elements of a 4D mask (all rows of the batch) that are compared at a time."""
@@ -16,6 +20,35 @@ SLIDING_OVERLAY = "sliding_window_overlay.<locals>.inner_mask"
 CHUNKED_OVERLAY = "chunked_overlay.<locals>.inner_mask"
 BLOCK_OVERLAY = "blockwise_overlay.<locals>.inner_mask"
 AND, OR = "and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"
+
+_of_thread = threading.local()
+"""`made`: the config whose masks this thread made last, and the windows of these masks."""
+
+
+def forget_windows() -> None:
+    """A new pass makes its own masks."""
+    _of_thread.made = None
+
+
+def require_window(layer: int, window: int | None, config: PreTrainedConfig) -> None:
+    """Unsupported if this pass has made masks for this config, none of them with this layer's window (None: causal)."""
+    windows = _windows(config)
+    if windows and window not in windows:
+        made = "; ".join("without a window" if each is None else f"window {each}" for each in windows)
+        raise Unsupported(
+            f"layer {layer} has the window {window} by the config, and this model masks otherwise ({made}): the answer "
+            "would be wrong. Correct sliding_window and layer_types in its config, or run it without the patch."
+        )
+
+
+def _windows(config: PreTrainedConfig) -> set[int | None]:
+    made = getattr(_of_thread, "made", None)
+    return made[1] if made is not None and made[0]() is config else set()
+
+
+def _note_windows(config: PreTrainedConfig | None, windows: set[int | None]) -> None:
+    if config is not None:
+        _of_thread.made = weakref.ref(config), _windows(config) | windows
 
 
 def turbo_mask(
@@ -53,8 +86,6 @@ def _mask(
     **kwargs: Any,
 ) -> torch.Tensor | None:
     at_end = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if at_end and _is_causal(mask_function):
-        return attention_mask
 
     def make(first: int, rows: int) -> torch.Tensor | None:
         # sdpa_mask is annotated for an int offset and takes the tensor of a static cache too
@@ -70,13 +101,15 @@ def _mask(
             **{**kwargs, "allow_is_causal_skip": False},
         )
 
+    parts = _parts(mask_function)
+    # chunks have no window that a layer knows
+    windows = {_only_cell(part) for part in parts if _name(part) == SLIDING_OVERLAY} or {None}
+    _note_windows(kwargs.get("config"), windows)
     if at_end:
-        parts = _parts(mask_function)
         names = {_name(part) for part in parts}
-        # the window that the layer applies; chunks it does not know
-        windows = {_only_cell(part) for part in parts if _name(part) == SLIDING_OVERLAY} or {None}
         blocks = BLOCK_OVERLAY in names and CHUNKED_OVERLAY not in names and len(windows) == 1
-        if blocks and _amounts_to_causal(make, attention_mask, batch_size, q_length, kv_length, windows.pop()):
+        sizes = (attention_mask, batch_size, q_length, kv_length)
+        if _is_causal(mask_function) or (blocks and _amounts_to_causal(make, *sizes, windows.pop())):
             return attention_mask
     return make(0, q_length)
 

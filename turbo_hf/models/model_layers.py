@@ -1,6 +1,9 @@
 """Checks of models, and what configs and attention modules say about each layer: kind, window, KV heads, head dim."""
 
+import functools
+import importlib
 from collections.abc import Mapping
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -8,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from turbo_hf.errors import Unsupported
+from turbo_hf.models.sources import functions_of
 from turbo_hf.models.versions import CACHE
 
 COMPRESSED_TYPES = ("full_attention", "sliding_attention")
@@ -29,6 +33,9 @@ LATENT_TYPES = (
 
 CACHE_KEYWORDS = tuple(dict.fromkeys((CACHE, "past_key_values", "layer_past")))
 """Names under which attention modules are given the cache."""
+
+WINDOW_MASK = "create_sliding_window_causal_mask"
+"""The function by which models of Transformers mask by a window."""
 
 HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")
 """Names under which attention modules keep the channels of a head."""
@@ -55,11 +62,15 @@ def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
             "have configs of their own, and no cache in common that could be compressed."
         )
     types, kwargs = get_layer_types_and_kwargs(config)
+    reads_windows = masks_by_window(type(config))  # type: ignore[arg-type]  # a class has a hash
     # a draft by the first layers alone (assistant_early_exit) lowers their number, and leaves the list of their types
     types = types[: config.num_hidden_layers]
     # one dict for all layers up to transformers 5.17, one per layer from 5.23 on
     each = [dict(kwargs) for _ in types] if isinstance(kwargs, dict) else kwargs
-    for index, (kind, keywords) in enumerate(zip(types, each, strict=True)):
+    for index, keywords in enumerate(each):
+        if types[index] == "sliding_attention" and not reads_windows:
+            types[index] = "full_attention"
+        kind = types[index]
         if kind == "full_attention":
             # that one dict holds the window of the other layers
             keywords.pop("sliding_window", None)
@@ -70,6 +81,36 @@ def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
                 "Transformers cannot run it either. Correct sliding_window in its config."
             )
     return list(zip(types, each, strict=True))
+
+
+@functools.cache
+def masks_by_window(kind: type[PreTrainedConfig]) -> bool:
+    """Whether the models of a class of configs make masks with a window. A config may carry a window that its model
+    never reads (a Llama's `sliding_window`). True for remote code, which is not looked into."""
+    home = next((base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")), None)
+    if home is None:
+        return True
+    try:
+        code = importlib.import_module(home.__module__.replace("configuration_", "modeling_"))
+    except ImportError:
+        # a config whose model is another one's
+        return True
+    models = [x for x in vars(code).values() if isinstance(x, type) and getattr(x, "config_class", None) is home]
+    functions = [function.__code__ for model in models for function in functions_of(model)]
+    return any(_names(function, WINDOW_MASK) for function in functions) if functions else hasattr(code, WINDOW_MASK)
+
+
+def _names(code: CodeType, name: str) -> bool:
+    """Whether a function, or one in it, names this global."""
+    return name in code.co_names or any(isinstance(x, CodeType) and _names(x, name) for x in code.co_consts)
+
+
+def stray_window(config: PreTrainedConfig) -> int | None:
+    """The window in a config whose model never masks by it; None: there is none."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or masks_by_window(type(config)):  # type: ignore[arg-type]  # a class has a hash
+        return None
+    return window if "sliding_attention" in get_layer_types_and_kwargs(config)[0] else None
 
 
 def layer_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:

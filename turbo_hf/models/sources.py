@@ -3,6 +3,7 @@
 import ast
 import functools
 import inspect
+import re
 from collections.abc import Iterator
 from types import FunctionType
 
@@ -31,6 +32,17 @@ def functions_of(kind: type) -> Iterator[FunctionType]:
         yield function
         called = (_unwrapped(function.__globals__.get(name)) for name in function.__code__.co_names)
         waiting += {f for f in called if f is not None and f.__module__ == function.__module__ and f not in waiting}
+
+
+def generates_by(kind: type) -> str | None:
+    """The part of a model whose `generate` that of its class calls in the place of its own ("language_model")."""
+    function = _unwrapped(getattr(kind, "generate", None))
+    tree = None if function is None else tree_of(function)
+    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)] if tree else []
+    if any(call.startswith("super(") and call.endswith(").generate") for call in calls):
+        return None
+    parts = [call.split(".")[1] for call in calls if re.fullmatch(r"self\.\w+\.generate", call)]
+    return parts[0] if parts else None
 
 
 def _unwrapped(value: object) -> FunctionType | None:

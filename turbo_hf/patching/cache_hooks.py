@@ -61,7 +61,7 @@ def by_name(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: CacheMaker, strict: Strict) -> None:
     """Report, as `strict` says, that the model continues with another cache than the one it was given."""
-    maker.forget(cache)
+    maker.forget(cache, other)
     complain(
         strict,
         f"{type(model).__name__} has put a {type(other).__name__} in the place of its TurboCache: from here on nothing "

@@ -12,6 +12,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs.step_runner import why_no_replay_of
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, in_words, type_16bit
+from turbo_hf.models.model_layers import layer_windows
 
 SINCE = Version("5.19")
 """The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
@@ -112,7 +113,7 @@ def why_not_served(
 def unchecked(model: Any, groups: Iterable[HeadGroups], latent: bool) -> str | None:
     """Why this GPU may not serve; None: it may, or the model is on none. groups: of the layers, as in
     `TurboConfig.head_groups`. latent: whether they keep latents."""
-    slides = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) is not None
+    slides = any(window for _, window in layer_windows(model.config.get_text_config(decoder=True)))
     kind = "latents" if latent else "windows" if slides else ""
     found = {tuple(width for width, _ in own) for own in groups}
     left = sorted((widths for widths in found if (widths, kind) not in CHECKED_ON_GPUS), key=str)

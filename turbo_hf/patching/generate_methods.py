@@ -112,6 +112,7 @@ def _prepare_cache(
     if not uses_turbo(model):
         if maker.active:
             chosen = model.config.get_text_config(decoder=True)._attn_implementation
+            maker.begin_generate(f"set_attn_implementation has chosen {chosen!r}")
             warn(
                 f"turbo_hf: set_attn_implementation has chosen {chosen!r} since the patch, so this call is not "
                 f'compressed. Call remove() on the handle, or model.set_attn_implementation("{NAME}").'
@@ -121,6 +122,7 @@ def _prepare_cache(
     if given is None and generation_config.use_cache is not False and named is None:
         _check_rows(model_kwargs.get("attention_mask"))
         cache = maker.make(model.config)
+        maker.begin_generate(cache)
         cache.deferred.wanted = _may_defer(model)
         model_kwargs[CACHE] = cache
         if generation_config.is_assistant:
@@ -136,6 +138,14 @@ def _prepare_cache(
         given.stop_recording()
         # not of a drafter, whose `generate` runs once per draft: to compare waits for the device
         given.doubt()
+    named_cache = "" if named is None else f"cache_implementation={named!r}"
+    maker.begin_generate(
+        given
+        if isinstance(given, TurboCache)
+        else f"a {type(given).__name__} was passed"
+        if given is not None
+        else named_cache or "use_cache=False"
+    )
     if isinstance(given, TurboCache):
         _bring_runner(bring, model, model_kwargs, generation_config)
     if given is not None and not isinstance(given, TurboCache):

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from turbo_hf.attention.cuts import NOW, current
+from turbo_hf.attention.masks import forget_windows, require_window
 from turbo_hf.attention.step_operator import outside_of_steps, step_view
 from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
 from turbo_hf.cache.claimed_cache import claimed
@@ -104,6 +105,8 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TurboCache | Non
 def _begin_pass(depth: int, ranks: Ranks, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a module that calls all layers: refuse a cache in which an earlier pass broke off."""
     cache = _cache_of(args, kwargs)
+    if depth == STEP + 1:
+        forget_windows()
     if cache is not None:
         # of a cache that the patch has not made, too
         cache.integrity.ranks = ranks
@@ -169,6 +172,7 @@ def _claim_layer(
             f"this pass goes over layer {spec.layer}, and its TurboCache is for the first {count}: this model's class "
             "has no early exit. Generate without assistant_early_exit."
         )
+    require_window(spec.layer, spec.window, module.config)
     of_cache = cache.all_layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
     layer = of_cache if isinstance(of_cache, TurboLayer) else None
     view = None

@@ -110,7 +110,7 @@ def patch(
         chosen = resolve_config(config)
         require_model(model)
         notices = Notices(strict, speaks=ranks.speaks)
-        check_model(model, notices)
+        model = check_model(model, notices)
         continuous_batching.require_no_manager(model)
         all_layers = attention_layers(model)
         if context is not None:

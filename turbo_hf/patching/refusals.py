@@ -12,8 +12,9 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.config.turbo_config import TurboConfig, of_layer
 from turbo_hf.errors import Notices, Unsupported
 from turbo_hf.layout import UNQUANTIZED
-from turbo_hf.models.model_layers import kv_heads
+from turbo_hf.models.model_layers import kv_heads, stray_window
 from turbo_hf.models.quantized_weights import refuse_fused_attention
+from turbo_hf.models.sources import generates_by
 from turbo_hf.models.versions import version_problem
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import why_no_kernel, why_no_latent_kernel
@@ -42,8 +43,11 @@ FORECAST = "turbo_hf_forecast"
 """Attribute of a model without weights that is patched to report what `patch` would do."""
 
 
-def check_model(model: PreTrainedModel, notices: Notices) -> None:
-    """Refuse models, and versions of Transformers, that cannot be patched at all."""
+def check_model(model: PreTrainedModel, notices: Notices) -> PreTrainedModel:
+    """Refuse models, and versions of Transformers, that cannot be patched at all.
+
+    Returns the model to patch: the part of `model` whose `generate` that of its class calls, or `model` itself.
+    """
     kind, text = type(model).__name__, model.config.get_text_config(decoder=True)
     if any(is_own(hook) for module in model.modules() for hook in module._forward_pre_hooks.values()):
         raise ValueError(
@@ -74,6 +78,21 @@ def check_model(model: PreTrainedModel, notices: Notices) -> None:
             f"the language model of {kind} lies inside another of its parts. Patch that part "
             "(for Qwen2.5-Omni: model.thinker)."
         )
+    part = generates_by(type(model))
+    if part is not None:
+        notices.note(
+            f"{kind}.generate calls generate of model.{part}, which makes the cache: the patch is on that part alone, "
+            f"as turbo_hf.patch(model.{part}) would be."
+        )
+        return check_model(getattr(model, part), notices)
+    stray = stray_window(text)
+    if stray is not None:
+        notices.note(
+            f"the config has a sliding window of {stray}, by which no layer of {kind} masks: they read all tokens. "
+            "Transformers' own cache drops older ones after the prompt: for the same answers without the patch, set "
+            "sliding_window=None in the config."
+        )
+    return model
 
 
 def _has_no_weights(model: PreTrainedModel) -> bool:
