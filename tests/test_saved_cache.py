@@ -20,9 +20,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
-from turbo_hf.cache import saved_files
 from turbo_hf.cache.saved_cache import MAKER
 from turbo_hf.cache.saved_files import FACTS
+from turbo_hf.config import whole_files
 from turbo_hf.config.whole_files import facts_hash
 from turbo_hf.models.versions import CACHE
 
@@ -252,16 +252,16 @@ def test_bits_of_one_layer_by_depth_or_for_all(tmp_path: Path) -> None:
 
 
 def test_tensors_that_are_replaced_before_they_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, before = saved_in(tmp_path), saved_files.open_file
+    model, before = saved_in(tmp_path), whole_files.open_file
     cache = TurboCache.from_pretrained(tmp_path, model)
     run(model, cache, prompts(1, 1))
 
     def late(path: Path) -> Any:
-        monkeypatch.setattr(saved_files, "open_file", before)
+        monkeypatch.setattr("turbo_hf.cache.saved_files.open_file", before)
         cache.save_pretrained(tmp_path, input_ids=prompts(1, 71))
         return before(path)
 
-    monkeypatch.setattr(saved_files, "open_file", late)
+    monkeypatch.setattr("turbo_hf.cache.saved_files.open_file", late)
     assert TurboCache.from_pretrained(tmp_path, model).get_seq_length() == 71
 
 

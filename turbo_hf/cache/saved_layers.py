@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.open_buffer import OpenBuffer
 from turbo_hf.cache.rows import RowState
-from turbo_hf.config.expected import Each, OneOf, Stored, Whole, require
+from turbo_hf.config.expected import FINITE, FLOATS, Each, OneOf, Stored, Whole, require
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import (
     HEAD_DIM_MULTIPLE,
@@ -91,7 +91,7 @@ def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
     opened = OneOf((Stored(codes, torch.int8), Stored(codes, None)))
     return {
         **dict.fromkeys(("shape", "order", "ranked", "valid", "universal", "left_by_head", "means"), object),
-        "dtype": OneOf((torch.float16, torch.bfloat16, torch.float32, torch.float64)),
+        "dtype": OneOf(FLOATS),
         "state": RowState(*state)._asdict(),
         "pages": Each([torch.Tensor] * 4),
         "table": torch.Tensor,
@@ -113,7 +113,7 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int, columns: int) 
 
     def like(x: torch.Tensor, ends: Ends = (None, None), along: int | None = None) -> Stored:
         if x.is_floating_point() and ends == (None, None):
-            ends = -torch.finfo(x.dtype).max, torch.finfo(x.dtype).max
+            ends = FINITE
         return Stored(tuple(x.shape), x.dtype, *ends, None if along is None else state.open, along or 0)
 
     def page(width: Width, slots: int) -> list[Stored]:

@@ -6,6 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types that "any floating-point type" means."""
+FINITE = (-torch.finfo(torch.float64).max, torch.finfo(torch.float64).max)
+
 
 class Whole(NamedTuple):
     """A whole number in a range, both ends included."""
@@ -30,7 +34,7 @@ class Stored(NamedTuple):
     """A tensor.
 
     shape: None in the place of a size: any.
-    dtype: None: any floating-point type.
+    dtype: None: any of `FLOATS`.
     least, most: of its numbers, both ends included; then none is NaN. None: any.
     counts, dim: in row r (of the first dimension), numbers count at the first `counts[r]` places of `dim`; None: all.
     """
@@ -46,7 +50,7 @@ class Stored(NamedTuple):
         """Whether it is such a tensor. On the meta device, numbers are left out."""
         if type(x) is not torch.Tensor or len(x.shape) != len(self.shape):
             return False
-        if not (x.is_floating_point() if self.dtype is None else x.dtype == self.dtype):
+        if x.dtype not in (FLOATS if self.dtype is None else (self.dtype,)):
             return False
         if any(size not in (None, own) for size, own in zip(self.shape, x.shape, strict=True)):
             return False
@@ -57,15 +61,18 @@ class Stored(NamedTuple):
             live = places < torch.tensor(self.counts, device=x.device)[:, None]
             shape = [1] * x.dim()
             shape[0], shape[self.dim] = live.shape
-            x = torch.where(live.view(shape), x, torch.full((), self.least, dtype=x.dtype, device=x.device))
+            x = torch.where(live.view(shape), x, torch.full((), max(0, self.least), dtype=x.dtype, device=x.device))
         # both are NaN if any is
-        least, most = torch.aminmax(x)
-        return bool((least >= self.least) & (most <= self.most))
+        least, most = torch.stack(torch.aminmax(x)).tolist()
+        return bool(self.least <= least and most <= self.most)
 
     def __str__(self) -> str:
         dtype = "floating point" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         shape = ", ".join("any" if size is None else str(size) for size in self.shape)
-        return f"{dtype} [{shape}]" + ("" if self.least is None else f" from {self.least:g} to {self.most:g}")
+        if self.least is None:
+            return f"{dtype} [{shape}]"
+        ends = "of finite numbers" if self.least < -(2**15) else f"from {self.least:g} to {self.most:g}"
+        return f"{dtype} [{shape}] {ends}"
 
 
 def require(found: Any, wanted: Any, name: str) -> None:
