@@ -64,6 +64,11 @@ def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | N
             f"{list(ids.shape)}."
         )
     tensors: saved_files.Tensors = {"tokens": ids}
+    for n, make in cache.others.items():
+        try:
+            require_layer(make(), held_by(cache.layers[n]), rows, columns)
+        except ValueError as error:
+            raise Unsupported(f"layer {n}, a {type(cache.layers[n]).__name__}, cannot be saved: {error}.") from error
     held = [saved_files.flatten(held_by(layer), f"layers.{n}", tensors) for n, layer in enumerate(cache.layers)]
     facts = {**_identity(cache, model), "decompressed": cache.decompressed, "held": held}
     saved_files.write(Path(folder), facts, tensors)
