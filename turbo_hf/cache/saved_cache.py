@@ -64,12 +64,14 @@ def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | N
             f"{list(ids.shape)}."
         )
     tensors: saved_files.Tensors = {"tokens": ids}
-    for n, make in cache.others.items():
-        try:
-            require_layer(make(), held_by(cache.layers[n]), rows, columns)
-        except ValueError as error:
-            raise Unsupported(f"layer {n}, a {type(cache.layers[n]).__name__}, cannot be saved: {error}.") from error
-    held = [saved_files.flatten(held_by(layer), f"layers.{n}", tensors) for n, layer in enumerate(cache.layers)]
+    each = [held_by(layer) for layer in cache.layers]
+    try:
+        for n, make in cache.others.items():
+            require_layer(make(), each[n], rows, columns)
+        require_alike(cache.layers, each)
+    except ValueError as error:
+        raise Unsupported(f"a layer of this cache is of a kind that is not saved: {error}.") from error
+    held = [saved_files.flatten(own, f"layers.{n}", tensors) for n, own in enumerate(each)]
     facts = {**_identity(cache, model), "decompressed": cache.decompressed, "held": held}
     saved_files.write(Path(folder), facts, tensors)
 
@@ -128,9 +130,9 @@ def _fill(cache: Any, found: saved_files.Read, devices: Sequence[torch.device]) 
                 require_layer(layer, own, len(ids), ids.shape[1])
             except ValueError as error:
                 raise ValueError(f"layer {n}: {error}") from error
+        require_alike(cache.layers, layers)
     for layer, own, device in zip(cache.layers, layers, devices, strict=True):
         hold(layer, own, device)
-    require_alike(cache.layers)
     cache.decompressed = held["decompressed"]
     cache.know(ids, saved=True)
 

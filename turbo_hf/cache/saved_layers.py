@@ -239,11 +239,27 @@ def _constant(value: Any) -> Any:
     return value
 
 
-def require_alike(layers: Sequence[Any]) -> None:
-    """ValueError unless either all layers of a cache record the past, or none does."""
-    found = {x.record_past for x in layers if hasattr(x, "record_past")}
-    if len(found) > 1:
+def require_alike(layers: Sequence[Any], held: Sequence[Any]) -> None:
+    """ValueError unless what the layers of a cache hold is of one cache.
+
+    held: of each, what `held_by` returned; `require_layer` has found it right.
+    """
+    records, states = set[bool](), dict[tuple[str, Any], set[torch.Size]]()
+    for layer, own in zip(layers, held, strict=True):
+        if isinstance(layer, TurboLayer):
+            records.add(own["state"]["recording"])
+        elif "record_past" in own:
+            records.add(own["record_past"])
+        for name in FLAGS if isinstance(layer, LinearAttentionCacheLayerMixin) else ():
+            for n, x in own[name].items():
+                states.setdefault((name, n), set()).add(torch.Size([]) if x is None else x.shape)
+    if len(records) > 1:
         raise ValueError("some of its layers record the past, and others do not")
+    for (name, n), shapes in states.items():
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{name} {n} of its layers have the shapes {sorted(map(list, shapes))}, and should have one"
+            )
 
 
 def hold(layer: Any, held: dict[str, Any], device: torch.device) -> None:

@@ -36,10 +36,10 @@ def open_file(path: Path) -> FileIO:
         ValueError: a pipe, a device or a folder, some of which can be read without end.
     """
     # a pipe that nobody writes to is opened at once
-    file = FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(number).st_mode):
+        return FileIO(number)
+    os.close(number)
     raise ValueError(f"{str(path)!r} is no regular file, but a pipe, a device or a folder. Put the file itself there.")
 
 
