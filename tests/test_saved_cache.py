@@ -128,6 +128,28 @@ def test_ragged_rows_and_a_recording_cache(tmp_path: Path) -> None:
     assert torch.equal(*(run(model, each, new[:, 1:], attention_mask=mask) for each in (loaded, cache)))
 
 
+def test_heads_that_were_ranked_by_tokens_that_are_gone(tmp_path: Path) -> None:
+    model, cache = llama(**MIXED)()
+    run(model, cache, prompts(2, 40))
+    cache.crop(-20)
+    assert cache.turbo_layers()[0].ranked == [False, False]
+    cache.save_pretrained(tmp_path, input_ids=prompts(2, 40)[:, :20])
+    loaded = TurboCache.from_pretrained(tmp_path, model)
+    assert torch.equal(*(run(model, each, prompts(2, 50, 1)) for each in (loaded, cache)))
+
+
+def test_windows_that_record(tmp_path: Path) -> None:
+    model, cache = windows()
+    run(model, cache, prompts(1, 50))
+    cache.activate_past_recording()
+    run(model, cache, prompts(1, 7, 1))
+    cache.save_pretrained(tmp_path, input_ids=prompts(1, 57))
+    loaded = TurboCache.from_pretrained(tmp_path, model)
+    for each in (loaded, cache):
+        each.crop(-5)
+    assert torch.equal(*(run(model, each, prompts(1, 3, 2)) for each in (loaded, cache)))
+
+
 def test_generate_goes_on_from_a_saved_prompt(tmp_path: Path) -> None:
     model, cache = llama()()
     prompt, question = prompts(1, 90), prompts(1, 8, 1)

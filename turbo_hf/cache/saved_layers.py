@@ -141,23 +141,23 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int, columns: int) 
         "means": [] if means is None else [like(getattr(means, name), ends) for name, ends in ranges.items()],
         "table": Stored((rows, max(state.sealed)), torch.int64, 0, max(0, count - 1)),
         "open": [like(x, ends, d) for x, ends, d in zip(buffer.tensors(), in_open, (2, 3, 2, 2), strict=True)],
-        "index": _of_index(layer.selector, held["index"], by_head, state.sealed, lengths),
+        "index": _of_index(layer.selector, held["index"], by_head, lengths, block),
     }
 
 
 def _of_index(
-    by: Selector | None, held: dict[str, Any], by_head: tuple[int, int], sealed: list[int], lengths: list[int]
+    by: Selector | None, found: dict[str, Any], by_head: tuple[int, int], lengths: list[int], block: int
 ) -> dict[str, Any]:
     """What the `BucketIndex` of a saved layer with this selector must be."""
     tables = 0 if by is None else by.tables
     capacity = -(-max(lengths) // GRAIN) * GRAIN if tables else 0
     last = by.choices or by.config.buckets if by is not None and tables else 1
-    least = 0 if held.get("known") is True else -1
+    least = 0 if found.get("known") is True else -1
     return {
         "buckets": Stored((*by_head, tables, capacity), torch.int16, least, last - 1, lengths, 3),
         "spans": Stored((*by_head, None, 2), torch.int16, -1, last - 1),
         "known": bool,
-        "sorted": [Each([Whole(0, blocks), Whole(0, blocks)] if tables else None) for blocks in sealed],
+        "sorted": [Each([Whole(0, -(-held // block))] * 2) for held in lengths],
     }
 
 
@@ -168,9 +168,8 @@ def _require_numbers(layer: TurboLayer, held: dict[str, Any], columns: int) -> N
     there = [columns] * rows if valid is None else (columns - valid.shape[1] + valid.sum(1)).tolist()
     kept = [total if layer.window is None else min(total, layer.window - 1) for total in there]
     in_use = torch.arange(table.shape[1]) < torch.tensor(state.sealed)[:, None]
-    given, own = torch.arange(heads).expand(rows, heads), torch.tensor(held["ranked"])[:, None]
-    if layer.head_order is not None or len(held["pages"]) == 1:
-        given, own = torch.tensor(layer.head_order or range(heads)).expand(rows, heads), torch.tensor(False)
+    given = torch.tensor(layer.head_order or range(heads)).expand(rows, heads)
+    ranks = layer.head_order is None and len(held["pages"]) > 1
     ends = [[end for blocks in row for end in blocks] for row in held["index"]["sorted"]]
     lengths = state.lengths()
     for agrees, words in (
@@ -180,7 +179,7 @@ def _require_numbers(layer: TurboLayer, held: dict[str, Any], columns: int) -> N
         (torch.equal(table[in_use].unique(), torch.arange(len(held["pages"][0][0]))), "its table leaves out pages"),
         (not table[~in_use].any(), "its table goes on past the end of a row"),
         (torch.equal(order.sort(1).values, torch.arange(heads).expand(rows, heads)), "its order names a head twice"),
-        (bool((own | (order == given)).all()), "its order is that of no first block"),
+        (ranks or torch.equal(order, given), "its order is not that of its options"),
         (all(row == sorted(row) for row in ends), "its sorted blocks overlap"),
     ):
         if not agrees:
