@@ -128,7 +128,10 @@ def _said(what: Any) -> str:
     if isinstance(what, Whole):
         return f"a whole number from {what.least} to {what.most}"
     if isinstance(what, torch.Tensor):
-        return f"{str(what.dtype).removeprefix('torch.')} {list(what.shape)}"
+        words = f"{str(what.dtype).removeprefix('torch.')} {list(what.shape)}"
+        if what.is_meta or not what.numel() or what.dtype not in (*FLOATS, torch.int8, torch.int16, torch.int64):
+            return words
+        return "{} from {:g} to {:g}".format(words, *torch.stack(torch.aminmax(what)).tolist())
     if isinstance(what, Stored):
         return str(what)
     if isinstance(what, dict | Each):
