@@ -1,12 +1,16 @@
 """The answers of one method, kept as they come: a run that was killed goes on at its next unanswered item."""
 
 import json
+import math
 import sqlite3
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lm_eval.api.model import hash_args
+
+from turbo_hf.config.whole_files import open_file
 
 Answer = str | float | tuple[float, bool]
 """A reply, the log-likelihood of a text, or that of a continuation and whether greedy decoding gives it."""
@@ -29,6 +33,9 @@ class Answers:
     def __init__(self, path: Path):
         self.path = path
         self._known: dict[str, Answer] = {}
+        if path.exists():
+            # a pipe or a device is none
+            open_file(path).close()
         try:
             self._file = sqlite3.connect(path, isolation_level=None)
         except sqlite3.Error as error:
@@ -85,13 +92,18 @@ def _answer(key: object, value: object) -> Answer:
     except ValueError as error:
         raise ValueError(f"an answer is no JSON ({error})") from error
     match found:
-        case str() | float():
+        case str():
             return found
-        case int() if not isinstance(found, bool):
+        case float() | int() if not isinstance(found, bool) and _is_number(found):
             return found
-        case [float() as score, bool() as greedy]:
+        case [float() as score, bool() as greedy] if _is_number(score):
             return score, greedy
     raise ValueError(f"it holds {value[:60]!r}, which is no answer")
+
+
+def _is_number(score: float) -> bool:
+    """Whether it is one that a log-likelihood can be: not NaN, nor too large for a float."""
+    return -sys.float_info.max <= score <= sys.float_info.max or score == -math.inf
 
 
 class AnsweredLM:

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+import textwrap
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib import resources
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from turbo_hf.config.expected import require
 from turbo_hf.config.whole_files import one_writer, read_object, write_whole
 from turbo_hf.eval.bench.environment import facts
 from turbo_hf.models.versions import version_of
@@ -112,11 +114,13 @@ def open_run(folder: Path, what: dict[str, Any]) -> dict[str, Any]:
     path = folder / META
     meta: dict[str, Any] = {"identity": json.loads(json.dumps(what)), "commands": []}
     elsewhere = "It says which model, data and options the answers are of: restore it, or choose another --out."
-    if path.is_file():
+    if path.exists():
         before = read_object(path, elsewhere)
-        was, now = before.get("identity"), meta["identity"]
-        if not isinstance(was, dict) or not isinstance(before.get("commands"), list):
-            raise ValueError(f"{str(path)!r} was changed: it has no identity or no commands. {elsewhere}")
+        try:
+            require(before, {**dict.fromkeys(before, object), "identity": dict, "commands": list}, "")
+        except ValueError as error:
+            raise ValueError(f"{str(path)!r} was changed: {error}. {elsewhere}") from error
+        was, now = before["identity"], meta["identity"]
         for field in (BY_METHOD, CONFIGS):
             if isinstance(was.get(field), dict) and field in now:
                 # a method that only one of the two has is nothing to differ in
@@ -136,6 +140,10 @@ def open_run(folder: Path, what: dict[str, Any]) -> dict[str, Any]:
     return meta
 
 
+def _short(value: Any) -> str:
+    return textwrap.shorten(str(value), 200, placeholder=" [...]")
+
+
 def _differences(before: dict[str, Any], now: dict[str, Any], under: str = "") -> list[str]:
     found = []
     for key in sorted({*before, *now}):
@@ -143,5 +151,5 @@ def _differences(before: dict[str, Any], now: dict[str, Any], under: str = "") -
         if isinstance(old, dict) and isinstance(new, dict):
             found += _differences(old, new, f"{under}{key}.")
         elif old != new:
-            found.append(f"{under}{key} was {old}, now {new}")
+            found.append(f"{under}{key} was {_short(old)}, now {_short(new)}")
     return found

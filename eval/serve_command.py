@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from turbo_hf.config.expected import Each, OneOf, Whole, require
 from turbo_hf.config.whole_files import append_line, read_lines, read_object, write_whole
 from turbo_hf.console import counting, err, load
 from turbo_hf.eval.bench.options import as_json, figure, find_device
@@ -25,7 +26,7 @@ from turbo_hf.eval.methods import (
 from turbo_hf.eval.output import EvalReport, Table, show, without_dashes, write_report
 from turbo_hf.eval.report_plots import memory_plot
 from turbo_hf.eval.run_identity import CONFIGS, identity, only_run
-from turbo_hf.eval.serve import Request, chosen, level, read_trace, replay, summary
+from turbo_hf.eval.serve import Level, Request, chosen, level, percentiles, read_trace, replay, summary
 from turbo_hf.eval.without_cudnn_plans import NO_PLANS
 
 RANDOM = "random:"
@@ -37,6 +38,17 @@ TRACE = "traces/azure_llm_2023_conv.csv"
 SEED = 0
 
 REMEDY = "Delete it, and the same command measures anew."
+
+COUNT = Whole(1, 2**62)
+NUMBER = OneOf((float, Whole(0, 2**62)))
+LEVEL: dict[str, Any] = {field.name: OneOf((NUMBER, None)) for field in fields(Level)}
+LEVEL |= {"method": str, "context": COUNT, "batch": COUNT, "new": COUNT}
+TIMES = dict.fromkeys(percentiles([0.0]), NUMBER)
+SUMMARY = {
+    **dict.fromkeys(("requests", "new_tokens", "busy_s", "tokens_s", "requests_s"), NUMBER),
+    **dict.fromkeys(("first_ms", "done_ms", "latency_ms"), TIMES),
+}
+"""What lines of levels.jsonl and a summary of replay_METHOD.json hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +159,10 @@ def _levels(model: Any, runs: dict[str, str], workload: Workload, folder: Path) 
     log = folder / "levels.jsonl"
     rows = read_lines(log, REMEDY, growing=True)
     try:
-        done = {(row["method"], row["context"]) for row in rows}
-    except KeyError as error:
-        raise ValueError(f"{str(log)!r} was changed: a line has no {error}. {REMEDY}") from error
+        require(rows, Each(LEVEL), "")
+    except ValueError as error:
+        raise ValueError(f"{str(log)!r} was changed: {error}. {REMEDY}") from error
+    done = {(row["method"], row["context"]) for row in rows}
     for context in workload.contexts:
         for label, method in runs.items():
             if (label, context) in done:
@@ -174,9 +187,12 @@ def _replay(model: Any, label: str, method: str, taken: list[Request], batch: in
         own = {} if found is None else summary(*found)
         requests = [] if found is None else [asdict(one) for one in found[0]]
         write_whole(kept, json.dumps({"summary": own, "requests": requests}, indent=1))
-    summed = read_object(kept, REMEDY).get("summary")
-    if not isinstance(summed, dict):
-        raise ValueError(f"{str(kept)!r} was changed: it has no summary. {REMEDY}")
+    stored = read_object(kept, REMEDY)
+    try:
+        require(stored, {"summary": OneOf(({}, SUMMARY)), "requests": list}, "")
+    except ValueError as error:
+        raise ValueError(f"{str(kept)!r} was changed: {error}. {REMEDY}") from error
+    summed: dict[str, Any] = stored["summary"]
     return summed
 
 

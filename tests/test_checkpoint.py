@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import turbo_hf
 from turbo_hf import Calibration, TurboConfig
 from turbo_hf.calibration import run
-from turbo_hf.calibration.artifacts import FACTS, TENSORS, _misfit
+from turbo_hf.calibration.artifacts import FACTS, TENSORS
 from turbo_hf.calibration.checkpoint import CONFIG, Checkpoint, checkpoint_of
 from turbo_hf.calibration.settings import Settings
 from turbo_hf.calibration.unfinished import PART
@@ -268,22 +268,27 @@ def test_facts_of_another_kind_are_damaged(tmp_path: Path) -> None:
     found = lab()
     found.save_pretrained(tmp_path)
     rewritten(tmp_path, lambda facts: facts["fingerprint"].update(num_hidden_layers="x"))
-    with pytest.raises(ValueError, match="damaged: num_hidden_layers is 'x'"):
+    with pytest.raises(ValueError, match=r"damaged: fingerprint\.num_hidden_layers is 'x'"):
         Calibration.from_pretrained(tmp_path)
     found.save_pretrained(tmp_path)
     rewritten(tmp_path, lambda facts: facts["settings"].update(local=[]))
-    with pytest.raises(ValueError, match=r"damaged: local is \[\]"):
+    with pytest.raises(ValueError, match=r"damaged: settings\.local is \[\], and should be a whole number"):
         Calibration.from_pretrained(tmp_path)
     (tmp_path / FACTS).write_text("[" * 100_000)
     with pytest.raises(ValueError, match=f"damaged: {FACTS} is no JSON"):
         Calibration.from_pretrained(tmp_path)
     first = found.layers[0]
     for scores, message in (
-        ({"priority": first.scores["priority"]}, "it has no scores.entropy"),
-        ({name: x[:, None] for name, x in first.scores.items()}, "its scores are not one for each KV head"),
-        ({name: x.to(torch.float8_e4m3fn) for name, x in first.scores.items()}, "is torch.float8_e4m3fn"),
+        ({"priority": first.scores["priority"]}, "it lacks 'layers.0.scores.entropy'"),
+        (
+            {**first.scores, "entropy": first.scores["entropy"][:, None]},
+            r"is float32 \[2, 1\].*, and should be floating point \[2\]",
+        ),
+        ({**first.scores, "entropy": first.scores["entropy"].to(torch.float8_e4m3fn)}, "is float8_e4m3fn"),
     ):
-        assert message in str(_misfit(replace(first, scores=scores), found.fingerprint))
+        replace(found, layers=(replace(first, scores=scores),)).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=message):
+            Calibration.from_pretrained(tmp_path)
 
 
 def test_a_refused_calibration_is_not_called_missing(tmp_path: Path) -> None:

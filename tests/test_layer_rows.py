@@ -119,9 +119,9 @@ def test_nan_and_infinity_are_refused(seen: int, which: int, bad: float, scale: 
 
 def test_another_batch_or_other_heads_are_refused() -> None:
     layer = filled(TurboConfig(), *random_kv(2, 20))
-    with pytest.raises(ValueError, match="holds 2 rows of 3 heads; this pass brings 3 of 3"):
+    with pytest.raises(ValueError, match="holds 2 rows of 3 heads of 16 channels; this pass brings 3 of 3"):
         feed(layer, *random_kv(3, 1))
-    with pytest.raises(ValueError, match="holds 2 rows of 3 heads; this pass brings 2 of 4"):
+    with pytest.raises(ValueError, match="holds 2 rows of 3 heads of 16 channels; this pass brings 2 of 4"):
         feed(layer, *random_kv(2, 1, heads=4))
     layer.reset()
     feed(layer, *random_kv(3, 1))

@@ -22,6 +22,7 @@ import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
 from turbo_hf.cache.saved_cache import MAKER
 from turbo_hf.cache.saved_files import FACTS
+from turbo_hf.config import whole_files
 from turbo_hf.config.whole_files import facts_hash
 from turbo_hf.models.versions import CACHE
 
@@ -125,6 +126,28 @@ def test_ragged_rows_and_a_recording_cache(tmp_path: Path) -> None:
     for each in (loaded, cache):
         each.crop(-2)
     assert torch.equal(*(run(model, each, new[:, 1:], attention_mask=mask) for each in (loaded, cache)))
+
+
+def test_heads_that_were_ranked_by_tokens_that_are_gone(tmp_path: Path) -> None:
+    model, cache = llama(**MIXED)()
+    run(model, cache, prompts(2, 40))
+    cache.crop(-20)
+    assert cache.turbo_layers()[0].ranked == [False, False]
+    cache.save_pretrained(tmp_path, input_ids=prompts(2, 40)[:, :20])
+    loaded = TurboCache.from_pretrained(tmp_path, model)
+    assert torch.equal(*(run(model, each, prompts(2, 50, 1)) for each in (loaded, cache)))
+
+
+def test_windows_that_record(tmp_path: Path) -> None:
+    model, cache = windows()
+    run(model, cache, prompts(1, 50))
+    cache.activate_past_recording()
+    run(model, cache, prompts(1, 7, 1))
+    cache.save_pretrained(tmp_path, input_ids=prompts(1, 57))
+    loaded = TurboCache.from_pretrained(tmp_path, model)
+    for each in (loaded, cache):
+        each.crop(-5)
+    assert torch.equal(*(run(model, each, prompts(1, 3, 2)) for each in (loaded, cache)))
 
 
 def test_generate_goes_on_from_a_saved_prompt(tmp_path: Path) -> None:
@@ -251,17 +274,16 @@ def test_bits_of_one_layer_by_depth_or_for_all(tmp_path: Path) -> None:
 
 
 def test_tensors_that_are_replaced_before_they_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, before = saved_in(tmp_path), Path.open
+    model, before = saved_in(tmp_path), whole_files.open_file
     cache = TurboCache.from_pretrained(tmp_path, model)
     run(model, cache, prompts(1, 1))
 
-    def late(path: Path, *args: Any, **options: Any) -> Any:
-        if path.name != FACTS:
-            monkeypatch.setattr(Path, "open", before)
-            cache.save_pretrained(tmp_path, input_ids=prompts(1, 71))
-        return before(path, *args, **options)
+    def late(path: Path) -> Any:
+        monkeypatch.setattr("turbo_hf.cache.saved_files.open_file", before)
+        cache.save_pretrained(tmp_path, input_ids=prompts(1, 71))
+        return before(path)
 
-    monkeypatch.setattr(Path, "open", late)
+    monkeypatch.setattr("turbo_hf.cache.saved_files.open_file", late)
     assert TurboCache.from_pretrained(tmp_path, model).get_seq_length() == 71
 
 

@@ -84,6 +84,14 @@ class MarkedUpdates(Cache):
                 f"layer {layer_idx}: the cache holds {rows} rows; this pass brings {len(key_states)}. Use a new "
                 "TurboCache, or reset() this one."
             )
+        layer: Any = self.layers[layer_idx]
+        for held, new in ((getattr(layer, "keys", None), key_states), (getattr(layer, "values", None), value_states)):
+            # an empty layer may hold tensors without heads
+            if held is not None and held.dim() == 4 and held.shape[1::2] != new.shape[1::2]:
+                raise ValueError(
+                    f"layer {layer_idx}: the cache holds {list(held.shape)}, and this pass brings {list(new.shape)}. "
+                    "Use a new TurboCache, or reset() this one."
+                )
         with_layer = functools.partial(update, key_states, value_states, layer_idx, *args, **kwargs)
         return self._marked(with_layer, layer_idx, "")
 

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import reprlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from turbo_hf._version import __version__
 from turbo_hf.cache import saved_files
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.saved_layers import held_by, hold
+from turbo_hf.cache.saved_layers import held_by, hold, require_alike, require_layer
+from turbo_hf.config.expected import Stored, require
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import require_model
@@ -62,7 +64,14 @@ def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | N
             f"{list(ids.shape)}."
         )
     tensors: saved_files.Tensors = {"tokens": ids}
-    held = [saved_files.flatten(held_by(layer), f"layers.{n}", tensors) for n, layer in enumerate(cache.layers)]
+    each = [held_by(layer) for layer in cache.layers]
+    try:
+        for n, make in cache.others.items():
+            require_layer(make(), each[n], rows, columns)
+        require_alike(cache.layers, each)
+    except ValueError as error:
+        raise Unsupported(f"a layer of this cache is of a kind that is not saved: {error}.") from error
+    held = [saved_files.flatten(own, f"layers.{n}", tensors) for n, own in enumerate(each)]
     facts = {**_identity(cache, model), "decompressed": cache.decompressed, "held": held}
     saved_files.write(Path(folder), facts, tensors)
 
@@ -92,36 +101,40 @@ def _loaded(found: saved_files.Read, folder: str | Path, model: Any, cache: Any)
                 f"the cache saved in {str(folder)!r} does not fit: its {other}; the answers would differ. Load it "
                 "where all is as it was, or compute the prompt again."
             )
-    targets: dict[str, torch.Tensor] = {}
-    listed = {name: (saved_files.TYPES[kind], shape) for name, kind, shape, _ in found.facts["tensors"]}
-
-    def take(name: str, device: torch.device) -> torch.Tensor:
-        dtype, shape = listed[name]
-        targets[name] = torch.empty(shape, dtype=dtype, device=device)
-        return targets[name]
-
-    devices = dict(_devices(model))
+    by_layer = dict(_devices(model))
+    devices = [by_layer.get(n, model.device) for n in range(len(cache.layers))]
+    if any(device.type == "meta" for device in devices):
+        raise Unsupported("weights of this model are offloaded (device_map): a saved cache is not loaded for it.")
     try:
-        ids = take("tokens", torch.device("cpu"))
-        each = [
-            (layer, saved_files.unflatten(held, device, take), device)
-            for n, (layer, held) in enumerate(zip(cache.layers, found.facts["held"], strict=True))
-            for device in [devices.get(n, model.device)]
-        ]
-        if any(device.type == "meta" for *_, device in each):
-            raise Unsupported("weights of this model are offloaded (device_map): a saved cache is not loaded for it.")
-        found.fill(targets)
-        for n, (layer, held, device) in enumerate(each):
-            try:
-                hold(layer, held, device)
-            except ValueError as error:
-                raise ValueError(f"{found.damaged}layer {n}: {error}.{saved_files.AGAIN}") from error
-        cache.decompressed = bool(found.facts["decompressed"])
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"{found.damaged}{type(error).__name__}: {error}.{saved_files.AGAIN}") from error
-    cache.know(ids, saved=True)
+        _fill(cache, found, devices)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{found.damaged}{error}.{saved_files.AGAIN}") from error
     cache.model = weakref.ref(model)
     return cache
+
+
+def _fill(cache: Any, found: saved_files.Read, devices: Sequence[torch.device]) -> None:
+    """Give the layers of an empty cache what was saved, and the cache its tokens. ValueError: that is no such cache."""
+    held: Any = {name: found.facts.get(name) for name in ("decompressed", "held")}
+    require(held, {"decompressed": bool, "held": [dict] * len(devices)}, "")
+    meta, host = torch.device("meta"), torch.device("cpu")
+    # once without memory, so that nothing is allocated by numbers that contradict each other
+    for without, places in ((True, [meta] * len(devices)), (False, devices)):
+        trees = [({"tensor": "tokens"}, meta if without else host), *zip(held["held"], places, strict=True)]
+        (ids, *layers), tensors = found.take(trees)
+        require(ids, Stored((None, None), torch.int64), "tokens")
+        if not without:
+            found.fill(tensors)
+        for n, (layer, own) in enumerate(zip(cache.layers, layers, strict=True)):
+            try:
+                require_layer(layer, own, len(ids), ids.shape[1])
+            except ValueError as error:
+                raise ValueError(f"layer {n}: {error}") from error
+        require_alike(cache.layers, layers)
+    for layer, own, device in zip(cache.layers, layers, devices, strict=True):
+        hold(layer, own, device)
+    cache.decompressed = held["decompressed"]
+    cache.know(ids, saved=True)
 
 
 def _devices(model: Any) -> Iterator[tuple[int, torch.device]]:
@@ -213,5 +226,5 @@ def _difference(saved: Any, own: Any, name: str) -> str | None:
     elif isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
         parts = [(f"{name}.{n}", *pair) for n, pair in enumerate(zip(saved, own, strict=True))]
     else:
-        return None if saved == own else f"{name} is {saved!r}, and here it is {own!r}"
+        return None if saved == own else f"{name} is {reprlib.repr(saved)}, and here it is {reprlib.repr(own)}"
     return next((words for part, x, y in parts if (words := _difference(x, y, part)) is not None), None)

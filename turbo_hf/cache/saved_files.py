@@ -4,7 +4,9 @@ The tensors' file has a name of its own for each content, and the JSON names it:
 """
 
 import json
+import math
 import os
+import reprlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.config.whole_files import PARTIAL, FactsFile, checked_facts, facts_hash, one_writer, write_whole
+from turbo_hf.config.expected import Each, OneOf, Whole, require
+from turbo_hf.config.whole_files import (
+    MOST_JSON,
+    PARTIAL,
+    FactsFile,
+    checked_facts,
+    facts_hash,
+    one_writer,
+    open_file,
+    read_file,
+    write_whole,
+)
 from turbo_hf.errors import Unsupported
 
 FORMAT, SCHEMA = "turbo_hf cache", 2
@@ -41,6 +54,10 @@ NAMES = {
 }
 """Types as safetensors names them."""
 TYPES = {name: dtype for dtype, name in NAMES.items()}
+MOST_DIMENSIONS, MOST_NUMBERS = 8, 2**56
+"""Of a tensor; 0 in a shape counts as 1. Beyond it torch itself counts wrong."""
+LISTED = [str, OneOf(tuple(TYPES)), Each(Whole(0, 2**40)), int]
+"""A tensor in the JSON: name, type, shape, checksum."""
 
 
 class Picked(NamedTuple):
@@ -87,15 +104,27 @@ def flatten(value: Any, name: str, tensors: Tensors) -> Any:
 
 
 def unflatten(value: Any, device: torch.device, take: Callable[[str, torch.device], torch.Tensor]) -> Any:
-    """The tree that `flatten` was given; its tensors are what `take` returns for their names, on `device`."""
+    """The tree that `flatten` was given; its tensors are what `take` returns for their names, on `device`.
+
+    Raises:
+        ValueError: `flatten` makes no such tree.
+    """
     if isinstance(value, list):
         return [unflatten(x, device, take) for x in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, held),) = value.items()
-    if kind == "map":
-        return {key: unflatten(x, device, take) for key, x in held}
-    return {"tensor": lambda: take(held, device), "dtype": lambda: TYPES[held], "device": lambda: device}[kind]()
+    match value:
+        case {"map": list(pairs), **more} if not more:
+            require(pairs, Each([OneOf((str, int)), object]), "a map")
+            if len({key for key, _ in pairs}) < len(pairs):
+                raise ValueError("a map names an entry twice")
+            return {key: unflatten(x, device, take) for key, x in pairs}
+        case {"tensor": str(name), **more} if not more:
+            return take(name, device)
+        case {"dtype": str(name), **more} if not more and name in TYPES:
+            return TYPES[name]
+        case {"device": None, **more} if not more:
+            return device
+    require(value, OneOf((type(None), bool, int, float, str)), "an entry")
+    return value
 
 
 def checksum(x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +152,7 @@ def _head(listed: Sequence[Any]) -> bytes:
     """The beginning of a safetensors file that holds [name, type, shape, ...] in this order."""
     head, end = {}, 0
     for name, kind, shape, *_ in listed:
-        begin, end = end, end + torch.Size(shape).numel() * TYPES[kind].itemsize
+        begin, end = end, end + math.prod(shape) * TYPES[kind].itemsize
         head[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(head).encode()
     # data begin at a multiple of 8 bytes
@@ -192,6 +221,29 @@ class Read(NamedTuple):
     begin: int
     damaged: str
 
+    def take(self, trees: Iterable[tuple[Any, torch.device]]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """These parts of the facts, each with tensors of a device, not yet filled; and those tensors by name.
+
+        Raises:
+            ValueError: they do not name each tensor once.
+        """
+        listed = {name: (TYPES[kind], shape) for name, kind, shape, _ in self.facts["tensors"]}
+        taken: dict[str, torch.Tensor] = {}
+
+        def take(name: str, device: torch.device) -> torch.Tensor:
+            if name in taken or name not in listed:
+                raise ValueError(f"the tensor {reprlib.repr(name)} is named twice, or is not there")
+            dtype, shape = listed[name]
+            if len(shape) > MOST_DIMENSIONS or math.prod(size or 1 for size in shape) > MOST_NUMBERS:
+                raise ValueError(f"the tensor {name!r} has the shape {reprlib.repr(shape)}")
+            taken[name] = torch.empty(shape, dtype=dtype, device=device)
+            return taken[name]
+
+        found = [unflatten(tree, device, take) for tree, device in trees]
+        if len(taken) != len(self.facts["tensors"]):
+            raise ValueError(f"it has {len(self.facts['tensors'])} tensors, and its layers name {len(taken)}")
+        return found, taken
+
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Read the tensors of these names. ValueError: they are not as they were written."""
         at, lanes, wanted = self.begin, dict[torch.device, _Lane](), []
@@ -204,13 +256,13 @@ class Read(NamedTuple):
                     lanes[target.device].send(at, target)
                 else:
                     _read_into(self.file, at, target)
-                at += torch.Size(shape).numel() * TYPES[kind].itemsize
+                at += math.prod(shape) * TYPES[kind].itemsize
                 wanted.append(total)
         finally:
             for lane in lanes.values():
                 lane.finish()
         if checksums(targets[name] for name, *_ in self.facts["tensors"]) != wanted:
-            raise ValueError(f"{self.damaged}its tensors are not as they were written.{AGAIN}")
+            raise ValueError("its tensors are not as they were written")
 
 
 def _read_into(file: FileIO, at: int, target: torch.Tensor) -> None:
@@ -273,29 +325,36 @@ def read(folder: Path) -> Read:
     """
     while True:
         try:
-            content = (folder / FACTS).read_bytes()
+            content = read_file(folder / FACTS, MOST_JSON)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise OSError(f"there is no saved cache in {str(folder)!r}: the folder has no {FACTS}.") from error
         try:
             return _read(folder, content)
         except (ValueError, FileNotFoundError):
             # unless it has been replaced in between
-            if content == (folder / FACTS).read_bytes():
+            if content == read_file(folder / FACTS, MOST_JSON):
                 raise
 
 
 def _read(folder: Path, content: bytes) -> Read:
     saved = f"the cache saved in {str(folder)!r}"
     damaged, facts = f"{saved} is damaged: ", checked_facts(content, saved, SAVED)
-    name, head = TENSORS.format(facts["sha256"][:16]), _head(facts["tensors"])
-    path = folder / name
-    size = len(head) + sum(torch.Size(shape).numel() * TYPES[kind].itemsize for _, kind, shape, _ in facts["tensors"])
-    if not path.is_file():
-        raise ValueError(f"{damaged}the folder has no {name}.{AGAIN}")
-    if path.stat().st_size != size:
-        raise ValueError(f"{damaged}{name} has {path.stat().st_size:,} bytes, and was written with {size:,}.{AGAIN}")
-    file = path.open("rb", buffering=0)
-    if file.read(len(head)) != head:
-        file.close()
-        raise ValueError(f"{damaged}{name} does not begin with the tensors that {FACTS} names.{AGAIN}")
-    return Read(facts, file, len(head), damaged)
+    listed: Any = facts.get("tensors")
+    try:
+        require(listed, Each(LISTED), "tensors")
+    except ValueError as error:
+        raise ValueError(f"{damaged}{error}.{AGAIN}") from error
+    name, head = TENSORS.format(facts["sha256"][:16]), _head(listed)
+    size = len(head) + sum(math.prod(shape) * TYPES[kind].itemsize for _, kind, shape, _ in listed)
+    try:
+        file = open_file(folder / name)
+    except FileNotFoundError as error:
+        raise ValueError(f"{damaged}the folder has no {name}.{AGAIN}") from error
+    own = os.fstat(file.fileno()).st_size
+    if own == size and file.read(len(head)) == head:
+        return Read(facts, file, len(head), damaged)
+    file.close()
+    raise ValueError(
+        f"{damaged}{name} has {own:,} bytes, and should have {size:,}, which begin with the tensors that {FACTS} "
+        f"names.{AGAIN}"
+    )

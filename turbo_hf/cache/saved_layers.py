@@ -1,27 +1,54 @@
-"""What a layer of a cache holds, as a tree of plain values and tensors, and a new layer that holds it."""
+"""What a layer of a cache holds, as a tree of values and tensors; what such a tree must be; a layer made of it."""
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.open_buffer import OpenBuffer
 from turbo_hf.cache.rows import RowState
-from turbo_hf.layout import PagedHeads, PageMeans, empty_means, empty_pages, widths_of
+from turbo_hf.config.expected import FINITE, FLOATS, Each, OneOf, Stored, Whole, require
+from turbo_hf.errors import Unsupported
+from turbo_hf.layout import (
+    HEAD_DIM_MULTIPLE,
+    INT8_MAX,
+    UNQUANTIZED,
+    PagedHeads,
+    PageMeans,
+    Width,
+    empty_means,
+    empty_pages,
+    type_16bit,
+    widths_of,
+)
+from turbo_hf.sparse.bucket_index import GRAIN
+from turbo_hf.sparse.selectors import Selector
 
-LATER = frozenset({"dtype", "device", "indexer_dtype", "indexer_device"})
-"""Attributes that Transformers' own layers have once they hold something."""
+META = torch.device("meta")
+LATER = {"dtype": OneOf((torch.dtype, None)), "device": OneOf((torch.device, None))}
+"""Attributes that Transformers' own layers have once they hold something, whichever version they are of."""
+FLAGS = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
+MOST_SIZE = 2**20
+Ends = tuple[float | None, float | None]
+CODES: Ends = (-INT8_MAX, INT8_MAX)
+"""Least and largest INT8 code."""
 
 
 def held_by(layer: Any) -> Any:
-    """All that a layer holds; None of a compressed layer without tokens."""
+    """All that a layer holds.
+
+    Raises:
+        Unsupported: a compressed layer without tokens.
+    """
     if not isinstance(layer, TurboLayer):
         return dict(vars(layer))
     if not layer.is_initialized:
-        return None
+        raise Unsupported(f"layer {layer.index} holds no tokens, and others do: such a cache is not saved.")
     state, (pages, means, table) = layer.state, layer.pool.kept(layer.state.sealed)
-    like = OpenBuffer(layer.rows, 1, 1, torch.device("meta"), tokens=max(state.open))
+    like = OpenBuffer(layer.rows, 1, 1, META, tokens=max(state.open))
     # without the room for tokens to come
     opened = [x.narrow(d, 0, like.capacity) for x, d in zip(layer.buffer.tensors(), (2, 3, 2, 2), strict=True)]
     return {
@@ -41,63 +68,214 @@ def held_by(layer: Any) -> Any:
     }
 
 
-def hold(layer: Any, held: Any, device: torch.device) -> None:
-    """Give a new layer what `held_by` returned of another one of its kind.
+def require_layer(layer: Any, held: Any, rows: int, columns: int) -> None:
+    """ValueError unless a new layer can hold what `held_by` returned of another one.
 
-    Raises:
-        ValueError: it does not fit the layer.
+    rows, columns: of the cache. Tensors of the meta device have no numbers, and their shapes alone are compared.
     """
     if not isinstance(layer, TurboLayer):
-        unknown = held.keys() - vars(layer).keys() - LATER
-        if unknown:
-            raise ValueError(f"a {type(layer).__name__} has no {', '.join(sorted(unknown))}")
+        require(held, dict, "")
+        require(held, _of_other(layer, held, rows, columns), "")
+        return
+    require(held, _counts(layer, rows, columns), "")
+    require(held, _of_turbo(layer, held, rows, columns), "")
+    if not held["table"].is_meta:
+        _require_numbers(layer, held, columns)
+
+
+def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
+    """What a saved compressed layer consists of, and what its numbers must be by themselves."""
+    block, codes = layer.config.block_size, (rows, None, None, None)
+    tokens, blocks = [Whole(0, columns)] * rows, [Whole(0, columns // block)] * rows
+    state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, bool, None, layer.config.recent_tokens)
+    opened = OneOf((Stored(codes, torch.int8), Stored(codes, None)))
+    return {
+        **dict.fromkeys(("shape", "order", "ranked", "valid", "universal", "left_by_head", "means"), object),
+        "dtype": OneOf(FLOATS),
+        "state": RowState(*state)._asdict(),
+        "pages": Each([torch.Tensor] * 4),
+        "table": torch.Tensor,
+        "open": [opened, opened, torch.Tensor, torch.Tensor],
+        "index": dict,
+    }
+
+
+def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
+    """What a saved compressed layer must be, by what `_counts` has found right."""
+    config, dtype, state, opened = layer.config, held["dtype"], RowState(**held["state"]), held["open"]
+    block, (heads, dim), lengths = config.block_size, opened[0].shape[1::2], state.lengths()
+    rotary = opened[1].shape[2] if layer.latent else None
+    if not heads or not dim or dim % HEAD_DIM_MULTIPLE or (rotary or HEAD_DIM_MULTIPLE) % HEAD_DIM_MULTIPLE:
+        raise ValueError(f"it has {heads} heads of {dim} channels; heads have a multiple of {HEAD_DIM_MULTIPLE}")
+    groups, half, pages = config.head_groups(heads), type_16bit(dtype), held["pages"]
+    wide, count = UNQUANTIZED in dict(groups), next((len(x) for each in pages for x in each if x.dim()), 0)
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max / INT8_MAX)
+
+    def like(x: torch.Tensor, ends: Ends = (None, None), along: int | None = None) -> Stored:
+        if x.is_floating_point() and ends == (None, None):
+            ends = FINITE
+        return Stored(tuple(x.shape), x.dtype, *ends, None if along is None else state.open, along or 0)
+
+    def page(width: Width, slots: int) -> list[Stored]:
+        _, k, v, meta, scale = empty_pages(width, count, slots, dim, block, META, half, rotary)
+        codes = [like(x, CODES) if x.dtype == torch.int8 else like(x) for x in (k, v)]
+        return [*codes, like(meta), like(scale, (1, 1) if width == UNQUANTIZED else (0, largest))]
+
+    buffer = OpenBuffer(rows, heads, dim, META, half if wide else torch.int8, max(state.open), rotary)
+    in_open: list[Ends] = [(None, None) if wide else CODES] * 2 + [(1, 1) if wide else (0, largest)] * 2
+    means = None if layer.selector is None or not layer.selector.by_means else empty_means(count, heads, dim, META)
+    ranges: dict[str, Ends] = {"mean": CODES, "scale": (0, torch.finfo(torch.float16).max)}
+    by_head, ranked = (rows, heads), len(groups) == 1 or layer.head_order is not None
+    left = None if layer.selector is None else layer.selector.left_by_head(rows, heads, META)
+    return {
+        "shape": [heads, dim, rotary],
+        "dtype": dtype,
+        "state": held["state"],
+        "order": Stored(by_head, torch.int64, 0, heads - 1),
+        # by their first block, which may have left the window
+        "ranked": [ranked or sealed + gone > 0 for sealed, gone in zip(state.sealed, state.dropped, strict=True)],
+        "valid": OneOf((None, Stored((rows, None), torch.bool))),
+        "universal": Stored((*by_head, 2), torch.float32, 0, largest) if config.buffer_scale == "universal" else None,
+        "left_by_head": None if left is None else Stored(by_head, torch.float32, 0, 1),
+        "pages": [page(*group) for group in groups],
+        "means": [] if means is None else [like(getattr(means, name), ends) for name, ends in ranges.items()],
+        "table": Stored((rows, max(state.sealed)), torch.int64, 0, max(0, count - 1)),
+        "open": [like(x, ends, d) for x, ends, d in zip(buffer.tensors(), in_open, (2, 3, 2, 2), strict=True)],
+        "index": _of_index(layer.selector, held["index"], by_head, lengths, block),
+    }
+
+
+def _of_index(
+    by: Selector | None, found: dict[str, Any], by_head: tuple[int, int], lengths: list[int], block: int
+) -> dict[str, Any]:
+    """What the `BucketIndex` of a saved layer with this selector must be."""
+    tables = 0 if by is None else by.tables
+    capacity = -(-max(lengths) // GRAIN) * GRAIN if tables else 0
+    last = by.choices or by.config.buckets if by is not None and tables else 1
+    least = 0 if found.get("known") is True else -1
+    return {
+        "buckets": Stored((*by_head, tables, capacity), torch.int16, least, last - 1, lengths, 3),
+        "spans": Stored((*by_head, None, 2), torch.int16, -1, last - 1),
+        "known": bool,
+        "sorted": [Each([Whole(0, -(-held // block))] * 2) for held in lengths],
+    }
+
+
+def _require_numbers(layer: TurboLayer, held: dict[str, Any], columns: int) -> None:
+    """ValueError unless the numbers of a saved compressed layer, each in its range, agree with each other."""
+    state, valid, table, order = RowState(**held["state"]), held["valid"], held["table"].cpu(), held["order"].cpu()
+    rows, heads = order.shape
+    there = [columns] * rows if valid is None else (columns - valid.shape[1] + valid.sum(1)).tolist()
+    kept = [total if layer.window is None else min(total, layer.window - 1) for total in there]
+    in_use = torch.arange(table.shape[1]) < torch.tensor(state.sealed)[:, None]
+    given = torch.tensor(layer.head_order or range(heads)).expand(rows, heads)
+    ranks = layer.head_order is None and len(held["pages"]) > 1
+    ends = [[end for blocks in row for end in blocks] for row in held["index"]["sorted"]]
+    lengths = state.lengths()
+    for agrees, words in (
+        (valid is None or valid.shape[1] <= columns, "its padding has more columns than the cache"),
+        ([n + gone for n, gone in zip(lengths, state.dropped, strict=True)] == there, "it lacks tokens of the cache"),
+        (all(map(operator.ge, lengths, kept)), "it lacks tokens of its window"),
+        (torch.equal(table[in_use].unique(), torch.arange(len(held["pages"][0][0]))), "its table leaves out pages"),
+        (not table[~in_use].any(), "its table goes on past the end of a row"),
+        (torch.equal(order.sort(1).values, torch.arange(heads).expand(rows, heads)), "its order names a head twice"),
+        (ranks or torch.equal(order, given), "its order is not that of its options"),
+        (all(row == sorted(row) for row in ends), "its sorted blocks overlap"),
+    ):
+        if not agrees:
+            raise ValueError(words)
+
+
+def _of_other(layer: Any, held: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
+    """What a saved layer of Transformers' own must be: as a new one, but for what it holds."""
+    wanted = {name: _constant(value) for name, value in vars(layer).items()}
+    wanted |= {name: kinds for name, kinds in LATER.items() if name in held}
+    if "record_past" in wanted:
+        wanted["record_past"] = bool
+    if isinstance(layer, DynamicLayer):
+        keys: Any = held.get("keys")
+        window = getattr(layer, "sliding_window", 1)
+        size = list(keys.shape) if isinstance(keys, torch.Tensor) else []
+        # a window of 1 keeps all; one that records, at least its own
+        count = min(columns, window - 1 or columns)
+        if held.get("record_past") is True and len(size) == 4 and count <= size[2] <= columns:
+            count = size[2]
+        wanted["keys"] = Stored((rows, None, count, None), None)
+        wanted["values"] = Stored((rows, *size[1:2], count, None), keys.dtype if size else None)
+        wanted |= {"is_initialized": True} | {name: columns for name in ("cumulative_length",) if name in wanted}
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        wanted |= _of_states(layer, held, rows)
+    return wanted
+
+
+def _of_states(layer: Any, held: dict[str, Any], rows: int) -> dict[str, Any]:
+    """What the states of a saved linear layer must be."""
+    numbers, size, tensor = list(layer.conv_states), "conv_kernel_size", OneOf((None, torch.Tensor))
+    kinds = {"conv_states": tensor, "recurrent_states": tensor, size: OneOf((None, Whole(1, MOST_SIZE)))}
+    found: dict[str, Any] = {name: held.get(name) for name in kinds if name in vars(layer)}
+    require(found, {name: dict.fromkeys(numbers, kinds[name]) for name in found}, "")
+    wanted: dict[str, Any] = {name: {} for name in (*found, *FLAGS.values(), "has_previous_state")}
+    for n in numbers:
+        for name, flag in FLAGS.items():
+            x = found[name][n]
+            wanted[name][n] = None if x is None else Stored((rows, *x.shape[1:]), None)
+            wanted[flag][n] = x is not None
+        conv, recurrent, kernel = found["conv_states"][n], found["recurrent_states"][n], found.get(size, {}).get(n)
+        if conv is None and recurrent is None:
+            raise ValueError("it holds no state, and others do")
+        wanted["has_previous_state"][n] = conv is not None
+        if size in wanted:
+            wanted[size][n] = None if conv is None else Whole(1, MOST_SIZE)
+        if conv is not None and kernel is not None and held.get("record_past") is not True:
+            wanted["conv_states"][n] = Stored((rows, *conv.shape[1:-1], kernel), None)
+    return wanted
+
+
+def _constant(value: Any) -> Any:
+    """What a new layer has, as it must stay."""
+    if isinstance(value, torch.Tensor):
+        return Stored(tuple(value.shape), value.dtype, value.item(), value.item())
+    return value
+
+
+def require_alike(layers: Sequence[Any], held: Sequence[Any]) -> None:
+    """ValueError unless what the layers of a cache hold is of one cache.
+
+    held: of each, what `held_by` returned; `require_layer` has found it right.
+    """
+    records, states = set[bool](), dict[tuple[str, Any], set[torch.Size]]()
+    for layer, own in zip(layers, held, strict=True):
+        if isinstance(layer, TurboLayer):
+            records.add(own["state"]["recording"])
+        elif "record_past" in own:
+            records.add(own["record_past"])
+        for name in FLAGS if isinstance(layer, LinearAttentionCacheLayerMixin) else ():
+            for n, x in own[name].items():
+                states.setdefault((name, n), set()).add(torch.Size([]) if x is None else x.shape)
+    if len(records) > 1:
+        raise ValueError("some of its layers record the past, and others do not")
+    for (name, n), shapes in states.items():
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{name} {n} of its layers have the shapes {sorted(map(list, shapes))}, and should have one"
+            )
+
+
+def hold(layer: Any, held: dict[str, Any], device: torch.device) -> None:
+    """Give a new layer what `held_by` returned of another one, which `require_layer` has found right."""
+    if not isinstance(layer, TurboLayer):
         vars(layer).update(held)
-    elif held is not None:
-        _hold(layer, held, device)
-
-
-def _hold(layer: TurboLayer, held: dict[str, Any], device: torch.device) -> None:
+        return
     (heads, dim, rotary), state = held["shape"], RowState(**held["state"])
-    rows, block, meta = len(state.open), layer.config.block_size, torch.device("meta")
-    lists = (state.sealed, state.open, state.dropped, state.turn_start, held["ranked"])
-    if state.block != block or {len(each) for each in lists} != {rows}:
-        raise ValueError("its rows contradict each other")
-    channels = (dim, rotary or dim)
-    layer.lazy_initialization(*(torch.empty(rows, heads, 0, n, dtype=held["dtype"], device=device) for n in channels))
-    pool, groups = layer.pool, layer.pool.groups
-    pages = tuple(PagedHeads(widths_of(width)[0], *own) for (width, _), own in zip(groups, held["pages"], strict=True))
-    count = len(pages[0].k)
-    shape = (dim, block, meta, pool.dtype_16bit, rotary)
-    # of a layer that keeps them
-    means = held.get("means", [])
-    like: dict[str, Iterable[torch.Tensor]] = {
-        "pages": [x for width, n in groups for x in empty_pages(width, count, n, *shape)[1:]],
-        "means": [] if pool.means is None else empty_means(count, heads, dim, meta),
-        "open": OpenBuffer(rows, heads, dim, meta, layer.buffer.k.dtype, max(state.open), rotary).tensors(),
-        "order": [layer.order],
-        "universal": [] if layer.universal is None else [layer.universal],
-        "left_by_head": [] if layer.left_by_head is None else [layer.left_by_head],
-    }
-    own = {
-        "pages": [x for each in pages for x in each[1:]],
-        "means": means,
-        "open": held["open"],
-        "order": [held["order"]],
-        "universal": [] if held["universal"] is None else [held["universal"]],
-        # of a layer that keeps means; a cache saved before audits has none
-        "left_by_head": [x for x in (held.get("left_by_head", layer.left_by_head),) if x is not None],
-    }
-    for name, wanted in like.items():
-        if [(x.shape, x.dtype) for x in own[name]] != [(x.shape, x.dtype) for x in wanted]:
-            raise ValueError(f"its {name} have other shapes than its rows")
-    valid, table = held["valid"], held["table"].cpu()
-    if valid is not None and (valid.dtype != torch.bool or len(valid) != rows or valid.shape[1] > state.seen):
-        raise ValueError("its padding has another shape than its rows")
-    if table.shape != (rows, max(state.sealed)) or bool(((table < 0) | (table >= max(1, count))).any()):
-        raise ValueError("its table names pages that it does not have")
-    layer.state, layer.ranked, layer.valid_prefix = state, held["ranked"], valid
-    layer.order, layer.universal = held["order"], held["universal"]
-    layer.left_by_head = next(iter(own["left_by_head"]), None)
+    of = (len(state.open), heads, 0)
+    layer.lazy_initialization(
+        *(torch.empty(*of, n, dtype=held["dtype"], device=device) for n in (dim, dim if rotary is None else rotary))
+    )
+    pages = tuple(
+        PagedHeads(widths_of(width)[0], *own) for (width, _), own in zip(layer.pool.groups, held["pages"], strict=True)
+    )
+    layer.state, layer.ranked, layer.valid_prefix = state, held["ranked"], held["valid"]
+    layer.order, layer.universal, layer.left_by_head = held["order"], held["universal"], held["left_by_head"]
     layer.buffer.k, layer.buffer.v, layer.buffer.k_scale, layer.buffer.v_scale = held["open"]
-    pool.hold(pages, table, state.sealed, PageMeans(*means) if means else None)
-    layer.bucket_index.hold(held["index"], max(layer.lengths()))
+    layer.pool.hold(pages, held["table"].cpu(), state.sealed, PageMeans(*held["means"]) if held["means"] else None)
+    layer.bucket_index.hold(held["index"])

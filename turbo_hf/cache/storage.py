@@ -290,11 +290,12 @@ class LayerStorage:
         return tensors + [x for x in (self.universal, self.left_by_head) if x is not None]
 
     def require_same_rows(self, k: torch.Tensor) -> None:
-        """ValueError unless new keys [B, Hkv, M, D] have the rows and heads that the cache holds."""
-        if self.is_initialized and k.shape[:2] != (self.rows, self.heads):
+        """ValueError unless new keys [B, Hkv, M, D] have the rows, heads and channels that the cache holds."""
+        if self.is_initialized and (*k.shape[:2], k.shape[3]) != (self.rows, self.heads, self.dim):
             raise ValueError(
-                f"layer {self.index}: the cache holds {self.rows} rows of {self.heads} heads; this pass brings "
-                f"{k.shape[0]} of {k.shape[1]}. Use a new TurboCache, or reset() this one."
+                f"layer {self.index}: the cache holds {self.rows} rows of {self.heads} heads of {self.dim} channels; "
+                f"this pass brings {k.shape[0]} of {k.shape[1]} of {k.shape[3]}. Use a new TurboCache, or reset() this "
+                "one."
             )
 
     def seal_leftovers(self, tokens: int, check_later: bool = False) -> None:

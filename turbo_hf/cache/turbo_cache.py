@@ -103,7 +103,7 @@ class TurboCache(CachePasses):
                 raise ValueError(f"{name} names layers {outside}; the model has layers 0 to {len(types) - 1}.")
         layers: list[Any] = []
         # what makes each of Transformers' own layers
-        self._others: dict[int, Callable[[], Any]] = {}
+        self.others: dict[int, Callable[[], Any]] = {}
         for index, (kind, kwargs) in enumerate(types):
             if kind in COMPRESSED_TYPES and index not in dense:
                 own = self.turbo_config
@@ -111,8 +111,8 @@ class TurboCache(CachePasses):
                 window, own_order = kwargs.get("sliding_window"), orders.get(index)
                 layers.append(TurboLayer(chosen_config, window, index, own_order, chosen_by.get(index), latent))
             else:
-                self._others[index] = functools.partial(DYNAMIC_LAYER_TYPE_MAPPING[kind], **kwargs)
-                layers.append(self._others[index]())
+                self.others[index] = functools.partial(DYNAMIC_LAYER_TYPE_MAPPING[kind], **kwargs)
+                layers.append(self.others[index]())
         super().__init__(layers, attention_mask)
 
     def save_pretrained(self, folder: str | Path, *, model: Any = None, input_ids: torch.Tensor | None = None) -> None:
@@ -281,7 +281,7 @@ class TurboCache(CachePasses):
         self.deferred.drop()
         for layer in self.turbo_layers():
             layer.reset()
-        for index, make in self._others.items():
+        for index, make in self.others.items():
             # after an exception, the layer's own `reset` might fail
             attributes = vars(self.layers[index])
             attributes.clear()

@@ -3,8 +3,10 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,20 @@ from transformers.utils.hub import cached_file
 
 from turbo_hf.calibration.checkpoint import Checkpoint, names_a_folder, tokenizer_hash
 from turbo_hf.calibration.heads import head_order
+from turbo_hf.config.expected import FINITE, Each, OneOf, Stored, Whole, require
 from turbo_hf.config.turbo_config import HEAD_METRICS, MOST_BUCKETS
-from turbo_hf.config.whole_files import PARTIAL, FactsFile, checked_facts, facts_hash, one_writer, write_whole
+from turbo_hf.config.whole_files import (
+    MOST_JSON,
+    PARTIAL,
+    FactsFile,
+    checked_facts,
+    facts_hash,
+    one_writer,
+    read_file,
+    write_whole,
+)
 from turbo_hf.layout import CLASSIFIER
 from turbo_hf.models.model_layers import shape_field
-from turbo_hf.ops.store.quantize import FLOATS
 
 SCHEMA = 2
 FORMAT = "turbo_hf calibration"
@@ -86,16 +97,15 @@ class LayerCalibration:
 
 def layer_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> LayerCalibration:
     """The layer that `LayerCalibration.facts` and `tensors` describe."""
-    index = int(facts["index"])
+    index = facts["index"]
     start = f"layers.{index}."
     own = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
     scores = {metric: own[f"scores.{metric}"] for metric in HEAD_METRICS if f"scores.{metric}" in own}
     classifier = {name: own[name] for name in CLASSIFIER if name in own}
-    note, quality = facts["note"], dict(facts["quality"])
-    if not isinstance(note, str):
-        raise TypeError(f"the note of layer {index} is {note!r}, no text")
     single = {name: own.get(name) for name in SINGLE}
-    return LayerCalibration(index, scores, classifier=classifier, note=note, quality=quality, **single)
+    return LayerCalibration(
+        index, scores, classifier=classifier, note=facts["note"], quality=facts["quality"], **single
+    )
 
 
 def fingerprint(model: PreTrainedModel, checkpoint: Checkpoint, tokenizer: Any = None) -> dict[str, Any]:
@@ -255,7 +265,7 @@ class Calibration:
         for part in (FACTS, TENSORS):
             try:
                 path = Path(str(cached_file(str(name), part, revision=revision, **options)))
-                parts.append(path.read_bytes())
+                parts.append(read_file(path, MOST_JSON if part == FACTS else None))
             except OSError as error:
                 raise OSError(f"{missing} {str(name)!r}, or it cannot be reached: {error}") from error
             # the second of the same commit, whatever is pushed meanwhile
@@ -274,7 +284,7 @@ def _waiting(folder: Path, facts: bytes) -> Path:
 def _settle(folder: Path) -> None:
     """Finish what a writer began, or undo it; only for the one that holds the lock."""
     facts = folder / FACTS
-    if facts.is_file() and (waiting := _waiting(folder, facts.read_bytes())).is_file():
+    if facts.is_file() and (waiting := _waiting(folder, read_file(facts, MOST_JSON))).is_file():
         waiting.replace(folder / TENSORS)
     for name in (FACTS, TENSORS, CARD):
         for left in folder.glob(f"{name}.*{PARTIAL}"):
@@ -284,12 +294,12 @@ def _settle(folder: Path) -> None:
 def _read_folder(folder: Path, source: str) -> Calibration:
     """`Calibration.from_pretrained` of a folder, whose files another process may be replacing."""
     try:
-        facts = (folder / FACTS).read_bytes()
+        facts = read_file(folder / FACTS, MOST_JSON)
         while True:
             try:
                 return _read(facts, _read_tensors(folder, facts, source), source)
             except ValueError:
-                before, facts = facts, (folder / FACTS).read_bytes()
+                before, facts = facts, read_file(folder / FACTS, MOST_JSON)
                 if facts == before:
                     raise
     except FileNotFoundError as error:
@@ -300,7 +310,7 @@ def _read_tensors(folder: Path, facts: bytes, source: str) -> bytes:
     # in this order: what has left the first place is in the second
     for path in (_waiting(folder, facts), folder / TENSORS):
         with contextlib.suppress(FileNotFoundError):
-            return path.read_bytes()
+            return read_file(path)
     raise ValueError(f"the calibration in {source!r} is damaged: the folder has no {TENSORS}.{AGAIN}")
 
 
@@ -321,81 +331,85 @@ def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
     if hashlib.sha256(content).hexdigest() != facts.get("sha256"):
         raise ValueError(f"{damaged}{TENSORS} is not the file that {FACTS} was written with.{AGAIN}")
     try:
+        require(facts, WRITTEN, "")
+        fingerprint, settings = facts["fingerprint"], facts["settings"]
+        require(fingerprint, {**dict.fromkeys(fingerprint, object), **_known(fingerprint, FINGERPRINT)}, "fingerprint")
+        require(settings, {**dict.fromkeys(settings, object), **_known(settings, SETTINGS)}, "settings")
         tensors = load(content)
-        layers = tuple(layer_from(each, tensors) for each in facts["layers"])
-        found = Calibration(dict(facts["fingerprint"]), dict(facts["settings"]), layers, int(facts["tokens"]), source)
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{damaged}{type(error).__name__}: {error}.{AGAIN}") from error
-    for owner, name in ((found.fingerprint, "num_hidden_layers"), (found.settings, "local")):
-        if not isinstance(owner.get(name), int | None):
-            raise ValueError(f"{damaged}{name} is {owner[name]!r}.{AGAIN}")
-    if found.settings.get("architecture", "mlp") != "mlp":
+        require(tensors, _parts(facts["layers"], tensors, fingerprint), "")
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{damaged}{error}.{AGAIN}") from error
+    if settings.get("architecture", "mlp") != "mlp":
         raise ValueError(
-            f"the calibration in {source!r} has a query classifier of architecture {found.settings['architecture']!r}; "
+            f"the calibration in {source!r} has a query classifier of architecture {settings['architecture']!r}; "
             "this version has the MLP alone. Calibrate again."
         )
-    for layer in layers:
-        wrong = _misfit(layer, found.fingerprint) or _wrong_rules(layer, found.fingerprint)
-        if wrong is not None:
-            raise ValueError(f"{damaged}layer {layer.index}: {wrong}.{AGAIN}")
-        if any(not bool(torch.isfinite(x).all()) for x in layer.tensors().values()):
-            raise ValueError(f"{damaged}layer {layer.index} holds NaN or Inf.{AGAIN}")
-    return found
+    layers = tuple(layer_from(each, tensors) for each in facts["layers"])
+    return Calibration(fingerprint, settings, layers, facts["tokens"], source)
 
 
-def _misfit(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
-    """Which of a layer's parts is missing, or has a shape that contradicts the other parts or the model."""
-    # each is one number for all layers, or a list with one per layer
-    sizes = (made_for.get("num_key_value_heads"), made_for.get("head_dim"))
-    heads, dim = (n[layer.index] if isinstance(n, list) and layer.index < len(n) else n for n in sizes)
-    for name, x in layer.tensors().items():
-        part = name.partition(f"layers.{layer.index}.")[2]
-        if x.dtype not in FLOATS or not x.dim():
-            return f"{part} is {x.dtype} {list(x.shape)}"
-        heads = heads or x.shape[0]
-        if x.shape[0] != heads:
-            return f"{part} is for {x.shape[0]} KV heads, and there are {heads}"
-    lost = [metric for metric in HEAD_METRICS if layer.scores and metric not in layer.scores]
-    if lost:
-        return f"it has no scores.{lost[0]}"
-    if any(scores.dim() != 1 for scores in layer.scores.values()):
-        return "its scores are not one for each KV head"
-    parts = {"centroids": layer.centroids, "rotated_centroids": layer.rotated_centroids, **layer.classifier}
-    index = {name: list(x.shape) for name, x in parts.items() if x is not None}
-    if not index:
-        return None
-    missing = [name for name in ("centroids", "rotated_centroids", *CLASSIFIER) if name not in index]
-    if missing:
-        return f"its index has no {missing[0]}"
-    if len(index["centroids"]) != 3:
-        return f"centroids is {index['centroids']}"
-    dim, clusters, hidden = dim or index["centroids"][-1], index["centroids"][1], index["bias_1"][-1]
-    if clusters > MOST_BUCKETS:
-        return f"it has {clusters} centroids per head, and at most {MOST_BUCKETS} can be used"
-    wanted = {"centroids": [heads, clusters, dim], "rotated_centroids": [heads, clusters, dim]}
-    wanted |= {"weight_1": [heads, dim, hidden], "bias_1": [heads, hidden]}
-    wanted |= {"weight_2": [heads, hidden, clusters], "bias_2": [heads, clusters]}
-    for part, shape in index.items():
-        if shape != wanted[part]:
-            return f"{part} is {shape}, and should be {wanted[part]}"
-    return None
+NUMBER, TEXT = Whole(1, 2**31), OneOf((str, None))
+SIZE = OneOf((NUMBER, None, Each(OneOf((NUMBER, None)))))
+"""A number for all layers, or a list with one for each."""
+FINGERPRINT = {
+    **dict.fromkeys(("model", "revision", "model_type", "tokenizer"), TEXT),
+    **dict.fromkeys((*SHAPE_FIELDS, "vocab_size"), SIZE),
+    "num_hidden_layers": OneOf((Whole(1, 2**16), None)),
+}
+SETTINGS = {"local": OneOf((Whole(0, 2**31), None)), "architecture": str}
+"""Entries that later code reads, where they are there."""
+WRITTEN = {
+    **{"format": str, "schema": int, "fingerprint": dict, "settings": dict, "tokens": Whole(0, 2**63)},
+    "layers": Each({"index": Whole(0, 2**16), "note": str, "quality": dict}),
+    **{"sha256": str, CALIBRATED.digest: str},
+}
 
 
-def _wrong_rules(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
-    """Which of a layer's rules has another shape than its heads, or holds no shares."""
-    prompt, left_by_head = layer.prompt, layer.left_by_head
-    if prompt is not None and (
-        prompt.dim() != 3 or prompt.shape[2] != 2 or not bool(((prompt > 0) & (prompt <= 1)).all())
-    ):
-        return f"prompt is {list(prompt.shape)}, or holds no shares; it should be [KV heads, query heads of each, 2]"
-    heads = made_for.get("num_attention_heads")
-    if prompt is not None and isinstance(heads, int) and prompt.shape[0] * prompt.shape[1] != heads:
-        return f"prompt is for {prompt.shape[0] * prompt.shape[1]} query heads, and there are {heads}"
-    if left_by_head is not None and (
-        left_by_head.dim() != 1 or not bool(((left_by_head >= 0) & (left_by_head < 1)).all())
-    ):
-        return f"left_by_head is {list(left_by_head.shape)}, or holds no shares; it should be one for each KV head"
-    return None
+def _known(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each for name, each in wanted.items() if name in found}
+
+
+def _parts(
+    layers: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor], made_for: Mapping[str, Any]
+) -> dict[str, Stored]:
+    """What the tensors of these layers must be. Errors: ValueError."""
+    wanted: dict[str, Stored] = {}
+    numbers, count = [facts["index"] for facts in layers], made_for.get("num_hidden_layers")
+    if numbers != sorted(set(numbers)) or (count is not None and numbers and numbers[-1] >= count):
+        raise ValueError(f"it holds layers {reprlib.repr(numbers)}, of {count or 'any number'}")
+    for n in numbers:
+        start = f"layers.{n}."
+        own = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
+        wanted |= {f"{start}{name}": part for name, part in _parts_of_layer(own, made_for, n).items()}
+    return wanted
+
+
+def _parts_of_layer(own: Mapping[str, torch.Tensor], made_for: Mapping[str, Any], n: int) -> dict[str, Stored]:
+    """What the tensors of one layer must be: those that are there, and those that belong to them."""
+    sizes = [made_for.get(name) for name in ("num_key_value_heads", "head_dim", "num_attention_heads")]
+    heads, dim, queries = ((size[n] if n < len(size) else None) if isinstance(size, list) else size for size in sizes)
+    shapes = {name: tuple(x.shape) for name, x in own.items()}
+
+    def size(name: str, at: int) -> int | None:
+        return shapes[name][at] if len(shapes.get(name, ())) > at else None
+
+    heads = heads or next((shape[0] for shape in shapes.values() if shape), None)
+    dim, clusters, hidden = dim or size("centroids", 2), size("centroids", 1), size("bias_1", 1)
+    if clusters is not None and clusters > MOST_BUCKETS:
+        raise ValueError(f"layer {n} has {clusters} centroids per head, and at most {MOST_BUCKETS} can be used")
+    group = queries // heads if queries and heads else None
+    scores = {f"scores.{metric}": (heads,) for metric in HEAD_METRICS}
+    index = {"centroids": (heads, clusters, dim), "rotated_centroids": (heads, clusters, dim)}
+    index |= {"weight_1": (heads, dim, hidden), "weight_2": (heads, hidden, clusters)}
+    wanted: dict[str, Stored] = {}
+    for together in (scores, {**index, "bias_1": (heads, hidden), "bias_2": (heads, clusters)}):
+        if together.keys() & own.keys():
+            wanted |= {name: Stored(shape, None, *FINITE) for name, shape in together.items()}
+    shares = {
+        "prompt": Stored((heads, group, 2), None, math.nextafter(0, 1), 1),
+        "left_by_head": Stored((heads,), None, 0, math.nextafter(1, 0)),
+    }
+    return wanted | {name: part for name, part in shares.items() if name in own}
 
 
 def find(checkpoint: Checkpoint) -> Calibration | None:

@@ -8,7 +8,11 @@ from typing import Any
 
 import yaml
 
+from turbo_hf.config.whole_files import read_file
+
 SUFFIXES = (".json", ".yaml", ".yml")
+MOST_CONFIG, MOST_ALIASES = 1 << 16, 16
+"""Bytes of a config file at most, and aliases of a YAML file."""
 MERGE = "tag:yaml.org,2002:merge"
 """YAML's key `<<`, which may name other mappings."""
 
@@ -32,7 +36,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"there is no config file {path}.")
     try:
-        text = path.read_text("utf-8-sig")
+        text = read_file(path, MOST_CONFIG).decode("utf-8-sig")
         is_json = path.suffix.lower() == ".json"
         read = json.loads(text, object_pairs_hook=_without_doubles) if is_json else yaml.load(text, _Loader)
     except OSError as error:
@@ -60,6 +64,15 @@ def _refuse_doubles(keys: list[Any]) -> None:
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
     """PyYAML's safe loader, which makes plain values alone, and refuses a key that is there twice."""
+
+    aliases = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """The node that comes next. ValueError: one of many aliases, by which few lines can mean without end."""
+        self.aliases += self.check_event(yaml.AliasEvent)
+        if self.aliases > MOST_ALIASES:
+            raise ValueError(f"it has more than {MOST_ALIASES} aliases")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         """The mapping of a node."""

@@ -5,7 +5,10 @@ import hashlib
 import json
 import logging
 import os
+import reprlib
+import stat
 from collections.abc import Iterable, Iterator, Mapping
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -17,8 +20,40 @@ PARTIAL = ".partial"
 """End of the name of a file that is being written; one that stays is from a process that was killed."""
 
 
+MOST_JSON, MOST_LINES = 1 << 24, 1 << 28
+"""Bytes of a JSON file, and of one that holds an object in each line, that are read at most."""
+
+
 class InUse(OSError):
     """Another process is writing in a folder."""
+
+
+def open_file(path: Path) -> FileIO:
+    """A regular file, to be read.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: a pipe, a device or a folder, some of which can be read without end.
+    """
+    # a pipe that nobody writes to is opened at once
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(number).st_mode):
+        return FileIO(number)
+    os.close(number)
+    raise ValueError(f"{str(path)!r} is no regular file, but a pipe, a device or a folder. Put the file itself there.")
+
+
+def read_file(path: Path, most: int | None = None) -> bytes:
+    """What a regular file holds. most: of its bytes; None: any number. Errors as in `open_file`; ValueError: it has
+    more."""
+    with BufferedReader(open_file(path)) as file:
+        size = os.fstat(file.fileno()).st_size
+        if most is not None and size > most:
+            raise ValueError(
+                f"{str(path)!r} has {size:,} bytes; such a file has {most:,} at most. It was changed, or is another."
+            )
+        # nothing that is appended meanwhile
+        return file.read(size)
 
 
 def write_whole(path: Path, content: str | bytes | Iterable[Any]) -> None:
@@ -68,7 +103,7 @@ def read_lines(path: Path, remedy: str, *, growing: bool = False) -> list[dict[s
         ValueError: a line is no JSON object; the message names file and line and ends with `remedy`.
         OSError: it cannot be read.
     """
-    content = b"" if growing and not path.is_file() else path.read_bytes()
+    content = b"" if growing and not path.exists() else read_file(path, MOST_LINES)
     lines = (_whole_lines(path, content) if growing else content).split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -82,7 +117,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
         ValueError: it holds none; the message names it and ends with `remedy`.
         OSError: it cannot be read.
     """
-    return _parsed(path.read_bytes(), repr(str(path)), remedy)
+    return _parsed(read_file(path, MOST_JSON), repr(str(path)), remedy)
 
 
 class FactsFile(NamedTuple):
@@ -112,15 +147,15 @@ def checked_facts(content: bytes, owner: str, file: FactsFile) -> dict[str, Any]
     damaged = f"{owner} is damaged: {file.name}"
     try:
         facts = json.loads(content)
+        digest = facts_hash(facts, file.digest) if isinstance(facts, dict) else None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{damaged} is no JSON.{file.remedy}") from error
     if not isinstance(facts, dict) or facts.get("format") != file.format:
         raise ValueError(f"{damaged} does not say that it is a {file.format}.{file.remedy}")
     if facts.get("schema") != file.schema:
-        raise ValueError(
-            f"{owner} has schema {facts.get('schema')!r}; this version reads {file.schema}.{file.other_schema}"
-        )
-    if facts.get(file.digest) != facts_hash(facts, file.digest):
+        schema = reprlib.repr(facts.get("schema"))
+        raise ValueError(f"{owner} has schema {schema}; this version reads {file.schema}.{file.other_schema}")
+    if facts.get(file.digest) != digest:
         raise ValueError(f"{damaged} is not as it was written.{file.remedy}")
     return facts
 

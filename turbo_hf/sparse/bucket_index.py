@@ -163,15 +163,9 @@ class BucketIndex:
         blocks = [[[each.start, each.stop] for each in row] for row in self.sorted_blocks]
         return {"buckets": buckets, "spans": self.spans, "known": self._all_known, "sorted": blocks}
 
-    def hold(self, kept: Mapping[str, Any], held: int) -> None:
-        """Take what `kept` returned in place of what a new index has. ValueError: it does not fit `held` tokens."""
-        buckets, spans = kept["buckets"], kept["spans"]
-        rows, heads, tables, _ = self.buckets.shape
-        fits = buckets.shape[:3] == (rows, heads, tables) and buckets.shape[3] >= held * bool(tables)
-        fits &= spans.shape[:2] == (rows, heads) and spans.shape[3:] == (2,) and len(kept["sorted"]) == rows
-        if not fits or {buckets.dtype, spans.dtype} != {torch.int16}:
-            raise ValueError("its buckets have other shapes than its rows")
-        self.buckets, self.spans, self._all_known = buckets, spans, kept["known"]
+    def hold(self, kept: Mapping[str, Any]) -> None:
+        """Take what `kept` returned in place of what a new index has."""
+        self.buckets, self.spans, self._all_known = kept["buckets"], kept["spans"], kept["known"]
         self.sorted_blocks = [[range(*each) for each in row] for row in kept["sorted"]]
 
     def nbytes(self) -> int:
