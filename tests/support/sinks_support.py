@@ -113,13 +113,13 @@ def tail_over(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     return torch.cat(logits).log_softmax(-1)
 
 
-def divergence(exact: torch.Tensor, other: torch.Tensor) -> float:
-    """KL in nats, the mean over tokens, of log probabilities [T, V]."""
-    return float((exact.exp() * (exact - other)).sum(-1).mean())
+def divergences(exact: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """KL in nats of each token [T], of log probabilities [T, V]."""
+    return (exact.exp() * (exact - other)).sum(-1)
 
 
-def kl_of(model: Any, ids: torch.Tensor, config: ConfigLike) -> float:
-    """How far a config moves the tail's distributions: KL to the unpatched model, through the real cache."""
+def moved_by(model: Any, ids: torch.Tensor, config: ConfigLike) -> torch.Tensor:
+    """How far a config moves the tail's distributions [TAIL]: KL to the unpatched model, through the real cache."""
     exact = tail_over(model, ids, prompt_of(model, ids, DynamicCache(config=model.config)))
     with turbo_hf.patch(model, config) as handle:
-        return divergence(exact, tail_over(model, ids, prompt_of(model, ids, handle.new_cache())))
+        return divergences(exact, tail_over(model, ids, prompt_of(model, ids, handle.new_cache())))
