@@ -59,7 +59,7 @@ def fetch(folder: Path) -> None:
 
 def answer(folder: Path) -> None:
     """Print greedy replies of the unpatched model, and of the model with a 4-bit cache."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     for question in QUESTIONS:
         chat = [{"role": "user", "content": question}]
