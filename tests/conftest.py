@@ -72,7 +72,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no two CUDA devices")
     folder = Path(item.config.getoption("--real")).expanduser()
     if item.get_closest_marker("real") and not folder.is_dir():
-        pytest.skip(f"no folder {folder}; bash examples/real_model.sh makes one, --real names another")
+        pytest.skip(f"no folder {folder}; bash examples/real_model.sh makes one, --real=FOLDER names another")
 
 
 @pytest.hookimpl(tryfirst=True)

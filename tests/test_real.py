@@ -1,4 +1,4 @@
-"""A real checkpoint, SmolLM2-135M-Instruct, in float32: run by hand, `-m real`."""
+"""A real checkpoint, SmolLM2-135M-Instruct, in float32: run by hand, `-m real [--real=FOLDER]`."""
 
 from pathlib import Path
 from typing import Any
