@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,12 @@ settings.register_profile(
 settings.load_profile("turbo")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where a checkpoint lies that the repository does not carry."""
+    usual = "~/.cache/turbo_hf/smollm2-135m"
+    parser.addoption("--real", default=usual, help=f"folder of SmolLM2-135M-Instruct for -m real; default: {usual}")
+
+
 def pytest_sessionfinish() -> None:
     """Libraries tell of what is left when Python ends."""
     gc.unfreeze()
@@ -63,6 +70,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no CUDA device")
     if item.get_closest_marker("gpu2") and torch.cuda.device_count() < 2:
         pytest.skip("no two CUDA devices")
+    folder = Path(item.config.getoption("--real")).expanduser()
+    if item.get_closest_marker("real") and not folder.is_dir():
+        pytest.skip(f"no folder {folder}; bash examples/real_model.sh makes one, --real=FOLDER names another")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -19,6 +19,7 @@ from turbo_hf.console import (
     Device,
     GgufFile,
     Json,
+    choose_device,
     counting,
     fail,
     leave_to_the_first,
@@ -126,12 +127,15 @@ CARRIED = Path(__file__).resolve().parents[2] / "examples" / "lab-llama-4m"
 def demo_command(
     model: Annotated[str | None, typer.Option(help="A folder or a Hub id; default: the included model.")] = None,
     prompts: Annotated[
-        int | None, typer.Option(min=1, help="Number of needles to look for; default: 40 on a GPU, else 16.")
+        int | None, typer.Option(min=1, help="Number of needles to look for; default: 40 on a GPU, else 8.")
     ] = None,
     shortest: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens of the shortest prompt; default: 256, or the longest.")
     ] = None,
-    longest: Annotated[int, typer.Option(min=1, help="Maximum tokens of the longest prompt.")] = 2048,
+    longest: Annotated[
+        int | None,
+        typer.Option(min=1, help="Maximum tokens of the longest prompt; default: 2048 on a GPU, else 1024."),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 8,
     method: Annotated[
         list[str] | None,
@@ -164,14 +168,15 @@ def demo_command(
     with mistakes_end_the_command():
         for name in methods:
             resolve_config(name)
-    least = min(256, longest) if shortest is None else shortest
-    if least > longest:
-        raise fail(f"--shortest {least} is above --longest {longest}.")
+    usual_count, usual_longest = (40, 2048) if choose_device(device).startswith("cuda") else (8, 1024)
+    most = longest or usual_longest
+    least = min(256, most) if shortest is None else shortest
+    if least > most:
+        raise fail(f"--shortest {least} is above --longest {most}.")
     folder = model or str(CARRIED)
     loaded, tokenizer = load(folder, device, gguf_file=gguf_file)
     with mistakes_end_the_command():
-        count = prompts or (40 if loaded.device.type == "cuda" else 16)
-        asked = needles(tokenizer, count, least, longest, seed)
+        asked = needles(tokenizer, prompts or usual_count, least, most, seed)
         rows, example = _run_demo(loaded, tokenizer, asked, methods, batch)
     _print_example(asked[0], example)
     _print_demo(rows, Path(folder).name, asked)
