@@ -126,7 +126,7 @@ MOST = 36
 
 
 def feed(layer: TurboLayer, k: torch.Tensor, new: NewColumns) -> None:
-    shape = (k.shape[0], 2, 1, k.shape[2])
+    shape = (k.shape[0], 2, k.shape[2])
     known = layer.selector is not None
     layer.append(k, k, new, torch.zeros(shape, dtype=torch.int16, device=k.device) if known else None, check_later=True)
     layer.commit(check_later=True)
