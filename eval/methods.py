@@ -14,8 +14,8 @@ from transformers import QuantizedCache
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config.file import names_a_file
 from turbo_hf.config.turbo_config import ATTENTION_MODES, NATIVE, PRESETS, SparseConfig, TurboConfig, resolve_config
-from turbo_hf.eval.simulate import Scheme, gear_l, kivi, kvarn
-from turbo_hf.eval.simulated_cache import compressed_cache, window_cache
+from turbo_hf.eval.published.simulate import Scheme, gear_l, kivi, kvarn
+from turbo_hf.eval.published.simulated_cache import compressed_cache, window_cache
 from turbo_hf.layout import widths_of
 from turbo_hf.patching.handle import Handle
 from turbo_hf.patching.patch_model import patch
