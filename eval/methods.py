@@ -14,8 +14,8 @@ from transformers import QuantizedCache
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config.file import names_a_file
 from turbo_hf.config.turbo_config import ATTENTION_MODES, NATIVE, PRESETS, SparseConfig, TurboConfig, resolve_config
-from turbo_hf.eval.simulate import Scheme, gear_l, kivi, kvarn
-from turbo_hf.eval.simulated_cache import compressed_cache, window_cache
+from turbo_hf.eval.published.simulate import Scheme, gear_l, kivi, kvarn
+from turbo_hf.eval.published.simulated_cache import compressed_cache, window_cache
 from turbo_hf.layout import widths_of
 from turbo_hf.patching.handle import Handle
 from turbo_hf.patching.patch_model import patch
@@ -78,17 +78,9 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
         "turbo4@window",
         *(f"turbo4@{chosen}:probes={n}" for chosen in ("kmeans-rotated", "kmeans", "saap") for n in (8, 16, 32, 64)),
     ),
-    # SAAP appendix E.3: the query heads of a KV head together, or each by itself, which reads more with as many probes
-    "ablation-queries": tuple(
-        f"turbo4@{chosen}:probes={n}{independent}"
-        for chosen in ("saap", "kmeans", "kmeans-rotated")
-        for independent in ("", ":independent=True")
-        for n in (8, 16, 32)
-    ),
-    # SAAP sec. 5 and appendix B: what else could choose keys, 32 buckets of as many as there are; blocks by mass
-    "ablation-selectors": (
-        *(f"turbo4@{chosen}" for chosen in ("full", "window", "saap", "kmeans", "kmeans-rotated", "means", "random")),
-        *(f"turbo4@lsh-{kind}" for kind in ("reformer", "gray", "tables")),
+    # SAAP sec. 5: what else could choose keys, 32 buckets of as many as there are; blocks by mass
+    "ablation-selectors": tuple(
+        f"turbo4@{chosen}" for chosen in ("full", "window", "saap", "kmeans", "kmeans-rotated", "means")
     ),
     # the always-read tokens, alone and together with buckets
     "ablation-window": tuple(
@@ -96,7 +88,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     ),
     "ablation-sas": ("turbo4", *(f"turbo4+sas=True+sas_threshold={t}" for t in (-4, -6, -8, -10)), "turbo4+sas=True"),
 }
-"""Sets of methods that one name stands for: the ablations of TurboAttention (sec. 5.6) and of SAAP (sec. 6.5, E.3)."""
+"""Sets of methods that one name stands for: the ablations of TurboAttention (sec. 5.6) and of SAAP (sec. 6.5)."""
 
 
 def method_names() -> str:
@@ -126,8 +118,7 @@ EXPLAINED = (
     ("ablation-parts", "set: FlashQ alone, SAS alone, both"),
     ("ablation-sas", "set: thresholds of SAS"),
     ("ablation-probes", "set: selector x buckets that are visited, of 64 or more"),
-    ("ablation-queries", "set: query heads of a KV head that choose together, or each by itself"),
-    ("ablation-selectors", "set: what chooses keys, including LSH and chance"),
+    ("ablation-selectors", "set: what chooses keys"),
     ("ablation-window", "set: tokens that are always read"),
 )
 """What `turbo-hf eval --list` says of the methods. Simulated: accuracy only, in plain torch."""
@@ -304,9 +295,6 @@ def sparse_choice(text: str) -> SparseConfig:
 def _sparse_value(field: str, text: str) -> object:
     if field in ("read_all_layers", "dense_layers"):
         return tuple(int(part) for part in text.split("+") if part)
-    if field == "independent":
-        # another word than True and False is refused by `SparseConfig`, which names them
-        return _value(text)
     return float(text) if field in ("mass", "most_dropped") else int(text)
 
 

@@ -38,7 +38,7 @@ def toy() -> Case:
 
 def test_layers_share_nothing_and_are_ready() -> None:
     first, second = make_layers(toy(), "mixed", SMALL, 2, CPU, 0)
-    blocks = first.index[:, :, 0, :128].unflatten(-1, (2, 64))
+    blocks = first.index[:, :, :128].unflatten(-1, (2, 64))
     assert torch.equal(first.spans, torch.stack((blocks.amin(-1), blocks.amax(-1)), -1))
     (longer,) = make_layers(make_case("qwen2.5-0.5b", "1x300", False, 0), "4", SMALL, 1, CPU, 0)
     # but for the first block, the window and 64 tokens to spare, tokens stand in the order of their buckets
@@ -47,7 +47,7 @@ def test_layers_share_nothing_and_are_ready() -> None:
     assert not torch.equal(*(dequantize(layer.store, torch.float32)[1] for layer in (first, second)))
     assert not torch.equal(first.index, second.index)
     assert not torch.equal(first.centroids, second.centroids)
-    assert first.index.shape == (2, 2, 1, 150)
+    assert first.index.shape == (2, 2, 150)
     assert int(first.index.max()) < 16
 
 
@@ -60,7 +60,7 @@ def test_a_right_step_passes_and_a_wrong_one_does_not(backend: str, width: str, 
     q = torch.randn(2, 14, 1, 64).half()
     visited = select(layer, q, torch.randn(2, 2, 1, 64).half(), 4, backend)
     assert torch.equal(visited, select(layer, q, None, 4, backend))
-    assert visited.shape == (2, 2, 1, 1, 16)
+    assert visited.shape == (2, 2, 1, 16)
     assert bool((visited.sum(-1) == 4).all())
     got = attention(layer, q, visited, SMALL, backend)
     assert not check_sparse(case, q, layer, visited, SMALL, got).problem

@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 import torch
 from calibration_support import PROSE
+from graphs_support import an_index
 from models import lab_model, prompts, tiny_llama
-from sparse_cache_support import ANY, TRAINED, answers, small, sparse
+from sparse_cache_support import ANY, TRAINED, answers, bucketed, sparse
 from torch import Tensor
 
 import turbo_hf
-from turbo_hf import Calibration, SparseConfig
+from turbo_hf import Calibration
 from turbo_hf.attention.sparse_step import PART
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.calibration.query_model import classify
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.sparse.select import assign
-from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Hash, Reformer
+from turbo_hf.sparse.selectors import Centroids
 from turbo_hf.sparse.undo_rotary import turns_by_halves
 
 
@@ -29,17 +30,16 @@ def in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turbo_hf.sparse.bucket_index.BucketIndex.sorts", False)
 
 
-def layer_of(selector: str = "lsh-reformer") -> TurboLayer:
-    config = sparse(selector, **small(selector))
+def layer_of() -> TurboLayer:
+    config = sparse("kmeans-rotated", **ANY)
     assert config.sparse is not None
-    made = Reformer(config.sparse, 0) if selector == "lsh-reformer" else Hash(config.sparse, 0)
-    return TurboLayer(config, selector=made)
+    return TurboLayer(config, selector=bucketed(config.sparse))
 
 
 def feed(layer: TurboLayer, rows: list[list[Tensor]], tokens: int, starts: list[int] | None = None) -> None:
     """New random keys for every row, in the layer and in plain lists."""
     k = torch.randn(len(rows), 2, tokens, 16)
-    assert layer.selector is not None
+    assert isinstance(layer.selector, Centroids)
     layer.append(k, torch.randn_like(k), NewColumns(tokens, None, starts), layer.selector.buckets(k))
     layer.commit()
     for row, keys in enumerate(rows):
@@ -48,18 +48,16 @@ def feed(layer: TurboLayer, rows: list[list[Tensor]], tokens: int, starts: list[
 
 def check_index(layer: TurboLayer, rows: list[list[Tensor]]) -> None:
     """Every token has the bucket of its key, at its place in its row."""
-    assert layer.selector is not None
+    assert isinstance(layer.selector, Centroids)
     assert layer.lengths() == [len(keys) for keys in rows]
     for row, keys in enumerate(rows):
         want = layer.selector.buckets(torch.stack(keys, 1)[None])
-        assert want is not None
         assert torch.equal(layer.bucket_index.buckets[row : row + 1, ..., : len(keys)], want)
 
 
 @pytest.mark.usefixtures("in_time")
-@pytest.mark.parametrize("selector", ["lsh-reformer", "lsh-gray", "lsh-tables"])
-def test_the_index_follows_every_operation(selector: str) -> None:
-    layer, rows = layer_of(selector), [[], [], []]  # type: ignore[var-annotated]
+def test_the_index_follows_every_operation() -> None:
+    layer, rows = layer_of(), [[], [], []]  # type: ignore[var-annotated]
     feed(layer, rows, 70)
     check_index(layer, rows)
     for _ in range(3):
@@ -92,29 +90,6 @@ def test_the_index_follows_every_operation(selector: str) -> None:
     check_index(layer, rows)
 
 
-def test_buckets_side_by_side_in_gray_order_differ_in_one_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turbo_hf.sparse.selectors._directions", lambda shape, *_: torch.eye(*shape))
-    bits = 6
-    signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * bits)
-    buckets = Hash(SparseConfig(selector="lsh-gray", buckets=2**bits, probes=3), 0).buckets(signs[None, None])
-    assert buckets is not None
-    assert buckets.flatten().sort().values.tolist() == list(range(2**bits))
-    in_order = signs[buckets.flatten().long().argsort()]
-    assert (in_order.diff(dim=0) != 0).sum(1).tolist() == [1] * (2**bits - 1)
-
-
-@pytest.mark.parametrize("selector", ["lsh-reformer", "lsh-gray", "lsh-tables", "random"])
-def test_each_layer_draws_numbers_of_its_own(selector: str) -> None:
-    config, keys = sparse(selector, **small(selector)).sparse, torch.randn(1, 1, 200, 16)
-    assert config is not None
-    first, again, second = (UNTRAINED[selector](config, layer).buckets(keys) for layer in (0, 0, 1))
-    assert first is not None
-    assert again is not None
-    assert second is not None
-    assert torch.equal(first, again)
-    assert not torch.equal(first, second)
-
-
 @pytest.mark.usefixtures("in_time")
 def test_the_index_of_ragged_rows() -> None:
     layer, rows = layer_of(), [[], [], []]  # type: ignore[var-annotated]
@@ -130,14 +105,14 @@ def test_the_index_of_ragged_rows() -> None:
 
 def test_tokens_without_a_bucket_are_always_read() -> None:
     llama = tiny_llama(num_hidden_layers=3)
-    config = sparse("lsh-reformer", **ANY)
-    ids = prompts(1, 90)
-    with turbo_hf.patch(llama, config) as handle:
+    config = sparse("kmeans-rotated", **ANY)
+    ids, index = prompts(1, 90), an_index(llama)
+    with turbo_hf.patch(llama, config, calibration=index) as handle:
         cache = handle.new_cache()
     # without the patch the cache answers with dense keys, and sees none that it could make buckets of
     llama(ids, **{CACHE: cache})
     assert all(bool((layer.bucket_index.buckets[..., :90] == -1).all()) for layer in cache.turbo_layers())
-    with turbo_hf.patch(llama, config) as handle:
+    with turbo_hf.patch(llama, config, calibration=index) as handle:
         llama(ids[:, :1], **{CACHE: cache})
     layer = cache.turbo_layers()[0]
     assert layer.selector is not None
@@ -175,7 +150,7 @@ def test_buckets_are_those_of_the_keys_before_rotary_embedding(
     # a key between two centroids may go to either, by the rounding of the inverse rotation
     clear = best[..., 0] - best[..., 1] > 1e-4 * best[..., 0].abs()
     for row, length in enumerate(layer.lengths()):
-        own = layer.bucket_index.buckets[row, :, 0, :length]
+        own = layer.bucket_index.buckets[row, :, :length]
         assert bool(((own == found[row, :, -length:]) | ~clear[row, :, -length:]).all())
     assert float(clear.float().mean()) > 0.9
 
@@ -265,7 +240,7 @@ def test_visits_are_those_that_the_calibration_judges(
                 "kmeans": (plain[row] @ stored.centroids.float().mT).sum(1),
             }[selector]
             best = by_bucket.topk(TRAINED["probes"] + 1)
-            own = found[row, :, 0, 0].gather(-1, best.indices)
+            own = found[row, :, 0].gather(-1, best.indices)
             # buckets that score alike may change places, by the rounding of the inverse rotation
             clear = best.values[:, -2] - best.values[:, -1] > 1e-3 * best.values.abs().amax(-1)
             assert bool(own[clear, :-1].all())

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from graphs_support import an_index
 from models import prompts, tiny_llama
+from sparse_cache_support import bucketed
 from torch import Tensor
 
 import turbo_hf
@@ -14,17 +16,17 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.models.versions import CACHE
 from turbo_hf.sparse.bucket_index import SPARE
-from turbo_hf.sparse.selectors import Reformer
+from turbo_hf.sparse.selectors import Centroids
 
 BLOCK, WINDOW, SINK = 32, 40, 3
 
 
 def layer_of(sorts: bool = True, **options: Any) -> TurboLayer:
     """16 bit, so that keys are what they were."""
-    chosen: dict[str, Any] = {"selector": "lsh-reformer", "buckets": 8, "probes": 2, "window_tokens": WINDOW}
+    chosen: dict[str, Any] = {"selector": "kmeans-rotated", "probes": 2, "window_tokens": WINDOW}
     sparse = SparseConfig(**chosen, sink_tokens=SINK)
     config = TurboConfig(bits=16, block_size=BLOCK, sparse=sparse, **options)
-    layer = TurboLayer(config, selector=Reformer(sparse, 0))
+    layer = TurboLayer(config, selector=bucketed(sparse, 8))
     if not sorts:
         layer.activate_past_recording()  # nothing is sealed, so nothing moves
     return layer
@@ -33,7 +35,7 @@ def layer_of(sorts: bool = True, **options: Any) -> TurboLayer:
 def feed(layers: list[TurboLayer], tokens: int, rows: int = 2, starts: list[int] | None = None) -> None:
     k, v = torch.randn(rows, 2, tokens, 16).half(), torch.randn(rows, 2, tokens, 16).half()
     for layer in layers:
-        assert layer.selector is not None
+        assert isinstance(layer.selector, Centroids)
         layer.append(k, v, NewColumns(tokens, None, starts), layer.selector.buckets(k.float()))
         layer.commit()
 
@@ -42,7 +44,7 @@ def held(layer: TurboLayer, row: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and buckets of a row, as they lie: [Hkv, T, D] twice, [Hkv, T]."""
     count = layer.lengths()[row]
     k, v = (x[row, :, :count] for x in layer.dequantized(layer.seen))
-    return k, v, layer.bucket_index.buckets[row, :, 0, :count].clone()
+    return k, v, layer.bucket_index.buckets[row, :, :count].clone()
 
 
 def check(layer: TurboLayer, plain: TurboLayer, ordered: list[list[range]]) -> None:
@@ -162,8 +164,8 @@ def test_tokens_of_no_known_bucket_end_the_order() -> None:
 
 def test_a_crop_changes_all_layers_or_none() -> None:
     model, ids = tiny_llama(num_hidden_layers=3), prompts(1, 400)
-    sparse = SparseConfig(selector="random", buckets=8, probes=2, window_tokens=WINDOW)
-    with turbo_hf.patch(model, TurboConfig(bits=8, sparse=sparse)) as handle, torch.no_grad():
+    sparse, index = SparseConfig(selector="kmeans-rotated", probes=2, window_tokens=WINDOW), an_index(model, 8)
+    with turbo_hf.patch(model, TurboConfig(bits=8, sparse=sparse), calibration=index) as handle, torch.no_grad():
         cache = handle.new_cache()
         model(ids, **{CACHE: cache})
         with pytest.raises(ValueError, match=r"layer 1: crop\(-200\) leaves 200 tokens of row 0"):
@@ -230,12 +232,12 @@ def test_tokens_are_the_same_with_a_cache_in_bucket_order(chunk: int | None) -> 
 
     def run(sparse: SparseConfig | None) -> Any:
         config = TurboConfig(bits=16, block_size=BLOCK, attention="fp16", sparse=sparse)
-        with turbo_hf.patch(model, config) as handle:
+        with turbo_hf.patch(model, config, calibration=an_index(model, 8)) as handle:
             cache = handle.new_cache()
             out = model.generate(ids, **{CACHE: cache}, **options)
         return out, cache
 
-    every = SparseConfig(selector="random", buckets=8, probes=8, window_tokens=WINDOW, dense_layers=())
+    every = SparseConfig(selector="kmeans-rotated", probes=8, window_tokens=WINDOW, dense_layers=())
     found, cache = run(every)
     assert any(cache.layers[0].bucket_index.sorted_blocks)
     assert torch.equal(found, run(None)[0])
@@ -243,8 +245,9 @@ def test_tokens_are_the_same_with_a_cache_in_bucket_order(chunk: int | None) -> 
 
 def test_a_mask_that_tells_columns_apart_is_refused() -> None:
     model, ids = tiny_llama(num_hidden_layers=2), prompts(1, 300)
-    sparse = SparseConfig(selector="random", buckets=8, probes=8, window_tokens=WINDOW)
-    with turbo_hf.patch(model, TurboConfig(bits=8, sparse=sparse), strict="fallback") as handle, torch.no_grad():
+    config = TurboConfig(bits=8, sparse=SparseConfig(selector="kmeans-rotated", probes=8, window_tokens=WINDOW))
+    patched = turbo_hf.patch(model, config, calibration=an_index(model, 8), strict="fallback")
+    with patched as handle, torch.no_grad():
         cache = handle.new_cache()
         model(ids, **{CACHE: cache})
         mask = torch.zeros(1, 1, 2, 302)

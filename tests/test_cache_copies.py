@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from all_pairs import all_pairs
+from graphs_support import an_index
 from histories_support import subject
 from layer_support import tensors_of
 from models import left_padded, prompts, tiny_llama, tiny_mistral
@@ -56,8 +57,8 @@ def windows() -> tuple[Any, TurboCache]:
 def by_bucket() -> tuple[Any, TurboCache]:
     """Buckets of all keys."""
     model = tiny_llama().requires_grad_(False)
-    config = sparse("lsh-reformer", buckets=8, probes=2, window_tokens=8, dense_layers=())
-    return model, turbo_hf.patch(model, config).new_cache()
+    config = sparse("kmeans-rotated", probes=2, window_tokens=8, dense_layers=())
+    return model, turbo_hf.patch(model, config, calibration=an_index(model, 8)).new_cache()
 
 
 def hybrid(family: str) -> Callable[[], tuple[Any, TurboCache]]:

@@ -28,7 +28,6 @@ from turbo_hf.patching import generate_methods as generation
 
 PLAIN = TurboConfig(block_size=32)
 COMPILED = replace(PLAIN, compile=True)
-HASHED = SparseConfig(selector="random", window_tokens=16, buckets=16, probes=3)
 FEW = {"max_new_tokens": 6}
 WINDOWED = {"sliding_window": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -146,9 +145,6 @@ def test_a_padded_batch_that_seals_blocks(
         pytest.param({"bits": 16}, id="16bit"),
         pytest.param({"sas": True}, id="sas"),
         pytest.param({"cuda_graphs": False, "low_heads": 0.5}, id="mixed"),
-        pytest.param(
-            {"sparse": SparseConfig(selector="lsh-reformer", window_tokens=16, buckets=16, probes=3)}, id="lsh"
-        ),
     ],
 )
 def test_what_is_compiled_besides(config: dict[str, Any], runners: list[StepRunner]) -> None:

@@ -22,8 +22,8 @@ CONFIGS = [
     *PRESETS.values(),
     TurboConfig(bits=16, low_bits=4, low_heads=0.5, attention="fp16", cuda_graphs=False, compile=True),
     TurboConfig(sas=True, sas_threshold=-6.5, int8_layers=(3, 1), dense_layers=(0,), low_heads=1),
-    TurboConfig(int8_layers=(), sparse=SparseConfig(mass=0.05, most_probes=64, dense_layers=(0, 2))),
-    TurboConfig(sparse=SparseConfig(selector="lsh-tables", tables=8, buckets=64, independent=True, seed=7)),
+    TurboConfig(int8_layers=(), sparse=SparseConfig(probes=64, dense_layers=(0, 2))),
+    TurboConfig(sparse=SparseConfig(selector="means", mass=0.02, most_dropped=0.1)),
     TurboConfig(sparse_prompt=PromptSparsity(mass=0.9, audit=False, most_density=0.5)),
 ]
 

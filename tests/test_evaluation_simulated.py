@@ -8,11 +8,21 @@ import torch
 from models import lab_model, left_padded, prompts, tiny_llama, tiny_mistral
 
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.eval import simulated_cache
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import ABLATIONS, expanded, is_simulated, method_named, same_settings
-from turbo_hf.eval.simulate import Scheme, balance, by_channel, by_token, gear_l, kivi, kvarn, low_rank, rounded
-from turbo_hf.eval.simulated_cache import CompressedLayer, SimulatedCache, compressed_cache, window_cache
+from turbo_hf.eval.published import simulated_cache
+from turbo_hf.eval.published.simulate import (
+    Scheme,
+    balance,
+    by_channel,
+    by_token,
+    gear_l,
+    kivi,
+    kvarn,
+    low_rank,
+    rounded,
+)
+from turbo_hf.eval.published.simulated_cache import CompressedLayer, SimulatedCache, compressed_cache, window_cache
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.store.rotate import rotate_keys, unrotate_keys
 

@@ -17,15 +17,13 @@ from torch import Tensor
 from transformers.models.llama import modeling_llama
 
 import turbo_hf
-from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.attention import turbo_attention
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs import step_runner as graphs
 from turbo_hf.graphs.step_runner import StepRunner, describe
 from turbo_hf.models.versions import CACHE
-from turbo_hf.patching import generate_methods as generation
-from turbo_hf.sparse.selectors import Hash
 
 
 @pytest.fixture
@@ -203,19 +201,15 @@ def test_tokens_with_windows(bits: Any, runners: list[StepRunner], device: torch
 @in_turn(
     choice=[
         pytest.param({"selector": "saap", "probes": 3}, id="saap"),
-        pytest.param({"selector": "saap", "mass": 0.5, "most_probes": 5}, id="saap-mass"),
         pytest.param({"selector": "saap", "probes": 3, "dense_layers": (0,)}, id="saap-dense-layer"),
         pytest.param({"selector": "kmeans", "probes": 3}, id="kmeans"),
         pytest.param({"selector": "kmeans-rotated", "probes": 3}, id="kmeans-rotated"),
         pytest.param({"selector": "means", "mass": 0.4}, id="means"),
-        pytest.param({"selector": "lsh-reformer", "probes": 3, "buckets": 16}, id="reformer"),
-        pytest.param({"selector": "lsh-gray", "probes": 3, "buckets": 16}, id="gray"),
-        pytest.param({"selector": "random", "probes": 3, "buckets": 16}, id="random"),
         pytest.param({"selector": "window"}, id="window"),
         pytest.param({"selector": "full"}, id="full"),
         pytest.param({"selector": "saap", "probes": 3}, id="saap"),
     ],
-    lengths=[*[RAGGED] * 11, ONE_ROW],
+    lengths=[*[RAGGED] * 7, ONE_ROW],
 )
 def test_tokens_and_counts_of_sparse_layers(
     choice: dict[str, Any],
@@ -472,13 +466,6 @@ def test_without_a_gpu_all_is_as_before() -> None:
             id="16bit-sparse",
         ),
         pytest.param(
-            TurboConfig(sparse=SparseConfig(independent=True)),
-            [],
-            True,
-            "no CUDA graphs (SparseConfig.independent has no kernel)",
-            id="independent",
-        ),
-        pytest.param(
             TurboConfig(backend="reference"),
             [],
             True,
@@ -494,29 +481,6 @@ def test_the_report_says_how_steps_run(
     text, reason = describe(config, dense, known, torch.device("cuda"))
     assert text.startswith(f"decode steps: {words}")
     assert (reason is None) == (not words.startswith("no") or config.cuda_graphs is False)
-
-
-def test_a_selector_without_a_kernel_runs_without(runners: list[StepRunner], device: torch.device) -> None:
-    model = tiny_llama().to(device)
-    sparse = replace(SMALL, sparse=SparseConfig(selector="lsh-tables", window_tokens=16, buckets=16))
-    reason = 'selector "lsh-tables" has no kernel'
-    with turbo_hf.patch(model, sparse) as handle:
-        assert f"decode steps: no CUDA graphs ({reason})" in str(handle.report())
-        assert not [name for name in (generation.MAY_COMPILE, generation.COMPILED) if name in model.__dict__]
-    assert torch.equal(answer(model, sparse, **ragged()), answer(model, replace(sparse, cuda_graphs=False), **ragged()))
-    assert not runners
-    with pytest.raises(Unsupported, match=f"cuda_graphs=True: {reason}"):
-        turbo_hf.patch(model, replace(sparse, cuda_graphs=True))
-
-
-def test_a_runner_leaves_a_sparse_cache_to_the_model(runners: list[StepRunner]) -> None:
-    """A runner that was made before the cache was chosen."""
-    model = tiny_llama()
-    with turbo_hf.patch(model, SMALL):
-        chosen = SparseConfig(selector="lsh-tables", window_tokens=16, buckets=16)
-        cache = TurboCache(model.config, TurboConfig(sparse=chosen), selectors={1: Hash(chosen, 1)})
-        model.generate(prompts(1, 40), **{CACHE: cache}, max_new_tokens=6)
-    assert [runner.captures for runner in runners] == [0]
 
 
 def test_what_cannot_be_is_refused_where_it_was_demanded() -> None:

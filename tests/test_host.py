@@ -12,8 +12,10 @@ import torch
 from all_pairs import in_turn
 from budgets import check, float_budget, largest
 from gpu_support import tensors_in
+from graphs_support import an_index
 from models import left_padded, prompts, tiny_llama
 from oracle import attend
+from sparse_cache_support import bucketed
 from stores import tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
@@ -36,13 +38,12 @@ from turbo_hf.ops.latent.contract import latent_decode
 from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.prefill.launch import unpack_tiles
 from turbo_hf.ops.prefill.tiles import choose_tiles, dropped_mass
-from turbo_hf.ops.sparse.select import classify, visit
+from turbo_hf.ops.sparse.select import classify
 from turbo_hf.ops.store.append import append_step
 from turbo_hf.ops.store.exchange import exchange_open
 from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
 from turbo_hf.ops.store.select_rows import select_rows
 from turbo_hf.sparse.bucket_index import BucketIndex
-from turbo_hf.sparse.selectors import Reformer
 
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.unique", "tolist")
 """What waits for the device, where a tensor lies there."""
@@ -104,9 +105,9 @@ KERNELS: dict[str, Any] = {"backend": "triton"}
 
 
 def sparse_layer() -> TurboLayer:
-    chosen = SparseConfig(selector="lsh-reformer", buckets=16, probes=3, window_tokens=20, dense_layers=())
+    chosen = SparseConfig(selector="kmeans-rotated", probes=3, window_tokens=20, dense_layers=())
     config = TurboConfig(sparse=chosen, attention="fp16", **KERNELS)
-    return TurboLayer(config, selector=Reformer(chosen, 0, "triton"))
+    return TurboLayer(config, selector=bucketed(chosen, backend="triton"))
 
 
 LAYERS = [
@@ -125,7 +126,7 @@ MOST = 36
 
 
 def feed(layer: TurboLayer, k: torch.Tensor, new: NewColumns) -> None:
-    shape = (k.shape[0], 2, 1, k.shape[2])
+    shape = (k.shape[0], 2, k.shape[2])
     known = layer.selector is not None
     layer.append(k, k, new, torch.zeros(shape, dtype=torch.int16, device=k.device) if known else None, check_later=True)
     layer.commit(check_later=True)
@@ -315,9 +316,9 @@ def test_the_first_broken_layer_is_named(device: torch.device) -> None:
 
 @pytest.mark.parametrize("starts", [None, [0, 3, 5], [5, 5, 5]], ids=["even", "ragged", "empty"])
 def test_buckets_of_ragged_rows_are_written_behind_those_held(starts: list[int] | None, device: torch.device) -> None:
-    index, held = BucketIndex(3, 2, 64, Reformer(SparseConfig(selector="lsh-reformer"), 0), device), [7, 2, 0]
-    index.append(torch.full((3, 2, 1, 7), 9, dtype=torch.int16, device=device), [0, 0, 0], 7, [0, 5, 7])
-    new = torch.arange(30, dtype=torch.int16, device=device).view(3, 2, 1, 5)
+    index, held = BucketIndex(3, 2, 64, bucketed(SparseConfig(probes=3)), device), [7, 2, 0]
+    index.append(torch.full((3, 2, 7), 9, dtype=torch.int16, device=device), [0, 0, 0], 7, [0, 5, 7])
+    new = torch.arange(30, dtype=torch.int16, device=device).view(3, 2, 5)
     index.append(new, held, 5, starts)
     for row, (n, start) in enumerate(zip(held, starts or [0, 0, 0], strict=True)):
         assert (index.buckets[row, ..., :n] == 9).all()
@@ -329,7 +330,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
 ) -> None:
     # of a model over several GPUs most layers are not on the current one
     model = tiny_llama(num_hidden_layers=1).to(device)
-    chosen = SparseConfig(selector="lsh-reformer", buckets=16, probes=3, window_tokens=20, dense_layers=())
+    chosen = SparseConfig(selector="kmeans-rotated", probes=3, window_tokens=20, dense_layers=())
     means = SparseConfig(selector="means", window_tokens=20, dense_layers=())
     configs = [
         TurboConfig(attention="turbo", block_size=32, cuda_graphs=False, **KERNELS),
@@ -369,14 +370,13 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         for kind in (InterpretedFunction, JITFunction):
             patched.setattr(kind, "run", noted(kind.run))
         for config in configs:
-            with turbo_hf.patch(model, config):
+            with turbo_hf.patch(model, config, calibration=an_index(model)):
                 # a block to seal, a chunk over it that is no decoding, and one step
                 ids = prompts(1, 33 + DECODE_TOKENS + 1).to(device)
                 model.generate(ids, max_new_tokens=2, do_sample=False, prefill_chunk_size=33)
         shapes = {"weight_1": (2, 16, 8), "bias_1": (2, 8), "weight_2": (2, 8, 4), "bias_2": (2, 4)}
         weights = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
-        logits = classify(torch.zeros(1, 2, 1, 2, 16, device=device), weights, **KERNELS)
-        visit(logits, mass=0.5, **KERNELS)
+        classify(torch.zeros(1, 2, 1, 2, 16, device=device), weights, **KERNELS)
         codes, scale = quantize_tokens(torch.zeros(1, 2, 64, 16, device=device), **KERNELS)
         seal_blocks(codes, scale, codes, scale, 4, **KERNELS)
         select_rows([codes.new_zeros(2, 4)], [1, 0], **KERNELS)
@@ -401,7 +401,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         dropped_mass(prompt, prompt, kept, places, Scoring(1.0), **KERNELS)
         prefill(prompt, prompt, prompt, Scoring(1.0), Rounding("fp16"), kept=kept, **KERNELS)
     assert launched == dict.fromkeys(launched, True)
-    in_gluon = {"hopper_prefill_kernel", "hopper_latent_kernel", "few_latent_kernel"}
+    in_gluon = {"hopper_prefill_kernel", "hopper_latent_kernel"}
     assert launched.keys() == set(all_kernels()) - in_gluon
 
 

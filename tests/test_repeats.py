@@ -114,7 +114,6 @@ def test_repeated_steps_are_those_made_anew(
     assert device.type == "cuda" or made[0] == made[1] > 10
 
 
-@pytest.mark.parametrize("laid_out", [0, 1 << 20])
 @pytest.mark.parametrize(
     ("options", "shape", "padding", "dtype"),
     [
@@ -133,15 +132,12 @@ def test_repeated_steps_without_kernels(
     shape: dict[str, Any],
     padding: list[int],
     dtype: torch.dtype,
-    laid_out: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same bits, over several sealed blocks; `memory` tells of numbers that are laid out."""
+    """The same bits, over several sealed blocks."""
     falls = "turbo_hf.attention.turbo_attention.sas_threshold"
     monkeypatch.setattr(falls, lambda config, tokens: -3 - tokens / 64 if config.sas else None)
-    # in float32 at first, then in 16 bit; and several parts of a row are summed
-    monkeypatch.setattr("turbo_hf.ops.decode.reference_repeat.LAID_OUT", min(laid_out, 1 << 11))
-    monkeypatch.setattr("turbo_hf.ops.decode.reference_repeat.LAID_OUT_16", laid_out)
+    # several parts of a row are summed
     monkeypatch.setattr("turbo_hf.ops.decode.reference_products.CODES", 1 << 10)
     calls: list[RepeatedDecode] = []
     decode = RepeatedDecode.__call__
@@ -170,9 +166,6 @@ def test_repeated_steps_without_kernels(
                     logits.append(model(ids[:, step : step + 1], attention_mask=here, **{CACHE: cache}).logits)
             seen.append(logits)
             made.append(len(calls))
-            memory = cache.memory()
-            assert (memory.laid_out > 0) is (kept and laid_out > 0 and made[0] > 0)
-            assert ("laid out for steps" in str(memory)) is (memory.laid_out > 0)
     assert all(map(torch.equal, *seen))
     assert made[0] == made[1]
     assert (made[0] > 80) is not (options["bits"] == 16)
@@ -195,7 +188,7 @@ def test_a_step_with_nan_is_refused_before_it_is_stored() -> None:
 
 
 def test_steps_repeat_outside_of_inference_mode() -> None:
-    """What the first repeated step lays out in inference mode is written again outside it."""
+    """What the first repeated step makes in inference mode is written again outside it."""
     model = tiny_llama(num_hidden_layers=1)
     ids = prompts(1, 24)
     with turbo_hf.patch(model, TurboConfig(backend="reference")) as handle:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from all_pairs import in_one_test
-from graphs_support import watch_runners
+from graphs_support import an_index, watch_runners
 from histories_support import subject
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,8 +45,8 @@ def windows() -> Made:
 
 def by_bucket() -> Made:
     model = tiny_llama().requires_grad_(False)
-    config = sparse("lsh-reformer", buckets=8, probes=2, window_tokens=8, dense_layers=())
-    return model, turbo_hf.patch(model, config).new_cache()
+    config = sparse("kmeans-rotated", probes=2, window_tokens=8, dense_layers=())
+    return model, turbo_hf.patch(model, config, calibration=an_index(model, 8)).new_cache()
 
 
 def by_means() -> Made:

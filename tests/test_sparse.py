@@ -1,13 +1,10 @@
 """Buckets of keys, and which of them a step visits."""
 
-import math
 from collections.abc import Callable
-from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs, in_one_test
+from all_pairs import all_pairs
 from budgets import check, float_budget, largest
 from choices import BACKENDS
 from torch import Tensor
@@ -136,7 +133,7 @@ def test_classify_is_two_layers(
         w1, b1, w2, b2 = (model[name].cpu().to(dtype) for name in ("weight_1", "bias_1", "weight_2", "bias_2"))
         x = torch.einsum("bhmgd,hdu->bhmgu", queries.cpu().to(dtype), w1) + b1[:, None, None]
         y = torch.einsum("bhmgu,huc->bhmgc", x.relu(), w2) + b2[:, None, None]
-        return y.sum(3, keepdim=True)
+        return y.sum(3)
 
     exact = layers(torch.float64)
     size = group * (largest(exact) + hidden**0.5)
@@ -156,7 +153,7 @@ def test_score_is_the_sum_of_inner_products(
 
     def products(dtype: torch.dtype) -> Tensor:
         q = plain.cpu().to(dtype).unflatten(1, (2, group))
-        return torch.einsum("bhgmd,hcd->bhmgc", q, centroids.cpu().to(dtype)).sum(3, keepdim=True)
+        return torch.einsum("bhgmd,hcd->bhmgc", q, centroids.cpu().to(dtype)).sum(3)
 
     exact = products(torch.float64)
     # a rotation and its inverse take a few roundings more
@@ -188,106 +185,34 @@ def test_assign_says_what_is_wrong() -> None:
 # --- buckets that are visited ---------------------------------------------------------------------------------------
 
 
-def naive_visit(
-    logits: Tensor, probes: int | None, mass: float | None, most: int | None, keys: list[int] | None = None
-) -> set[int]:
-    """logits [G, C] of one KV head and query, keys of each bucket: the buckets, one after the other."""
-    score = logits.double().sum(0).tolist()
-    order = sorted(range(len(score)), key=lambda bucket: -score[bucket])
-    if mass is None:
-        return set(order[:probes])
-    keys = keys or [1] * len(score)
-    order = [bucket for bucket in order if keys[bucket]]
-    held = [n * math.exp(s / len(logits)) for n, s in zip(keys, score, strict=True)]
-    share = [x / sum(held) for x in held]
-    found: set[int] = set()
-    for bucket in order[:most]:
-        if sum(share[b] for b in order if b not in found) >= mass:
-            found.add(bucket)
-    return found
-
-
-@all_pairs(
-    rule=[
-        pytest.param({"probes": 1}, id="probes1"),
-        pytest.param({"probes": 2}, id="probes2"),
-        pytest.param({"mass": 0.5}, id="mass0.5"),
-        pytest.param({"mass": 0.05}, id="mass0.05"),
-        pytest.param({"mass": 0.01, "most": 2}, id="mass0.01-most2"),
-    ],
-    size=[pytest.param((c, g), id=f"{c}-{g}") for c, g in ((2, 1), (37, 3), (256, 4))],
-)
-def test_visits_are_the_best_buckets(
-    rule: dict[str, Any], size: tuple[int, int], device: torch.device, backend: str
-) -> None:
-    buckets, group = size
-    # sixteenths: sums of the group are exact, and many buckets are equal
-    logits = (torch.randint(-48, 49, (2, 3, 2, group, buckets), device=device) / 16).to(torch.float16)
-    if "mass" in rule:
-        # so far apart that no rounding moves the sum over a bound
-        spread = torch.arange(buckets, device=device)[torch.randperm(buckets)] / 4
-        logits = spread.expand(2, 3, 2, group, buckets).contiguous()
-    found = visit(logits, **rule, backend=backend)
+@all_pairs(probes=[1, 2], buckets=[2, 37, 256], backend=BACKENDS)
+def test_visits_are_the_best_buckets(probes: int, buckets: int, device: torch.device, backend: str) -> None:
+    # sixteenths: many buckets are equal, of which the first is the better one
+    logits = (torch.randint(-48, 49, (2, 3, 2, buckets), device=device) / 16).to(torch.float16)
+    found = visit(logits, probes=probes, backend=backend)
     assert found.dtype == torch.bool
     for at in ((0, 0, 0), (1, 2, 1), (1, 0, 1)):
-        wanted = naive_visit(logits[at].cpu(), rule.get("probes"), rule.get("mass"), rule.get("most"))
-        assert set(found[at].nonzero().flatten().tolist()) == wanted
+        score = logits[at].tolist()
+        order = sorted(range(buckets), key=lambda bucket: -score[bucket])
+        assert set(found[at].nonzero().flatten().tolist()) == set(order[:probes])
 
 
-@pytest.mark.parametrize("group", [4, 8, 16])
-def test_a_bucket_has_one_sum(group: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    # sums of numbers of all bits, whose last one hangs on the order: beside another sum of its own a bucket would lose
-    rows, sizes = 16, [64, 256, 1024]
-    if device.type == "cpu":
-        rows, sizes = 2, [40]
-        # as on a GPU: some buckets are compared with those of another tile
-        monkeypatch.setattr(pytest.importorskip("turbo_hf.ops.sparse.launch"), "COMPARED", 32)
-    for buckets in sizes:
-        logits = torch.randn(rows, 1, 1, group, buckets, device=device)
-        for probes in (1, 8):
-            assert bool((visit(logits, probes=probes, backend="triton").sum(-1) == probes).all())
-
-
-@all_pairs(buckets=[5, 64, 200], group=[1, 3], mass=[0.02, 0.4], most=[None, 3], backend=BACKENDS)
-def test_mass_takes_the_keys_that_hold_most_of_it(
-    buckets: int, group: int, mass: float, most: int | None, device: torch.device, backend: str
-) -> None:
-    logits = 2 * torch.randn(2, 2, 3, group, buckets, device=device)
-    sizes = torch.randint(0, 9, (2, 2, buckets), device=device).float() ** 2
-    sizes[1, 1] = 0.0
-    found = visit(logits, mass=mass, most=most, sizes=sizes, backend=backend)
-    assert not found[1, 1].any(), "there is nothing to read"
-    for at in ((0, 0, 0), (0, 1, 2), (1, 0, 1)):
-        keys = [int(n) for n in sizes[at[:2]].tolist()]
-        got = set(found[at].nonzero().flatten().tolist())
-        # float32 may end a bucket earlier or later where the mass left is all but equal
-        near = [naive_visit(logits[at].cpu(), None, mass * (1 + by), most, keys) for by in (-1e-4, 0, 1e-4)]
-        assert got in near
+def test_buckets_are_compared_with_those_of_another_tile(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest.importorskip("turbo_hf.ops.sparse.launch"), "COMPARED", 32)
+    logits = torch.randn(2, 1, 1, 40, device=device)
+    for probes in (1, 8):
+        assert torch.equal(*(visit(logits, probes=probes, backend=name) for name in ("triton", "reference")))
 
 
 def test_visits_of_every_number(backend: str) -> None:
-    logits = torch.randn(1, 1, 1, 2, 33)
+    logits = torch.randn(1, 1, 1, 33)
     counts = [int(visit(logits, probes=n, backend=backend).sum()) for n in range(1, 34)]
     assert counts == list(range(1, 34))
-    less = [visit(logits, mass=share, backend=backend) for share in (0.9, 0.5, 0.1, 0.01)]
-    for few, more in pairwise(less):
-        assert bool((more | ~few).all()), "less mass left means more buckets, and the same ones first"
 
 
-@in_one_test(
-    ("how", "message"),
-    [
-        ({}, "exactly one of probes and mass must be given; got None and None"),
-        ({"probes": 1, "mass": 0.5}, "exactly one of probes and mass must be given; got 1 and 0.5"),
-        ({"probes": 0}, "probes must be from 1 to the 4 buckets; got 0"),
-        ({"probes": 5}, "probes must be from 1 to the 4 buckets; got 5"),
-        ({"mass": 0.5, "most": 5}, "most must be from 1 to the 4 buckets; got 5"),
-        ({"mass": 1.0}, r"mass must be between 0 and 1; got 1\.0"),
-        ({"mass": 0.0}, r"mass must be between 0 and 1; got 0\.0"),
-        ({"probes": 1, "sizes": torch.ones(1, 1, 4)}, r"sizes must be \(1, 1, 4\) on cpu, and come with mass; got"),
-        ({"mass": 0.5, "sizes": torch.ones(1, 1, 3)}, r"and come with mass; got \(1, 1, 3\) on cpu"),
-    ],
-)
-def test_visit_says_what_is_wrong(how: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        visit(torch.zeros(1, 1, 1, 1, 4), **how)
+@pytest.mark.parametrize("probes", [0, 5])
+def test_visit_says_what_is_wrong(probes: int) -> None:
+    with pytest.raises(ValueError, match=f"probes must be from 1 to the 4 buckets; got {probes}"):
+        visit(torch.zeros(1, 1, 1, 4), probes=probes)
+    with pytest.raises(ValueError, match=r"logits must be \[B, Hkv, M, C\]; got \(1, 1, 1, 1, 4\)"):
+        visit(torch.zeros(1, 1, 1, 1, 4), probes=1)

@@ -46,12 +46,12 @@ def test_blocks_without_a_visited_bucket_are_not_read(share: float, buckets: int
     pytest.importorskip("triton")
     store = sparse_store([400], 2, 32, device, block=32)
     _, visited = random_index(store, 2, buckets, share)
-    index = torch.randint(0, buckets, (1, 2, 1, 400), device=device).sort(-1).values.to(torch.int16)
+    index = torch.randint(0, buckets, (1, 2, 400), device=device).sort(-1).values.to(torch.int16)
     q = tokens(1, 4, 2, 32, device=device)
     got = check_sparse(q, store, index, visited, "triton")
     # what no query reads may hold anything
-    blocks = index[0, :, 0, :384].unflatten(-1, (12, 32)).long()
-    asked = visited[0].any(1).any(1).gather(-1, blocks.flatten(1)).view_as(blocks).any(-1).any(0)
+    blocks = index[0, :, :384].unflatten(-1, (12, 32)).long()
+    asked = visited[0].any(1).gather(-1, blocks.flatten(1)).view_as(blocks).any(-1).any(0)
     # first and newest tokens, and the block of which nothing is known
     asked[[0, 6, 11]] = True
     assert bool((blocks[..., -1] - blocks[..., 0] < 8).all()), "blocks so wide are read without a look"

@@ -23,18 +23,14 @@ from turbo_hf.eval.run_identity import BY_METHOD, META
         ("saap", TurboConfig(sparse=SparseConfig())),
         ("turbo4@window", TurboConfig(sparse=SparseConfig(selector="window"))),
         (
-            "int8/fp16@saap:mass=0.05:window_tokens=511:dense_layers=0+2",
+            "int8/fp16@saap:probes=16:window_tokens=511:dense_layers=0+2",
             TurboConfig(
-                bits=8, attention="fp16", sparse=SparseConfig(mass=0.05, window_tokens=511, dense_layers=(0, 2))
+                bits=8, attention="fp16", sparse=SparseConfig(probes=16, window_tokens=511, dense_layers=(0, 2))
             ),
         ),
         (
             "turbo4+block_size=32@saap:probes=64",
             TurboConfig(block_size=32, sparse=SparseConfig(probes=64)),
-        ),
-        (
-            "turbo4@saap:independent=True:probes=24",
-            TurboConfig(sparse=SparseConfig(independent=True, probes=24)),
         ),
         (
             "turbo4@means:mass=0.02:most_dropped=0.1",
@@ -53,7 +49,6 @@ def test_names_of_sparse_methods(name: str, config: TurboConfig) -> None:
         ("turbo5@saap", "unknown method turbo5@saap; methods are fp16"),
         ("turbo4@best", "SparseConfig.selector must be one of 'saap', .*; got 'best'"),
         ("turbo4@saap:probe=3", "expected choices like probes=16, of .*; got 'probe=3'"),
-        ("turbo4@saap:independent=yes", "SparseConfig.independent must be one of True, False; got 'yes'"),
         ("turbo4@saap:probes=x", "expected a number for probes; got 'x'"),
         ("turbo4@saap+block_size=32", "SparseConfig.selector must be one of .*; got 'saap.block_size=32'"),
         ("kivi4@saap", "unknown method kivi4@saap"),

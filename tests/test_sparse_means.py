@@ -372,13 +372,13 @@ def test_the_choice_and_attention_over_it(
     read = reference_read_blocks(q, store, scoring, ByMeans(how["left"], counts[0, 1:]), how["always"], place)
     blocks = store.table.shape[1]
     bucket = torch.arange(blocks + 1, dtype=torch.int16, device=device)
-    index = bucket.repeat_interleave(store.block).expand(*store.order.shape, 1, -1).contiguous()
+    index = bucket.repeat_interleave(store.block).expand(*store.order.shape, -1).contiguous()
     spans = bucket[:, None].expand(*store.order.shape, -1, 2).contiguous()
     opened = torch.arange(blocks + 1, device=device) >= store.sealed[:, None]
     visited = torch.nn.functional.pad(read, (0, 1)) | opened[:, None, None]
     first = None if starts is None else torch.tensor(starts, device=device)
     options: dict[str, Any] = {"starts": first, "mode": "turbo", "backend": backend}
-    visits = Visits(index, visited[:, :, :, None], spans)
+    visits = Visits(index, visited, spans)
     want = sparse_decode(q, store, scoring, visits, AlwaysRead(0, 1), read=counts[0, :1], **options)
     got = sparse_decode(
         q, store, scoring, ByMeans(how["left"], counts[1, 1:]), how["always"], read=counts[1, :1], **options

@@ -27,11 +27,10 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicLayer
 
-from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_no_replay
-from turbo_hf.sparse.selectors import Hash
 
 
 @pytest.fixture(autouse=True)
@@ -326,12 +325,6 @@ def with_another_layer() -> TurboCache:
     return cache
 
 
-def sparse() -> TurboCache:
-    cache = filled(TurboConfig())
-    cache.turbo_layers()[1].selector = Hash(SparseConfig(selector="lsh-tables"), 1)
-    return cache
-
-
 def dequantized() -> TurboCache:
     cache = filled(TurboConfig())
     cache.decompressed = True
@@ -346,7 +339,6 @@ def dequantized() -> TurboCache:
         pytest.param(lambda: TurboCache(LlamaConfig(**SHAPE)), "layer 0 holds no tokens", id="empty"),
         pytest.param(recording, "blocks of a prompt wait for a crop", id="recording"),
         pytest.param(lambda: short_prompt(TurboConfig(low_heads=0.5)), "heads without a rank", id="unranked"),
-        pytest.param(sparse, 'layer 1 is sparse: selector "lsh-tables" has no kernel', id="sparse"),
     ],
 )
 def test_what_cannot_be_replayed_says_why(make: Callable[[], TurboCache], reason: str) -> None:

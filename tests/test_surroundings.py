@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from calibration_support import SMALL, TEXTS
+from graphs_support import an_index
 from models import lab_model, prompts, tiny_llama
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -17,7 +18,7 @@ from turbo_hf.calibration.run import calibrate
 from turbo_hf.config.turbo_config import PRESETS
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.doctor import diagnose
-from turbo_hf.sparse.selectors import Centroids, _directions
+from turbo_hf.sparse.selectors import Centroids
 
 PLAIN = TurboConfig(bits=16, block_size=32, attention="fp16")
 
@@ -87,10 +88,11 @@ def test_patching_with_another_default_device(meta_by_default: None) -> None:
     with torch.device("cpu"):
         model = Qwen2ForCausalLM(config).eval()
     # what is looked at in a model with a bias on its keys, and what is probed of its rotary embedding
-    sparse = SparseConfig(selector="lsh-reformer", buckets=8, probes=2)
-    with turbo_hf.patch(model, TurboConfig(sparse=sparse)) as handle:
+    sparse = SparseConfig(selector="kmeans", probes=2)
+    with torch.device("cpu"):
+        index = an_index(model)
+    with turbo_hf.patch(model, TurboConfig(sparse=sparse), calibration=index) as handle:
         assert handle.report().layers[0].storage == "2 x 4 bit"
-    assert _directions((16, 4), 0, torch.device("cpu")).device.type == "cpu"
 
 
 def test_calibrating_with_another_default_device(request: pytest.FixtureRequest) -> None:

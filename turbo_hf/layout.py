@@ -299,19 +299,16 @@ class TileRule(NamedTuple):
 class Visits(NamedTuple):
     """The buckets of cached keys, and which of them each query of a sparse decode visits.
 
-    buckets: int16 [B, Hkv, L, cap], by hash table (1 except for "lsh-tables") and position in the row; -1: unknown,
-        such a key is attended to. cap is at least the longest row.
-    visited: bool [B, Hkv, M, L, C], for all query heads of a KV head together, or [B, Hq, M, L, C], for each head; the
-        latter has no kernel if Hq is above Hkv.
+    buckets: int16 [B, Hkv, cap], by position in the row; -1: unknown, such a key is attended to. cap is at least the
+        longest row.
+    visited: bool [B, Hkv, M, C], for all query heads of a KV head together.
     spans: int16 [B, Hkv, n, 2], the smallest and the largest bucket in each of the first n blocks of a row, -1:
         unknown. It tells the kernel which blocks it can skip, and does not change the result. None: none is known.
-    min_collisions: in how many tables a key's bucket must be visited.
     """
 
     buckets: torch.Tensor
     visited: torch.Tensor
     spans: torch.Tensor | None = None
-    min_collisions: int = 1
 
 
 NOTED_UNIT = 1 << 20

@@ -109,7 +109,7 @@ def make_layers(
 
     layers = []
     for store in stores:
-        shape = (len(case.lengths), heads.kv, 1, cap)
+        shape = (len(case.lengths), heads.kv, cap)
         index = torch.randint(choice.buckets, shape, generator=generator, device=device, dtype=torch.int16)
         spans = in_order(index, case.lengths, store.block, choice)
         centroids = torch.nn.functional.normalize(weight(choice.buckets, heads.dim), dim=-1)
@@ -128,12 +128,12 @@ def make_layers(
 
 
 def in_order(index: torch.Tensor, lengths: Sequence[int], block: int, choice: Choice) -> torch.Tensor:
-    """Sort buckets [B, Hkv, 1, cap] in place, as a cache does those of a prompt; returns the spans of whole blocks."""
+    """Sort buckets [B, Hkv, cap] in place, as a cache does those of a prompt; returns the spans of whole blocks."""
     for row, length in enumerate(lengths):
         begin = -(-choice.sink // block) * block
         end = max(0, length - choice.window - SPARE) // block * block
-        index[row, :, :, begin:end] = index[row, :, :, begin:end].sort(-1).values
-    blocks = index[:, :, 0, : index.shape[3] // block * block].unflatten(-1, (-1, block))
+        index[row, :, begin:end] = index[row, :, begin:end].sort(-1).values
+    blocks = index[:, :, : index.shape[2] // block * block].unflatten(-1, (-1, block))
     return torch.stack(blocks.aminmax(dim=-1), -1)
 
 
@@ -150,7 +150,7 @@ def select(layer: SparseLayer, q: torch.Tensor, k: torch.Tensor | None, probes: 
         logits = score(grouped, layer.centroids, **how)
     else:
         logits = classify(grouped, layer.classifier, **how)
-    return visit(logits, probes=probes, backend=backend)[:, :, :, None]
+    return visit(logits, probes=probes, backend=backend)
 
 
 def step(
@@ -187,7 +187,7 @@ def check_sparse(
 
     def attended(row: int, head: int, query: torch.Tensor) -> tuple[AttentionOutput, AttentionOutput]:
         part, scaling, length = one_head(layer.store, row, head), case.heads.dim**-0.5, case.lengths[row]
-        bucket, visits = layer.index[row, head, 0, :length], visited[row, head, 0, 0]
+        bucket, visits = layer.index[row, head, :length], visited[row, head, 0]
         place = torch.arange(length, device=q.device)
         kept = visits[bucket.long()] | (place < choice.sink) | (place >= length - choice.window)
         k, v = (x[0, :, :length][:, kept] for x in dequantize(part, torch.float64))

@@ -100,7 +100,7 @@ def one_output(dim: int, heads: int) -> None:
     store = make_store(k, v, [150], groups=((4, 1),))
     q = torch.zeros(1, heads, 1, dim, dtype=torch.float16)
     launch_decode.launch_decode(q, store, Scoring(0.1))
-    index, visited = torch.zeros(1, 1, 1, 150, dtype=torch.int16), torch.zeros(1, 1, 1, 1, 16, dtype=torch.bool)
+    index, visited = torch.zeros(1, 1, 150, dtype=torch.int16), torch.zeros(1, 1, 1, 16, dtype=torch.bool)
     spans = torch.zeros(1, 1, 2, 2, dtype=torch.int16)
     launch_sparse.launch_sparse_decode(q, store, Scoring(0.1), Visits(index, visited, spans), AlwaysRead(1, 64))
 
@@ -125,9 +125,7 @@ def sparse(groups: HeadGroups, dim: int, dtype: torch.dtype, heads: int, **optio
     centroids = torch.zeros(2, 1024, dim, dtype=torch.float16)
     _, logits = launch_sparse.launch_assign_and_score(k[:, :, :1].to(dtype), grouped, centroids, model, rotary=turn)
     launch_sparse.launch_assign_and_score(k[:, :, :1].to(dtype), grouped, centroids)
-    launch_sparse.launch_visit(logits, mass=0.1, most=64, sizes=torch.ones(2, 2, 1024))
-    visited = launch_sparse.launch_visit(logits, probes=32)[:, :, :, None]
-    visits = Visits(index[:, :, None], visited, torch.zeros(2, 2, 2, 2, dtype=torch.int16))
+    visits = Visits(index, launch_sparse.launch_visit(logits, 32), torch.zeros(2, 2, 2, 2, dtype=torch.int16))
     scoring = taken(Scoring, options := {"scaling": 0.1} | options)
     launch_sparse.launch_sparse_decode(q, store, scoring, visits, AlwaysRead(1, 2047), **options)
 

@@ -55,12 +55,6 @@ class Block:
     def reshape(self, shape: Any) -> "Block":
         return Block(self.v.reshape(shape))
 
-    def permute(self, order: Any) -> "Block":
-        return Block(self.v.transpose(order))
-
-    def expand_dims(self, at: int) -> "Block":
-        return Block(np.expand_dims(self.v, at))
-
     @property
     def type(self) -> Any:
         return SimpleNamespace(layout=None)
@@ -114,12 +108,6 @@ class Shared:
         assert (self.array.shape, self.array.dtype) == (x.shape, x.v.dtype)
         self.array[...] = x.v
 
-    def slice(self, start: int, length: int) -> "Shared":
-        return Shared(self.array[start : start + length])
-
-    def load(self, layout: Any) -> Block:
-        return Block(self.array.copy())
-
     def _reinterpret(self, kind: Dtype, shape: Any, layout: Any) -> "Shared":
         assert self.array.flags.c_contiguous
         return Shared(self.array.reshape(-1).view(kind.kind)[: np.prod(shape)].reshape(shape))
@@ -148,7 +136,6 @@ def _prmt(a: Any, b: Any, chosen: Any) -> Any:
 
 INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda a: a,
-    "shr.u32": operator.rshift,
     "xor.b32": operator.xor,
     "and.b32": operator.and_,
     "prmt.b32": _prmt,
@@ -158,44 +145,18 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _registers(x: Any, pack: int) -> list[Any]:
-    """What `pack` neighbours along the last axis, 4 along the last two, fill: two float16 to a register."""
-    parts = [x] if pack == 1 else [x[..., i::2] for i in range(2)]
-    if pack == 4:
-        parts = [part[..., i::2, :] for i in range(2) for part in parts]
-    if x.dtype == np.float16:
-        return [_packed(np.stack(pair, -1)) for pair in zip(parts[::2], parts[1::2], strict=True)]
-    return [_wide(part) for part in parts]
-
-
-def _from_registers(registers: list[Any], pack: int) -> Any:
-    """The inverse of `_registers`, of float16."""
-    parts = [half for x in registers for half in np.moveaxis(_halves(x), -1, 0)]
-    lines = [np.stack(pair, -1).reshape(*pair[0].shape[:-1], -1) for pair in zip(parts[::2], parts[1::2], strict=True)]
-    if pack == 4:
-        return np.stack(lines, -2).reshape(*lines[0].shape[:-2], -1, lines[0].shape[-1]).astype(np.float16)
-    return lines[0].astype(np.float16)
-
-
-def _assembly(text: str, constraints: str, given: Any, dtype: Any = None, pack: int = 1, **options: Any) -> Any:
+def _assembly(text: str, constraints: str, given: Any, **options: Any) -> Any:
     if "spin" in text:
         return None
     results = constraints.count("=")
-    wide = [np.broadcast_to(bare(x), np.broadcast_shapes(*(np.shape(bare(y)) for y in given))) for x in given]
-    registers = [x for one in wide for x in _registers(one, pack)]
-    shape = registers[0].shape
-    held = {f"${results + i}": x for i, x in enumerate(registers)}
+    shape = np.broadcast_shapes(*(np.shape(bare(x)) for x in given))
+    held = {f"${results + i}": np.broadcast_to(_wide(x), shape) for i, x in enumerate(given)}
     for line in filter(None, (part.strip(" {}") for part in text.split(";"))):
         name, operands = line.split(" ", 1)
         if name != ".reg":
             to, *of = (x.strip() for x in operands.split(","))
             values = [np.broadcast_to(held[x] if x in held else np.int64(int(x, 0)), shape) for x in of]
             held[to] = INSTRUCTIONS[name](*values)
-    if pack > 1:
-        each = pack // 2
-        found = [[held[f"${i + n}"] for n in range(each)] for i in range(0, results, each)]
-        made = [Block(_from_registers(x, pack)) for x in found]
-        return made[0] if len(made) == 1 else tuple(made)
     out = [Block(held[f"${i}"].astype(np.uint32).view(np.int32)) for i in range(results)]
     return out[0] if results == 1 else tuple(out)
 
@@ -206,10 +167,6 @@ def _load(p: Pointer, mask: Any = True, other: Any = 77) -> Block:
     out = np.full(at.shape, other).astype(p.array.dtype)
     out[live] = p.array[at[live]]
     return Block(out)
-
-
-def _copied(to: Shared, p: Pointer, mask: Any = True) -> None:
-    to.store(_load(p, mask, 0))
 
 
 def _store(p: Pointer, x: Block, mask: Any = True) -> None:
@@ -223,10 +180,6 @@ def _product(a: Shared, b: Shared, acc: Block, use_acc: bool = True, is_async: b
     return Block(out + acc.v if use_acc else out)
 
 
-def _product_of_warps(a: Block, b: Block, acc: Block) -> Block:
-    return Block(a.v.astype(np.float32) @ b.v.astype(np.float32) + acc.v)
-
-
 def _layout(*sizes: Any, **options: Any) -> None:
     return None
 
@@ -238,22 +191,19 @@ def kernel_in_numpy(path: Path, name: str) -> Callable[..., None]:
     gl = SimpleNamespace(
         constexpr=lambda x: x, pointer_type=lambda kind: kind, inline_asm_elementwise=_assembly,
         program_id=lambda i: Block(np.int32(program[i])), num_programs=lambda i: Block(np.int32(programs[i])),
-        load=_load, store=_store, thread_barrier=lambda: None, convert_layout=lambda x, to, **options: x,
+        load=_load, store=_store, thread_barrier=lambda: None, convert_layout=lambda x, to: x,
         arange=lambda a, b, layout: Block(np.arange(a, b, dtype=np.int32)),
         full=lambda shape, x, kind, layout: Block(np.full(shape, x, kind.kind)),
         zeros=lambda shape, kind, layout: Block(np.zeros(shape, kind.kind)),
         full_like=lambda x, y: Block(np.full(x.shape, y).astype(x.v.dtype)),
         broadcast=lambda x, y: (Block(np.broadcast_to(x.v, np.broadcast_shapes(x.shape, y.shape))), y),
-        join=lambda x, y: Block(np.stack((x.v, y.v), -1)), split=lambda x: (Block(x.v[..., 0]), Block(x.v[..., 1])),
-        static_range=range, abs=lambda x: Block(np.abs(x.v)),
+        join=lambda x, y: Block(np.stack((x.v, y.v), -1)), abs=lambda x: Block(np.abs(x.v)),
         maximum=lambda x, y: Block(np.maximum(bare(x), bare(y))),
         minimum=lambda x, y: Block(np.minimum(bare(x), bare(y))),
         max=lambda x, dim: Block(x.v.max(dim)), sum=lambda x, dim: Block(x.v.sum(dim, dtype=x.v.dtype)),
         where=lambda c, x, y: Block(np.where(c.v, bare(x), bare(y)).astype(x.v.dtype)),
         exp2=lambda x: Block(np.exp2(x.v)), log2=lambda x: Block(np.log2(x.v)),
-        BlockedLayout=_layout, SliceLayout=_layout, NVMMADistributedLayout=_layout, SwizzledSharedLayout=_layout,
-        NVMMASharedLayout=shared, DotOperandLayout=_layout, DistributedLinearLayout=_layout,
-        SharedLinearLayout=_layout,
+        BlockedLayout=_layout, SliceLayout=_layout, NVMMADistributedLayout=_layout, NVMMASharedLayout=shared,
         # what nobody has stored is no number
         allocate_shared_memory=lambda kind, shape, to: Shared(np.full(shape, 91).astype(kind.kind)),
         **{kind: Dtype(kind) for kind in ("int8", "int32", "int64", "float16", "float32")},
@@ -267,10 +217,6 @@ def kernel_in_numpy(path: Path, name: str) -> Callable[..., None]:
 
     given: dict[str, Any] = {
         "gl": gl, "gluon": SimpleNamespace(jit=jit), "warpgroup_mma": _product,
-        "mma_v2": _product_of_warps,
-        "async_copy": SimpleNamespace(
-            async_copy_global_to_shared=_copied, commit_group=lambda: None, wait_group=lambda left: None
-        ),
         "fence_async_shared": lambda: None, "warpgroup_mma_wait": waited,
     }  # fmt: skip
     text = re.sub(r"^from triton.*?(\(.*?\))?$", "", path.read_text("utf-8"), flags=re.M | re.S)

@@ -115,10 +115,10 @@ def answer_and_report(
         return tokens, handle.report()
 
 
-def an_index(model: Any) -> Calibration:
-    """Random centroids and query classifiers of 16 buckets for a tiny model."""
+def an_index(model: Any, buckets: int = 16) -> Calibration:
+    """Random centroids and query classifiers for a tiny model."""
     heads, dim = model.config.num_key_value_heads, SHAPE["head_dim"]
-    shapes = {"weight_1": (dim, 32), "bias_1": (32,), "weight_2": (32, 16), "bias_2": (16,)}
+    shapes = {"weight_1": (dim, 32), "bias_1": (32,), "weight_2": (32, buckets), "bias_2": (buckets,)}
     generator = torch.Generator().manual_seed(5)
 
     def drawn(*shape: int) -> Tensor:
@@ -127,7 +127,8 @@ def an_index(model: Any) -> Calibration:
     layers = []
     for index in range(model.config.num_hidden_layers):
         classifier = {name: drawn(*shape) for name, shape in shapes.items()}
-        layers.append(LayerCalibration(index, {}, drawn(16, dim), classifier, rotated_centroids=drawn(16, dim)))
+        centroids, rotated = drawn(buckets, dim), drawn(buckets, dim)
+        layers.append(LayerCalibration(index, {}, centroids, classifier, rotated_centroids=rotated))
     return Calibration(fingerprint(model, Checkpoint("")), {}, tuple(layers), 0)
 
 

@@ -21,17 +21,15 @@ def sparse_store(lengths: Sequence[int], heads: int, dim: int, device: torch.dev
     return random_store(lengths, heads, dim, device, **how)
 
 
-def random_index(
-    store: KVStore, queries: int, buckets: int, share: float, tables: int = 1, query_heads: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Buckets of every token, some of them unknown, and visits of a share of them: of KV heads or of `query_heads`."""
+def random_index(store: KVStore, queries: int, buckets: int, share: float) -> tuple[Tensor, Tensor]:
+    """Buckets of every token, some of them unknown, and visits of a share of them."""
     rows, heads = store.order.shape
     cap = int((store.sealed * store.block + store.open_len).max())
     device = store.order.device
-    index = torch.randint(-1, buckets, (rows, heads, tables, cap + 7), device=device).to(torch.int16)
+    index = torch.randint(-1, buckets, (rows, heads, cap + 7), device=device).to(torch.int16)
     # the first row's tokens in the order of their buckets, as those of a prompt stand
     index[0] = index[0].sort(-1).values
-    return index, torch.rand(rows, query_heads or heads, queries, tables, buckets, device=device) < share
+    return index, torch.rand(rows, heads, queries, buckets, device=device) < share
 
 
 def spans_of(store: KVStore, index: Tensor | None) -> Tensor | None:
@@ -39,23 +37,20 @@ def spans_of(store: KVStore, index: Tensor | None) -> Tensor | None:
     blocks = store.table.shape[1]
     if index is None or not blocks:
         return None
-    own = index[:, :, 0, : blocks * store.block]
+    own = index[:, :, : blocks * store.block]
     own = torch.nn.functional.pad(own, (0, blocks * store.block - own.shape[-1]), value=-1).unflatten(-1, (blocks, -1))
     spans = torch.stack((own.amin(-1), own.amax(-1)), -1)
     spans[:, :, blocks // 2] = -1
     return spans
 
 
-def kept_keys(
-    place: int, bucket: list[list[int]], visited: list[list[bool]], sink: int, window: int, min_collisions: int
-) -> list[int]:
-    """Places that a query reads. bucket: by table and place; visited: by table and bucket."""
-    found = []
-    for t in range(place + 1):
-        met = sum(own[t] < 0 or seen[own[t]] for own, seen in zip(bucket, visited, strict=True))
-        if t < sink or t > place - window or (bool(bucket) and met >= min_collisions):
-            found.append(t)
-    return found
+def kept_keys(place: int, bucket: list[int], visited: list[bool], sink: int, window: int) -> list[int]:
+    """Places that a query reads. bucket: by place, [] without an index; visited: by bucket."""
+
+    def met(t: int) -> bool:
+        return bool(bucket) and (bucket[t] < 0 or visited[bucket[t]])
+
+    return [t for t in range(place + 1) if t < sink or t > place - window or met(t)]
 
 
 def check_sparse(
@@ -112,10 +107,8 @@ def naive(
             for head in range(heads):
                 kv = head // group
                 bucket = [] if index is None else index[row, kv].tolist()
-                chooser = head if visited is not None and visited.shape[1] == heads else kv
-                seen = [] if visited is None else visited[row, chooser, column].tolist()
-                sink, window = choice["sink_tokens"], choice["window_tokens"]
-                kept = kept_keys(place, bucket, seen, sink, window, choice.get("min_collisions", 1))
+                seen = [] if visited is None else visited[row, kv, column].tolist()
+                kept = kept_keys(place, bucket, seen, choice["sink_tokens"], choice["window_tokens"])
                 loaded |= {(kv, t) for t in kept}
                 score = (keys[kv, kept] @ q[row, head, column].cpu().to(dtype)).to(wide) * choice["scaling"]
                 if choice.get("softcap"):

@@ -3,15 +3,17 @@
 from typing import Any
 
 import torch
+from graphs_support import an_index
 from models import left_padded, prompts
 from torch import Tensor
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
-from turbo_hf.config.turbo_config import SELECTORS, USED_BY
+from turbo_hf.config.turbo_config import CALIBRATED, SELECTORS, USED_BY
+from turbo_hf.sparse.selectors import Centroids
 
-ANY: dict[str, Any] = {"buckets": 16, "probes": 3, "window_tokens": 20, "dense_layers": ()}
-"""Choices of a selector without calibration, small enough for short texts."""
+ANY: dict[str, Any] = {"probes": 3, "window_tokens": 20, "dense_layers": ()}
+"""Choices small enough for short texts."""
 
 
 def small(selector: str, **options: Any) -> dict[str, Any]:
@@ -28,8 +30,16 @@ def sparse(selector: str, **options: Any) -> TurboConfig:
     return TurboConfig(sparse=SparseConfig(**chosen), block_size=32, attention="fp16")
 
 
+def bucketed(config: SparseConfig, buckets: int = 16, layer: int = 0, backend: str = "auto") -> Centroids:
+    """A selector with random centroids, for 2 heads of 16 channels."""
+    centroids = torch.randn(2, buckets, 16, generator=torch.Generator().manual_seed(5), device="cpu")
+    return Centroids(config, layer, torch.nn.functional.normalize(centroids, dim=-1), False, backend)
+
+
 def answers(model: Any, config: TurboConfig, tokens: int = 20, calibration: Any = None, **options: Any) -> Tensor:
-    """New tokens under the patch, greedy."""
+    """New tokens under the patch, greedy. calibration: where one is needed, of random centroids by default."""
+    if calibration is None and config.sparse is not None and config.sparse.selector in CALIBRATED:
+        calibration = an_index(model)
     given = {"do_sample": False, "max_new_tokens": tokens, **options}
     with turbo_hf.patch(model, config, calibration=calibration):
         return torch.as_tensor(model.generate(**given)[:, options["input_ids"].shape[1] :])

@@ -52,7 +52,7 @@ def filled(config: TurboConfig, window: int | None = None, lengths: list[int] | 
 
 
 def buckets_of(layer: TurboLayer, k: Tensor) -> Tensor | None:
-    return None if layer.selector is None else layer.selector.buckets(k)
+    return layer.selector.buckets(k) if isinstance(layer.selector, Centroids) else None
 
 
 def new_tokens(rows: int = len(LENGTHS)) -> list[tuple[Tensor, Tensor]]:
@@ -89,6 +89,6 @@ def assert_same(a: TurboCache, b: TurboCache) -> None:
             assert store.sealed.tolist() == list(layer.state.sealed)
         for p, q in zip(x.dequantized(x.seen), y.dequantized(y.seen), strict=True):
             assert torch.equal(p, q)
-        for row, length in enumerate(x.lengths() if x.bucket_index.tables else []):
+        for row, length in enumerate(x.lengths() if x.bucket_index.bucketed else []):
             p, q = (layer.bucket_index.buckets[row, ..., :length] for layer in (x, y))
             assert torch.equal(p, q)

@@ -10,6 +10,7 @@ from turbo_hf.layout import AlwaysRead, AttentionOutput, ByMeans, Rotary, Scorin
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.store.rotate import rotate_queries
+from turbo_hf.sparse.selectors import Centroids
 from turbo_hf.sparse.undo_rotary import turns_by_halves, undo_rotary
 
 AUDITED = 32
@@ -49,32 +50,30 @@ class Source(NamedTuple):
 
 
 def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, new: NewColumns) -> torch.Tensor | None:
-    """Buckets of new keys [B, Hkv, M, D], as the model gives them: int16 [B, Hkv, tables, M], aligned by `new`.
+    """Buckets of new keys [B, Hkv, M, D], as the model gives them: int16 [B, Hkv, M], aligned by `new`.
 
     None where the layer keeps no buckets.
     """
     selector = layer.selector
-    if selector is None or not selector.tables:
+    if not isinstance(selector, Centroids):
         return None
     parts = []
     for first in range(0, key.shape[2], PART):
         part = key[:, :, first : first + PART]
         parts.append(selector.buckets(*(source.pre_rotary(part, first) if selector.pre_rotary else (part,))))
-    buckets = parts[0] if len(parts) == 1 else torch.cat([part for part in parts if part is not None], 3)
-    if buckets is None or new.gather is None:
-        return buckets
-    return torch.take_along_dim(buckets, new.gather[:, None, None], 3)
+    buckets = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    return buckets if new.gather is None else torch.take_along_dim(buckets, new.gather[:, None], 2)
 
 
-def new_buckets_and_query_info(
+def new_buckets_and_logits(
     layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, new: NewColumns
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """For a decode step: buckets of its keys, as in `new_buckets`, and what the selector needs of its queries.
+    """For a decode step: buckets of its keys, as in `new_buckets`, and its queries' logits float32 [B, Hkv, M, C].
 
     query: [B, Hq, M, D], key: [B, Hkv, M, D], as the model gives them. None and None where the layer keeps no buckets.
     """
     selector = layer.selector
-    if selector is None or not selector.tables:
+    if not isinstance(selector, Centroids):
         return None, None
     rotary = None
     if selector.pre_rotary:
@@ -82,12 +81,12 @@ def new_buckets_and_query_info(
         fused = new.gather is None
         (query, rotary), (key, _) = source.pre_rotary(query, fused=fused), source.pre_rotary(key, fused=fused)
     grouped = new.align(query).unflatten(1, (layer.heads, -1)).transpose(2, 3)
-    return selector.buckets_and_query_info(new.align(key), grouped, rotary)
+    return selector.buckets_and_logits(new.align(key), grouped, rotary)
 
 
 def attend_sparse(
     layer: TurboLayer,
-    query_info: torch.Tensor | None,
+    logits: torch.Tensor | None,
     query: torch.Tensor,
     new: NewColumns,
     starts: torch.Tensor | None,
@@ -95,7 +94,7 @@ def attend_sparse(
 ) -> AttentionOutput:
     """Decode of query [B, Hq, M, D], as the model gives it, over the keys that the layer's selector chooses.
 
-    The layer holds the new tokens already. query_info: what `new_buckets_and_query_info` gives of the queries.
+    The layer holds the new tokens already. logits: as of `new_buckets_and_logits`.
     """
     selector, index = layer.selector, layer.bucket_index
     assert selector is not None
@@ -109,10 +108,9 @@ def attend_sparse(
     visits: Visits | ByMeans | None = (
         ByMeans(selector.config.left, noted, layer.left_by_head) if selector.by_means else None
     )
-    if query_info is not None:
+    if isinstance(selector, Centroids) and logits is not None:
         # nothing may come between it and attention: their launches overlap
-        visited = _visited(layer, query_info, new.tokens, query.shape[1] // layer.heads)
-        visits = None if visited is None else Visits(index.buckets, visited, index.spans, selector.min_collisions)
+        visits = Visits(index.buckets, selector.visited(logits), index.spans)
     return sparse_decode(
         q,
         layer.kv_store(),
@@ -160,22 +158,3 @@ def audit_by_means(layer: TurboLayer, query: torch.Tensor, starts: torch.Tensor 
     dense = torch.cat(over)
     layer.left_by_head.masked_fill_(dense, 0.0)
     selector.tally.audited(dense)
-
-
-def _visited(layer: TurboLayer, query_info: torch.Tensor, tokens: int, group: int) -> torch.Tensor | None:
-    """`Selector.visited` of the newest `tokens` of each row, which the layer holds already.
-
-    Where the selector weighs buckets: by the keys that each token found there, beyond those that it reads anyway.
-    """
-    selector = layer.selector
-    assert selector is not None
-    if not selector.weighs:
-        return selector.visited(query_info, group)
-    sealed, opened = layer.device_counts.sealed(layer.state), layer.device_counts.open(layer.state)
-    beyond = sealed * layer.config.block_size + opened - selector.window
-    parts = []
-    for later, token in zip(reversed(range(tokens)), query_info.chunk(tokens, 2), strict=True):
-        visited = selector.visited(token, group, layer.bucket_index.sizes(selector.weighs, beyond - later))
-        assert visited is not None
-        parts.append(visited)
-    return parts[0] if tokens == 1 else torch.cat(parts, 2)

@@ -14,7 +14,7 @@ from turbo_hf.attention.full_precision import attend_beside, decompressed, full_
 from turbo_hf.attention.latent import latent_prompt, latent_step, require_plain
 from turbo_hf.attention.packed import PACKED_KEYWORDS, packed_cache
 from turbo_hf.attention.prompt import attend_prompt
-from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets_and_query_info
+from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets_and_logits
 from turbo_hf.attention.step_operator import StepCall, step_attention
 from turbo_hf.cache.claimed_cache import ClaimedCache
 from turbo_hf.cache.guards import untraced
@@ -308,9 +308,9 @@ def _step(
     q, k, v = qkv if new.gather is None else (new.align(x) for x in qkv)
     starts, config = new.starts_on(q.device), layer.config
     if layer.selector is not None:
-        buckets, query_info = new_buckets_and_query_info(layer, source, qkv.query, qkv.key, new)
+        buckets, logits = new_buckets_and_logits(layer, source, qkv.query, qkv.key, new)
         layer.append(k, v, new, buckets, check_later=True)
-        out = attend_sparse(layer, query_info, qkv.query, new, starts, scoring).out
+        out = attend_sparse(layer, logits, qkv.query, new, starts, scoring).out
         layer.commit(check_later=True)
         return out
     context = layer.state.context

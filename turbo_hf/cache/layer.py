@@ -188,7 +188,7 @@ class TurboLayer(DequantizedLayer):
         explain = (self.order, self.valid_prefix, self.universal, self.left_by_head, self.nonfinite)
         # and the open tokens of each row, int64
         scales += sum(x.nbytes for x in explain if x is not None) + 8 * self.rows
-        index = {"index": self.bucket_index.nbytes()} if self.bucket_index.tables else {}
+        index = {"index": self.bucket_index.nbytes()} if self.bucket_index.bucketed else {}
         if self.pool.means is not None:
             index = {"index": sum(x.nbytes for x in self.pool.means)}
         return {"codes": codes, "scales": scales, "open": self.buffer.nbytes(), **index}

@@ -43,7 +43,6 @@ class Memory:
     full_precision: bytes that the tokens of compressed layers would take in the model's dtype, `dtype`.
     ranks: how many ranks hold as much, each of its own heads (tensor parallel) or blocks (a context group, where others
         may hold a block of a row less); bytes are those of one.
-    laid_out: bytes beside all these, of numbers that steps without a kernel have laid out until a block is sealed.
     dtype: the model's, such as "bfloat16"; "" for an empty cache.
     """
 
@@ -51,7 +50,6 @@ class Memory:
     tokens: int
     full_precision: int
     ranks: int = 1
-    laid_out: int = 0
     dtype: str = ""
 
     @property
@@ -91,8 +89,6 @@ class Memory:
             lines.append(f"  {'each of ' if layers.startswith('layers') else ''}{layers}: {_of_kinds(kinds)}")
         if len(groups) > SHOWN:
             lines.append(f"  and {len(groups) - SHOWN} lines more: see `layers`")
-        if self.laid_out:
-            lines.append(f"  beside the cache, laid out for steps without a kernel: {self.laid_out:,}")
         return "\n".join(lines)
 
 
@@ -108,7 +104,6 @@ def measure(layers: list[Any], ranks: int = 1) -> Memory:
         sum(turbo[0].lengths()) + sum(turbo[0].state.dropped) if turbo else 0,
         sum(layer.full_precision_bytes() for layer in turbo),
         ranks,
-        sum(layer.laid_out_bytes() for layer in turbo),
         str(turbo[0].dtype).removeprefix("torch.") if turbo else "",
     )
 

@@ -25,7 +25,7 @@ from turbo_hf.layout import (
     widths_of,
 )
 from turbo_hf.sparse.bucket_index import GRAIN
-from turbo_hf.sparse.selectors import Selector
+from turbo_hf.sparse.selectors import Centroids, Selector
 
 META = torch.device("meta")
 LATER = {"dtype": OneOf((torch.dtype, None)), "device": OneOf((torch.device, None))}
@@ -149,12 +149,12 @@ def _of_index(
     by: Selector | None, found: dict[str, Any], by_head: tuple[int, int], lengths: list[int], block: int
 ) -> dict[str, Any]:
     """What the `BucketIndex` of a saved layer with this selector must be."""
-    tables = 0 if by is None else by.tables
-    capacity = -(-max(lengths) // GRAIN) * GRAIN if tables else 0
-    last = by.choices or by.config.buckets if by is not None and tables else 1
+    choices = by.choices if isinstance(by, Centroids) else 0
+    capacity = -(-max(lengths) // GRAIN) * GRAIN if choices else 0
+    last = max(1, choices)
     least = 0 if found.get("known") is True else -1
     return {
-        "buckets": Stored((*by_head, tables, capacity), torch.int16, least, last - 1, lengths, 3),
+        "buckets": Stored((*by_head, capacity), torch.int16, least, last - 1, lengths, 2),
         "spans": Stored((*by_head, None, 2), torch.int16, -1, last - 1),
         "known": bool,
         "sorted": [Each([Whole(0, -(-held // block))] * 2) for held in lengths],

@@ -273,10 +273,6 @@ class LayerStorage:
         self.commit(check_later=True)
         return out
 
-    def laid_out_bytes(self) -> int:
-        """Bytes beside the cache: the numbers of a short context, which steps without a kernel have laid out."""
-        return sum(getattr(each.decode, "nbytes", 0) for each in self._repeats.known.values())
-
     def forget_repeats(self) -> None:
         """Before tensors are replaced: nothing keeps the old ones alive."""
         self._repeats = _Repeats()

@@ -179,7 +179,7 @@ def choose_selectors(
             words[index] = f"reads every key: {made}"
     if not selectors:
         raise ValueError(f"no layer of this model can be sparse. Layer {max(words)} {words[max(words)]}.")
-    counts = {selector.choices for selector in selectors.values()} - {0}
+    counts = {selector.choices for selector in selectors.values() if isinstance(selector, Centroids)}
     _note(notices, *(sparse.many_probes(buckets) for buckets in sorted(counts)))
     return selectors, words
 

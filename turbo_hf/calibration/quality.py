@@ -11,10 +11,9 @@ from turbo_hf.calibration.samples import Samples, bucket_sums, long_range
 SELECTIVITY = (0.01, 0.02, 0.04, 0.08)
 """Shares of the keys (without the always-read ones) that may be read."""
 
-WAYS = ("classifier", "classifier, independent", "k-means", "k-means, rotated", "random")
-"""How buckets are chosen: by the query classifier, also for each query head of a KV head by itself (SAAP appendix E.3),
-by inner products with the centroids of keys before and after rotary embedding (the latter have buckets of their own),
-by chance."""
+WAYS = ("classifier", "k-means", "k-means, rotated", "random")
+"""How buckets are chosen: by the query classifier, by inner products with the centroids of keys before and after rotary
+embedding (the latter have buckets of their own), by chance."""
 
 
 @torch.no_grad()
@@ -31,8 +30,7 @@ def evaluate(
     """Figures of one layer over the long-range queries of `windows`.
 
     Buckets are chosen as in decoding: scores summed over the query heads of a KV head, best buckets first, until the
-    share of keys is read. The last bucket counts in part: the same share of its mass as of its keys. Query heads that
-    choose independently visit as many buckets each, and the keys that any of them reads count.
+    share of keys is read. The last bucket counts in part: the same share of its mass as of its keys.
 
     rotated: centroids [Hkv, C, D] of keys after rotary embedding.
 
@@ -69,17 +67,16 @@ def evaluate(
             shape = (heads, groups, rows, clusters)
             sizes = sizes.view(shape)[:, 0]
             scores = {
-                "classifier": logits.view(shape).sum(1, keepdim=True),
-                "classifier, independent": logits.view(shape),
-                "k-means": torch.bmm(flat, centroids.float().mT).view(shape).sum(1, keepdim=True),
-                "random": torch.rand(heads, 1, rows, clusters, generator=seeded).to(device),
+                "classifier": logits.view(shape).sum(1),
+                "k-means": torch.bmm(flat, centroids.float().mT).view(shape).sum(1),
+                "random": torch.rand(heads, rows, clusters, generator=seeded).to(device),
             }
             weight = far.to(device).double()
             mass = mass.view(shape)
             for way, score in scores.items():
                 total[way] += _recalled(score, mass, sizes, weight).cpu()
             mass, sizes = bucket_sums(pairs, turned, clusters)
-            score = torch.bmm(asking.float(), rotated.float().mT).view(shape).sum(1, keepdim=True)
+            score = torch.bmm(asking.float(), rotated.float().mT).view(shape).sum(1)
             recalled = _recalled(score, mass.view(shape), sizes.view(shape)[:, 0], weight)
             total["k-means, rotated"] += recalled.cpu()
             counted += weight.sum((1, 2)).cpu()
@@ -100,15 +97,12 @@ def evaluate(
 def _recalled(score: torch.Tensor, mass: torch.Tensor, sizes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Sum over weighted queries of the mass in the buckets that are read, [Hkv, selectivities].
 
-    score: [Hkv, 1 or G, n, C], of the query heads together or of each; sizes: [Hkv, n, C]; mass: [Hkv, G, n, C];
-    weight: [Hkv, G, n].
+    score, sizes: [Hkv, n, C]; mass: [Hkv, G, n, C]; weight: [Hkv, G, n].
     """
     order = score.argsort(-1, descending=True)
-    # keys that each further bucket adds to those that any head reads
-    first = order.argsort(-1).amin(1)
-    size = torch.zeros_like(sizes).scatter_add_(-1, first, sizes)
+    size = sizes.gather(-1, order)
     before = size.cumsum(-1) - size
-    seen = mass.gather(-1, order.expand_as(mass)).double()
+    seen = mass.gather(-1, order[:, None].expand_as(mass)).double()
     allowed = sizes.sum(-1, keepdim=True)
     parts = [((allowed * limit - before) / size.clamp(min=1)).clamp(0, 1) for limit in SELECTIVITY]
     each = [(seen * part[:, None]).sum(-1) * weight for part in parts]

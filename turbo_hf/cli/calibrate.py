@@ -184,12 +184,12 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
             figures = [str(layer.centroids.shape[1]), *(f"{row[at]:.1%}" if row else "-" for row in rows)]
         cells.append((str(layer.index), order, *figures))
     title = f"{found.fingerprint['model']}: {found.tokens:,} tokens in {seconds:.0f} s"
-    headings = ("layer", "heads by need of bits", "C", "saap", "each", "kmeans", "rotated", "random")
+    headings = ("layer", "heads by need of bits", "C", "saap", "kmeans", "rotated", "random")
     show_table(title, headings, cells, words=2, box=SIMPLE)
     if any(layer.quality for layer in found.layers):
         remark(
             "Of C buckets; recall: long-range attention mass in 4 % of the keys, on text held out, by what chooses "
-            "them: the selectors saap, the same with independent=True (each), kmeans, kmeans-rotated and random."
+            "them: the selectors saap, kmeans and kmeans-rotated, and chance (random)."
         )
     for layer in found.layers:
         if layer.prompt is not None:

@@ -20,25 +20,15 @@ BACKENDS = ("auto", "triton", "reference")
 V_SCALES = ("block", "channel", "tensor")
 BUFFER_SCALES = ("token", "universal")
 CALIBRATED = ("saap", "kmeans", "kmeans-rotated")
-"""Selectors that need a calibration."""
-SELECTORS = (*CALIBRATED, "means", "lsh-reformer", "lsh-gray", "lsh-tables", "random", "window", "full")
+"""Selectors that choose buckets of keys, and need a calibration."""
+SELECTORS = (*CALIBRATED, "means", "window", "full")
 MOST_BUCKETS = 1 << 15
 """Maximum number of buckets per KV head: a token's bucket is stored in 16 bits."""
 MOST_TOKENS = 1 << 30
 """Maximum number of tokens that are always read: no row holds more, and places are counted in 32 bits."""
 LARGEST_SEED = (1 << 32) - 1
 """Seeds are multiplied by constants, with layers and windows added, and torch accepts 64 bits."""
-NO_BUCKETS = ("means", "window", "full")
-"""Selectors that choose no buckets."""
-USED_BY = {
-    "buckets": ("lsh-reformer", "lsh-gray", "lsh-tables", "random"),
-    "tables": ("lsh-tables",),
-    "mass": ("saap", "means"),
-    "most_dropped": ("means",),
-    "most_probes": ("saap",),
-    "probes": tuple(name for name in SELECTORS if name not in ("lsh-tables", *NO_BUCKETS)),
-    "independent": tuple(name for name in SELECTORS if name not in NO_BUCKETS),
-}
+USED_BY = {"mass": ("means",), "most_dropped": ("means",), "probes": CALIBRATED}
 """Fields of `SparseConfig` that only these selectors use."""
 
 
@@ -78,62 +68,31 @@ class SparseConfig(Options):
             by centroids of keys before rotary embedding, visits by the query classifier. "kmeans": visits by the inner
             product of the un-rotated query and the centroids. "kmeans-rotated": centroids of keys after rotary
             embedding. These three need a calibration. "means": the blocks that hold the mass of the attention, as
-            estimated by the mean key of each; it needs none. "lsh-reformer", "lsh-gray", "lsh-tables": hashing, the
-            variants of SAAP appendix B. "random": random buckets. "window": the always-read tokens alone
-            (StreamingLLM). "full": every key. Options are refused for selectors that do not use them, unless left at
-            their defaults.
-        probes: how many buckets a step visits for each KV head; None: 32 (SAAP: l = 32). Not for "lsh-tables", whose
-            queries visit one bucket of each table, nor for "means", "window" and "full", which have no buckets.
-        mass: share of the attention that may be left out, between 0 and 1. Selector "saap": instead of a fixed number
-            of buckets, visit them until the classifier leaves less than this share of the attention beyond the
-            always-read tokens to the remaining ones; not together with `probes`; each step then counts the buckets of
-            all keys, in plain torch. Selector "means": each query head reads the fewest sealed blocks, the always-read
-            ones among them, that leave no more than this share of its estimated attention to others; None: 0.05. A
-            block that one head of a KV head needs is read for all.
+            estimated by the mean key of each; it needs none. "window": the always-read tokens alone (StreamingLLM).
+            "full": every key. Options are refused for selectors that do not use them, unless left at their defaults.
+        probes: how many buckets a step visits for each KV head, by the sum of its query heads' scores; None: 32 (SAAP:
+            l = 32). For "saap", "kmeans" and "kmeans-rotated".
+        mass: share of the attention that may be left out by selector "means", between 0 and 1: each query head reads
+            the fewest sealed blocks, the always-read ones among them, that leave no more than this share of its
+            estimated attention to others; None: 0.05. A block that one head of a KV head needs is read for all.
         most_dropped: share of its softmax that any of a prompt's newest 32 queries may truly lose by selector "means",
             above 0. It is measured, against all keys, when the prompt has been stored; a KV head in which one query
             would lose more reads every key from then on, in that row. None: four times `mass`, at most 0.9. 1: the
             estimate is trusted, and nothing is measured.
-        most_probes: the maximum number of buckets visited under `mass`; None: no limit.
-        buckets: number of buckets per KV head, for the selectors without a calibration; for "lsh-tables", per hash
-            table.
-        tables: number of hash tables of "lsh-tables"; a key is attended to if it meets the query in two of them. They
-            take 2 bytes per token and table, and run in plain torch.
-        independent: True: each query head visits `probes` buckets (or those of `mass`) by its own scores, and attends
-            only to keys of those (SAAP appendix E.3); a key that several heads read is counted once for their KV head.
-            Runs in plain torch, without CUDA graphs. False: the query heads of a KV head choose together, by the sum of
-            their scores, and read the same keys. Not for "means", "window" and "full".
         sink_tokens, window_tokens: how many of the first and of the newest tokens of a row are always read (SAAP: 1 +
             2047), from 0 and 1 to 2^30. A row of no more tokens than these is read in full.
         read_all_layers: layers whose steps read every key (SAAP: the first). They remain compressed.
         dense_layers: an older name of `read_all_layers`, under which `to_dict` and `dataclasses.replace` know it. Not
             to be confused with `TurboConfig.dense_layers`, which are not compressed.
-        seed: seed of the random selectors; below 2^32.
     """
 
-    selector: Literal[
-        "saap",
-        "kmeans",
-        "kmeans-rotated",
-        "means",
-        "lsh-reformer",
-        "lsh-gray",
-        "lsh-tables",
-        "random",
-        "window",
-        "full",
-    ] = "saap"
+    selector: Literal["saap", "kmeans", "kmeans-rotated", "means", "window", "full"] = "saap"
     probes: int | None = None
     mass: float | None = None
     most_dropped: float | None = None
-    most_probes: int | None = None
-    buckets: int = 1024
-    tables: int = 16
-    independent: bool = False
     sink_tokens: int = 1
     window_tokens: int = 2047
     dense_layers: tuple[int, ...] = (0,)
-    seed: int = 0
 
     if TYPE_CHECKING:
         read_all_layers: tuple[int, ...] = (0,)
@@ -147,17 +106,12 @@ class SparseConfig(Options):
     def __post_init__(self) -> None:
         freeze_layers(self, "dense_layers")
         one_of("selector", self.selector, SELECTORS, "SparseConfig")
-        if self.probes is not None and self.mass is not None:
-            raise ValueError("SparseConfig takes probes or mass, not both: a number of buckets or a share of mass.")
-        for field, least in (("buckets", 2), ("tables", 2), ("sink_tokens", 0), ("window_tokens", 1), ("seed", 0)):
+        for field, least in (("sink_tokens", 0), ("window_tokens", 1)):
             at_least(field, getattr(self, field), least, "SparseConfig")
-        for field in ("probes", "most_probes"):
-            if getattr(self, field) is not None:
-                at_least(field, getattr(self, field), 1, "SparseConfig")
-        largest = {"buckets": MOST_BUCKETS, "sink_tokens": MOST_TOKENS, "window_tokens": MOST_TOKENS}
-        for field, most in (largest | {"seed": LARGEST_SEED}).items():
-            if getattr(self, field) > most:
-                raise ValueError(f"SparseConfig.{field} must be at most {most}; got {getattr(self, field)}.")
+            if getattr(self, field) > MOST_TOKENS:
+                raise ValueError(f"SparseConfig.{field} must be at most {MOST_TOKENS}; got {getattr(self, field)}.")
+        if self.probes is not None:
+            at_least("probes", self.probes, 1, "SparseConfig")
         share = self.mass
         if share is not None and (not isinstance(share, float) or not 0 < share < 1):
             raise ValueError(f"SparseConfig.mass must be a number between 0 and 1; got {share!r}.")
@@ -165,17 +119,7 @@ class SparseConfig(Options):
         number = isinstance(share, int | float) and not isinstance(share, bool)
         if share is not None and not (number and 0 < share <= 1):
             raise ValueError(f"SparseConfig.most_dropped must be above 0 and at most 1; got {share!r}.")
-        if self.most_probes is not None and self.mass is None:
-            raise ValueError("SparseConfig.most_probes has no effect without mass.")
-        one_of("independent", self.independent, (True, False), "SparseConfig")
         self._refuse_unused()
-        if self.selector in ("lsh-gray", "lsh-tables") and self.buckets.bit_count() != 1:
-            raise ValueError(
-                f'SparseConfig.buckets must be a power of two with selector "{self.selector}", whose hashes are bits; '
-                f"got {self.buckets}."
-            )
-        if self.selector in ("lsh-reformer", "lsh-gray", "random"):
-            self.check_buckets(self.buckets)
         layer_indices("dense_layers", self.dense_layers, "", "SparseConfig")
 
     @classmethod
@@ -193,16 +137,9 @@ class SparseConfig(Options):
                 )
 
     @property
-    def why_no_kernel(self) -> str | None:
-        """Why decode steps run in plain torch on any device, at least with grouped heads; None: they do not."""
-        if self.independent:
-            return "SparseConfig.independent has no kernel"
-        return 'selector "lsh-tables" has no kernel' if self.selector == "lsh-tables" else None
-
-    @property
-    def count(self) -> int | None:
-        """Number of buckets visited, for `ops.sparse.select.visit`: `probes`, 32 by default; None under `mass`."""
-        return None if self.mass is not None else (self.probes or 32)
+    def count(self) -> int:
+        """Number of buckets visited: `probes`, 32 by default."""
+        return self.probes or 32
 
     @property
     def left(self) -> float:
@@ -216,24 +153,21 @@ class SparseConfig(Options):
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the index per token and KV head: 2 for each bucket that a key has."""
-        if self.selector in NO_BUCKETS:
-            return 0
-        return 2 * (self.tables if self.selector == "lsh-tables" else 1)
+        """Bytes of the index per token and KV head: 2 where a key has a bucket."""
+        return 2 if self.selector in CALIBRATED else 0
 
     def check_buckets(self, buckets: int) -> None:
         """ValueError if more buckets are to be visited than exist."""
-        for field, wanted in (("probes", self.count), ("most_probes", self.most_probes)):
-            if wanted is not None and wanted > buckets:
-                came = f"got {wanted}" if getattr(self, field) else f"it is {wanted} unless it is given"
-                raise ValueError(
-                    f"SparseConfig.{field} must be at most the {buckets} buckets of a head; {came}. Take fewer, or "
-                    "more buckets (a calibration with more clusters)."
-                )
+        if self.count > buckets:
+            came = f"got {self.probes}" if self.probes else f"it is {self.count} unless it is given"
+            raise ValueError(
+                f"SparseConfig.probes must be at most the {buckets} buckets of a head; {came}. Take fewer, or more "
+                "buckets (a calibration with more clusters)."
+            )
 
     def many_probes(self, buckets: int) -> str | None:
         """A sentence if steps visit half of a head's buckets or more; None: they do not."""
-        if self.count is None or 2 * self.count < buckets:
+        if 2 * self.count < buckets:
             return None
         return (
             f"steps visit {self.count} of the {buckets} buckets of a head, and so read most keys. Take fewer probes "
@@ -387,9 +321,6 @@ class TurboConfig(Options):
         if self.sparse is not None and not isinstance(self.sparse, SparseConfig):
             raise ValueError(f"TurboConfig.sparse must be a SparseConfig or None; got {self.sparse!r}.")
         self._check_sparse_prompt()
-        reason = self.sparse.why_no_kernel if self.sparse is not None else None
-        if reason is not None and self.backend == "triton":
-            raise ValueError(f'TurboConfig.backend "triton" cannot run here: {reason}. Choose "auto" or "reference".')
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> "TurboConfig":

@@ -32,7 +32,6 @@ from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.store.append import seal_open
 from turbo_hf.ops.store.select_rows import select_rows
-from turbo_hf.sparse.selectors import why_no_replay_with
 
 AHEAD = 8
 """Maximum number of blocks per row for which pages are reserved at a time: once used up, a step is captured again."""
@@ -134,9 +133,6 @@ def why_never_replayed(cache: TurboCache) -> str | None:
             if type(layer) in BESIDE and _alone(cache):
                 continue
             return f"layer {index} is not compressed"
-        reason = None if layer.selector is None else why_no_replay_with(layer.selector.config)
-        if reason is not None:
-            return f"layer {index} is sparse: {reason}"
         reason = why_no_replay_under(layer.config, layer.latent)
         if reason is not None:
             return reason
@@ -486,7 +482,7 @@ class ReplayableSteps:
         False: nothing has changed.
         """
         unequal = any(group.state.selected(rows) != group.state for group in self._groups)
-        bucketed = any(layer.selector is not None and layer.selector.tables for layer in self.layers)
+        bucketed = any(layer.bucket_index.bucketed for layer in self.layers)
         if unequal or bucketed or not self.intact() or any(layer.given_mask is not None for layer in self.layers):
             return False
         for beside in self.cache.layers:

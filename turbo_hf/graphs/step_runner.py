@@ -24,7 +24,7 @@ from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.turbo_cache import TurboCache
-from turbo_hf.config.turbo_config import NO_BUCKETS, TurboConfig
+from turbo_hf.config.turbo_config import CALIBRATED, TurboConfig
 from turbo_hf.errors import Unsupported, warn
 from turbo_hf.graphs.asides import Asides, foreign_hooks, modules_of, name_of
 from turbo_hf.graphs.compiled_step import CompiledStep
@@ -35,7 +35,6 @@ from turbo_hf.models.quantized_weights import why_not_captured
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.ranks import ALONE, Ranks, ranks_of
-from turbo_hf.sparse.selectors import why_no_replay_with
 
 CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_router_logits"})
 """Keywords of a step that are not tensors, and become part of the capture."""
@@ -405,8 +404,8 @@ def describe(
     weights cannot be captured.
     """
     reason = why_no_replay_under(config, latent) or why_no_kernels_on(device) or apart or weights
-    if reason is None:
-        reason = f"layer {dense[0]} is dense" if dense else why_no_replay_with(config.sparse)
+    if reason is None and dense:
+        reason = f"layer {dense[0]} is dense"
     if config.cuda_graphs is False:
         return "decode steps: no CUDA graphs (cuda_graphs=False)", reason
     if reason is None and config.cuda_graphs == "auto" and not known_family:
@@ -414,7 +413,7 @@ def describe(
     if reason is not None:
         return f"decode steps: no CUDA graphs ({reason})", reason
     but = "" if config.sparse is None else ", but for drafts"
-    if config.sparse is not None and config.sparse.selector not in NO_BUCKETS:
+    if config.sparse is not None and config.sparse.selector in CALIBRATED:
         but = ", but for beams and drafts"
     return f"decode steps: CUDA graphs{but}{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from turbo_hf.ops.host_device import nothing, shared
-from turbo_hf.sparse.selectors import Selector
+from turbo_hf.sparse.selectors import Centroids, Selector
 
 GRAIN = 64
 """Minimum number of tokens by which the index grows."""
@@ -16,7 +16,7 @@ SPARE = 64
 
 
 class BucketIndex:
-    """Buckets of all rows: int16 [B, Hkv, tables, cap] in `buckets`; -1 where unknown.
+    """Buckets of all rows: int16 [B, Hkv, cap] in `buckets`; -1 where unknown.
 
     A token keeps its bucket, and also its place, with one exception: when a prompt is sealed, the tokens of each head
     that are not always read are sorted by bucket (`sort`), here and in the pages, so that a step reads whole blocks of
@@ -26,34 +26,30 @@ class BucketIndex:
     Args:
         rows, heads, device: of the layer.
         block: tokens per block.
-        selector: what assigns the buckets; None: keys have none.
+        selector: what assigns the buckets; unless it is `Centroids`, keys have none.
     """
 
     def __init__(self, rows: int, heads: int, block: int, selector: Selector | None, device: torch.device):
         self.block, self.selector = block, selector
-        tables = 0 if selector is None else selector.tables
-        self.buckets = nothing((rows, heads, tables, 0), torch.int16, device)
+        # False: this layer reads all keys, or none by bucket
+        self.bucketed = isinstance(selector, Centroids)
+        self.buckets = nothing((rows, heads, 0), torch.int16, device)
         self.spans = nothing((rows, heads, 0, 2), torch.int16, device)
         self._all_known = True
         # for each row, the blocks in bucket order
         self.sorted_blocks: list[list[range]] = [[] for _ in range(rows)]
 
     @property
-    def tables(self) -> int:
-        """Buckets per token; 0: this layer reads all keys, or none by bucket."""
-        return self.buckets.shape[2]
-
-    @property
     def sorts(self) -> bool:
         """Whether tokens can be sorted by bucket: each has one, and it was always known."""
-        return self.tables == 1 and self._all_known
+        return self.bucketed and self._all_known
 
     def append(self, new: torch.Tensor | None, held: list[int], tokens: int, starts: list[int] | None) -> None:
         """Note `tokens` new tokens, row r's from column `starts[r]` on, behind the `held[r]` that it holds.
 
-        new: int16 [B, Hkv, tables, tokens]; None: their buckets are not known.
+        new: int16 [B, Hkv, tokens]; None: their buckets are not known.
         """
-        if not self.tables or not tokens:
+        if not self.bucketed or not tokens:
             return
         begin = [0] * len(held) if starts is None else starts
         after = [n + tokens - start for n, start in zip(held, begin, strict=True)]
@@ -67,29 +63,22 @@ class BucketIndex:
         row, first, end = (shared([x[r] for r in rows], new.device)[:, None] for x in (range(len(held)), begin, held))
         # padding columns repeat the first token: finding the others would mean waiting for the device
         source = torch.maximum(torch.arange(tokens, device=new.device), first)
-        self.buckets[row, :, :, end + source - first] = new[row, :, :, source]
+        self.buckets[row, :, end + source - first] = new[row, :, source]
 
     def noted(self, new: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What `ops.store.append.append_step` takes to note one new token of each row; None without tables."""
-        return (self.buckets, self._known(new, 1)) if self.tables else None
+        """What `ops.store.append.append_step` takes to note one new token of each row; None without buckets."""
+        return (self.buckets, self._known(new, 1)) if self.bucketed else None
 
     def _known(self, new: torch.Tensor | None, tokens: int) -> torch.Tensor:
-        return self.buckets.new_full((*self.buckets.shape[:3], tokens), -1) if new is None else new
+        return self.buckets.new_full((*self.buckets.shape[:2], tokens), -1) if new is None else new
 
     def reserve(self, needed: int) -> None:
         """Grow to a capacity of `needed` tokens per row."""
         capacity = self.buckets.shape[-1]
-        if self.tables and needed > capacity:
+        if self.bucketed and needed > capacity:
             # by a thirty-second, as pages grow
             more = max(needed - capacity, capacity // 32)
             self.buckets = torch.nn.functional.pad(self.buckets, (0, -(-more // GRAIN) * GRAIN), value=-1)
-
-    def sizes(self, count: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Of the first `tokens` [B] of each row, how many each of `count` buckets has: float32 [B, Hkv, count]."""
-        own = self.buckets[:, :, 0].long()
-        live = (torch.arange(own.shape[-1], device=own.device) < tokens[:, None])[:, None] & (own >= 0)
-        found = torch.zeros(*own.shape[:2], count, device=own.device)
-        return found.scatter_add_(2, own.clamp(min=0), live.to(found.dtype))
 
     def sortable(self, sealed: list[int], held: list[int], turn_start: list[int]) -> list[range]:
         """The unsealed blocks of each row that can be sorted by bucket; none where there are fewer than two.
@@ -112,8 +101,8 @@ class BucketIndex:
     def sort(self, row: int, blocks: range) -> torch.Tensor:
         """Sort the buckets of these blocks; returns the token that each place takes, int64 [Hkv, tokens]."""
         at = slice(blocks.start * self.block, blocks.stop * self.block)
-        own, order = self.buckets[row, :, 0, at].sort(stable=True, dim=-1)
-        self.buckets[row, :, 0, at] = own
+        own, order = self.buckets[row, :, at].sort(stable=True, dim=-1)
+        self.buckets[row, :, at] = own
         missing = blocks.stop - self.spans.shape[2]
         if missing > 0:
             self.spans = torch.nn.functional.pad(self.spans, (0, 0, 0, missing), value=-1)

@@ -27,7 +27,7 @@ def attend(
     starts: torch.Tensor | None,
     chosen: torch.Tensor | None = None,
 ) -> AttentionOutput:
-    """Attention to the keys `chosen`, bool [B, Hkv or Hq, M, T] by place in the row (as in `expand`); None: to all."""
+    """Attention to the keys `chosen`, bool [B, Hkv, M, T] by place in the row (as in `expand`); None: to all."""
     found = _attend(q, store, how, starts, chosen)
     if how.p_type is not None and store.k_open.dtype != torch.int8:
         # heads of 16 bit are computed as they are stored

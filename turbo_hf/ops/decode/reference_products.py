@@ -6,7 +6,7 @@ and the weighted sum of v is s times that of c, plus z times the sum of weights:
 
 import torch
 
-from turbo_hf.layout import KVStore, PagedHeads, half_merge, in_time_order, in_value_order
+from turbo_hf.layout import KVStore, PagedHeads, half_merge, in_value_order
 from turbo_hf.ops.store.reference_pages import by_index, index_of_slots
 
 CODES = 1 << 19
@@ -25,9 +25,6 @@ class StoredProducts:
         tokens: T.
         opened: how many of these are places for open tokens.
     """
-
-    nbytes = 0
-    """Bytes held beside the store."""
 
     def __init__(self, store: KVStore, dtype: torch.dtype):
         # blocks that no row has sealed are left out: sums must not depend on what a table has room for
@@ -126,29 +123,6 @@ class StoredProducts:
             sealed[:, slots].add_(products.mul_(worth[:, part, slots]).sum(1))
         return total.add_(sealed if self._in_order else by_index(sealed, self._slot_of_head))
 
-    def lay_out(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write the numbers of all sealed blocks, without their scales, to k and v [B, Hkv, blocks, b, D]."""
-        found = [k, v] if self._in_order else [torch.empty_like(k), torch.empty_like(v)]
-        for slots, part, pages, page in self._parts:
-            own = [
-                self._codes(pages.k, page, pages.bits),
-                in_time_order(self._codes(pages.v, page, pages.value_bits)).mT,
-            ]
-            for i, bits in enumerate((pages.bits, pages.value_bits)):
-                if bits < 8:
-                    step, zero = self._meta(pages, page, 0 if i == 0 else pages.meta.shape[2] - 2)
-                    own[i] = own[i] * step + zero
-                found[i][:, slots, part] = own[i].transpose(1, 2)
-        if not self._in_order:
-            for x, by_slot in zip((k, v), found, strict=True):
-                x.copy_(by_index(by_slot, self._slot_of_head))
-
-    def parts(self) -> list[slice] | None:
-        """Blocks that are summed at a time, if they are the same for all heads."""
-        parts = [part for _, part, _, _ in self._parts]
-        own = parts[: len(parts) // max(1, len(self.store.paged))]
-        return own if own * len(self.store.paged) == parts else None
-
     def _whole(self, codes: torch.Tensor, dim: int) -> torch.Tensor:
         """Open codes as numbers, in whole blocks of tokens, which are dimension `dim` of 4."""
         numbers = codes.to(self.dtype)
@@ -165,64 +139,6 @@ class StoredProducts:
         meta = _taken(pages.meta, page)[:, :, first : first + 2].to(self.dtype)
         step, zero = meta.view(len(self.store.table), -1, *meta.shape[1:]).split(1, 3)
         return step, zero
-
-
-class LaidOutProducts:
-    """The same products, and the same bits, of a store that is small: its numbers are laid out once.
-
-    Args:
-        products: of a store whose sealed blocks stay the same, while open tokens may come.
-        parts: as `StoredProducts.parts`.
-        dtype: in which numbers are laid out: the type of products, or int16, which takes half of it.
-    """
-
-    def __init__(self, products: StoredProducts, parts: list[slice], dtype: torch.dtype):
-        store = products.store
-        self._store, self._blocks, self._parts = store, store.table.shape[1], parts
-        self.tokens, self.opened, self.place = products.tokens, products.opened, products.place
-        batch, heads, held, dim = store.k_open.shape
-        shape = (batch, heads, products.tokens // store.block, store.block, dim)
-        self._k, self._v = (torch.zeros(shape, dtype=dtype, device=store.k_open.device) for _ in range(2))
-        if self._blocks:
-            products.lay_out(self._k[:, :, : self._blocks], self._v[:, :, : self._blocks])
-        self._scales = products.scales()
-        # views for products of three dimensions, which torch multiplies as they are
-        self._keys, self._values = self._k.view(batch * heads, -1, dim).mT, self._v.view(-1, store.block, dim)
-        # where open tokens lie in them
-        first = self._blocks * store.block
-        self._open = tuple(x.flatten(2, 3)[:, :, first : first + held] for x in (self._k, self._v))
-        self._open_scales = self._scales[..., first : first + held].unbind()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held beside the store."""
-        return self._k.nbytes + self._v.nbytes + self._scales.nbytes
-
-    def scales(self) -> torch.Tensor:
-        """As of `StoredProducts`, in memory that is written again."""
-        for own, of_store in zip(self._open_scales, (self._store.k_scale, self._store.v_scale), strict=True):
-            own.copy_(of_store)
-        return self._scales
-
-    def scores(self, q: torch.Tensor) -> torch.Tensor:
-        """As of `StoredProducts`."""
-        self._open[0].copy_(self._store.k_open)
-        return torch.bmm(q.reshape(-1, *q.shape[2:]), self._keys.to(q.dtype)).view(*q.shape[:3], -1)
-
-    def weighted(self, weight: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
-        """As of `StoredProducts`."""
-        self._open[1].copy_(self._store.v_open.mT)
-        batch, heads, queries, count, block = weight.shape
-        by_tile = weight.transpose(2, 3).reshape(-1, queries, block)
-        tiles = torch.bmm(by_tile, self._values.to(weight.dtype)).view(batch, heads, count, queries, -1)
-        tiles.mul_(worth.transpose(2, 3)[..., None])
-        if not self._blocks:
-            return tiles.sum(2)
-        # in the order of `StoredProducts`
-        sealed = tiles[:, :, self._parts[0]].sum(2)
-        for part in self._parts[1:]:
-            sealed.add_(tiles[:, :, part].sum(2))
-        return tiles[:, :, self._blocks :].sum(2).add_(sealed)
 
 
 def _pages(table: torch.Tensor) -> slice | torch.Tensor:

@@ -3,18 +3,13 @@
 import torch
 
 from turbo_hf.layout import INT8_MAX, UNQUANTIZED, KVStore, Scoring
-from turbo_hf.ops.decode.reference_products import LaidOutProducts, StoredProducts
+from turbo_hf.ops.decode.reference_products import StoredProducts
 from turbo_hf.ops.maths import counted
 from turbo_hf.ops.reference_flash import rounded, sas_exp
-
-LAID_OUT, LAID_OUT_16 = 1 << 18, 5 << 18
-"""Up to so many numbers of a layer's keys, they and the values are laid out in float32 (2 MiB), in int16 (5 MiB)."""
 
 
 class RepeatedDecode:
     """What `reference_flash` computes, where no new token is padding and every key is a code.
-
-    Of a short context, unpacking takes more operations than time: its numbers are laid out, until a block is sealed.
 
     Args:
         store: one layer's cache, its open tokens in INT8.
@@ -24,12 +19,7 @@ class RepeatedDecode:
 
     def __init__(self, store: KVStore, scoring: Scoring, window: int | None):
         self._store, self._scoring, self._window = store, scoring, window
-        products = StoredProducts(store, torch.float32)
-        numbers = store.order.numel() * store.k_open.shape[3] * products.tokens
-        parts = products.parts()
-        self._products: LaidOutProducts | StoredProducts = products
-        if numbers <= LAID_OUT_16 and parts is not None:
-            self._products = LaidOutProducts(products, parts, torch.float32 if numbers <= LAID_OUT else torch.int16)
+        self._products = StoredProducts(store, torch.float32)
         batch, heads, _, _ = store.k_open.shape
         self._shape = batch, heads, -1, 1
         self._place = torch.arange(self._products.opened, device=store.k_open.device)
@@ -44,11 +34,6 @@ class RepeatedDecode:
             torch.tensor(number, dtype=torch.float32, device=store.k_open.device)
             for number in (0.0, 1.0, scoring.scaling)
         )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held beside the store."""
-        return self._products.nbytes
 
     def __call__(self, q: torch.Tensor, threshold: float | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Repeat.decode`. q: float [B, Hq, 1, D], in 32 bit at most."""

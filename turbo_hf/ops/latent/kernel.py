@@ -118,12 +118,11 @@ def latent_kernel(
 
 @triton.jit
 def merge_kernel(
-    part_ptr, lse_ptr, unit_ptr, out_ptr, out_lse_ptr, count, shares,
+    part_ptr, lse_ptr, out_ptr, out_lse_ptr, count, shares,
     RANK: tl.constexpr, MOST: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the shares of CHANNELS channels of one query, all at once: one load after another waits for memory.
 
-    unit: float32 [B, shares], what the shares' outputs are multiplied by; None: by 1.
     out: [B, N, rank]; out_lse: float32 [B, N], natural log. MOST: the power of two from `shares` up. PDL: `pdl_wait`.
     """
     pdl_wait(PDL, True)
@@ -136,9 +135,7 @@ def merge_kernel(
     largest = tl.max(lse, 0)
     weight = tl.exp2(lse - largest)
     total = tl.sum(weight, 0)
-    if unit_ptr is not None:
-        weight *= tl.load(unit_ptr + share, mask=live, other=0.0)
     part = tl.load(part_ptr + at[:, None] * RANK + c[None, :], mask=live[:, None], other=0.0)
-    acc = tl.sum(part.to(tl.float32) * weight[:, None], 0)
+    acc = tl.sum(part * weight[:, None], 0)
     tl.store(out_ptr + (row * count + n) * RANK + c, (acc / total).to(out_ptr.dtype.element_ty))
     tl.store(out_lse_ptr + row * count + n, (largest + tl.log2(total)) / LOG2_E)

@@ -19,10 +19,6 @@ MOST_ROWS = 64
 MERGED_CHANNELS = 32
 """Channels of a program of the merge: with 16 queries of rank 512, two programs per SM."""
 
-FEW = 2, 255, 3
-"""Of the kernel for few queries: programs that an SM holds at once, registers of a thread, and how many sealed blocks a
-block of open tokens is worth, which nothing has fetched ahead (H100: `eval/results/decode-log.md`)."""
-
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -69,13 +65,9 @@ def launch_latent_decode(
     groups = triton.cdiv(count, rows)
     blocks = max(store.sealed_host) if store.sealed_host is not None else store.table.shape[1]
     hopper = _hopper_serves(store, rank, rotary, interpreted)
-    few = hopper and pages.bits == 4 and tokens == 1 and count <= ROWS and (rank, rotary) == (512, 64)
     warps, how, resident = schedule_hopper(rows) if hopper else (*schedule(rows, pages.bits), 1)
-    if few:
-        resident, registers, open_blocks = FEW
     shares = shares_of(batch * groups, blocks, gpu.sms(device) * resident)
-    parts = torch.empty(batch, shares, count, rank, dtype=torch.float16 if few else torch.float32, device=device)
-    units = torch.empty(batch, shares, dtype=torch.float32, device=device) if few else None
+    parts = torch.empty(batch, shares, count, rank, dtype=torch.float32, device=device)
     part_lse = torch.empty(batch, shares, count, dtype=torch.float32, device=device)
     out = torch.empty(batch, heads, tokens, rank, dtype=q_latent.dtype, device=device)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=device)
@@ -86,13 +78,7 @@ def launch_latent_decode(
     numbers = store.table.stride(0), store.k_open.shape[2], scaling * math.log2(math.e), count
     shape = {"RANK": rank, "ROTARY": rotary, "BITS": pages.bits, "ROWS": rows, "TOKENS": tokens}
     with torch.cuda.device_of(q_latent):
-        if few:
-            from turbo_hf.ops.latent.kernel_few import few_latent_kernel  # noqa: PLC0415 - needs Gluon
-
-            few_latent_kernel[(shares, 1, batch)](
-                *queries, *held, *places, parts, part_lse, units, *numbers, open_blocks, num_warps=4, maxnreg=registers
-            )
-        elif hopper:
+        if hopper:
             from turbo_hf.ops.latent.kernel_hopper import hopper_latent_kernel  # noqa: PLC0415 - needs Gluon
 
             hopper_latent_kernel[(shares, groups, batch)](
@@ -105,7 +91,7 @@ def launch_latent_decode(
                 STAGES=how, num_warps=warps,
             )  # fmt: skip
         merge_kernel[(count, rank // channels, batch)](
-            parts, part_lse, units, out, lse, count, shares,
+            parts, part_lse, out, lse, count, shares,
             RANK=rank, MOST=most, CHANNELS=channels, num_warps=8,
             **gpu.pdl(device),
         )  # fmt: skip

@@ -24,11 +24,11 @@ def sparse_decode(
     """Causal attention of each row's M newest tokens over some of the cached keys, reading each key once.
 
     A query at position p of its row attends to the key at position t <= p if t < sink_tokens, or t > p - window_tokens,
-    or the key's bucket is visited, either by all query heads of its KV head together or by the head itself. With
-    `ByMeans`, it attends to whole blocks: to those with an always-read token, those that a query head of the KV head
-    needs (each takes the fewest that leave no more than `left` of its estimated softmax, give or take 0.5 % of a
-    block's mass), and to all open tokens. The M queries are independent: the result for one does not depend on the
-    others. Scores and sums are computed as in `ops.decode.contract`.
+    or the query heads of its KV head visit the key's bucket. With `ByMeans`, it attends to whole blocks: to those with
+    an always-read token, those that a query head of the KV head needs (each takes the fewest that leave no more than
+    `left` of its estimated softmax, give or take 0.5 % of a block's mass), and to all open tokens. The M queries are
+    independent: the result for one does not depend on the others. Scores and sums are computed as in
+    `ops.decode.contract`.
 
     Args:
         q: float [B, Hq, M, D], as in `ops.decode.contract`.
@@ -96,19 +96,17 @@ def _check_means(rule: ByMeans, store: KVStore, scoring: Scoring, heads: tuple[i
 
 def _check_visits(visits: Visits, q: torch.Tensor, kv_heads: int, longest: int) -> None:
     """longest: tokens sealed in the longest row, as far as known."""
-    buckets, visited, spans, min_collisions = visits
-    batch, tables = q.shape[0], buckets.shape[2]
-    asked = [(batch, heads, q.shape[2], tables) for heads in (kv_heads, q.shape[1])]
-    if buckets.shape[:2] != (batch, kv_heads) or visited.shape[:-1] not in asked or not 1 <= min_collisions <= tables:
+    buckets, visited, spans = visits
+    batch = q.shape[0]
+    if buckets.shape[:-1] != (batch, kv_heads) or visited.shape[:-1] != (batch, kv_heads, q.shape[2]):
         raise ValueError(
-            f"buckets must be [{batch}, {kv_heads}, L, cap], visited [{batch}, {kv_heads} or {q.shape[1]}, "
-            f"{q.shape[2]}, L, C], and min_collisions from 1 to L; got {tuple(buckets.shape)}, {tuple(visited.shape)} "
-            f"and {min_collisions}."
+            f"buckets must be [{batch}, {kv_heads}, cap] and visited [{batch}, {kv_heads}, {q.shape[2]}, C]; got "
+            f"{tuple(buckets.shape)} and {tuple(visited.shape)}."
         )
-    if buckets.dtype != torch.int16 or visited.dtype != torch.bool or buckets.shape[3] < longest:
+    if buckets.dtype != torch.int16 or visited.dtype != torch.bool or buckets.shape[2] < longest:
         raise ValueError(
             f"buckets must be torch.int16 with cap >= {longest}, the tokens sealed in the longest row, and visited "
-            f"torch.bool; got {buckets.dtype} with cap {buckets.shape[3]}, and {visited.dtype}."
+            f"torch.bool; got {buckets.dtype} with cap {buckets.shape[2]}, and {visited.dtype}."
         )
     if spans is None:
         return
@@ -128,9 +126,5 @@ def _why_no_kernel(q: torch.Tensor, store: KVStore, visits: Visits | ByMeans | N
         blocks = store.table.shape[1]
         if blocks > MOST_SCORED:
             return f"{blocks} blocks per row are more than the {MOST_SCORED} that are chosen by means"
-    elif visits is not None and visits.visited.shape[1] != store.k_open.shape[1]:
-        return "visits of each query head have no kernel"
-    if isinstance(visits, Visits) and visits.buckets.shape[2] > 1:
-        return "several hash tables have no kernel"
     exact = mode == "fp16" or any(pages.bits == UNQUANTIZED for pages in store.paged)
     return why_no_step_kernel(q, store.block, "fp16" if exact else mode)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 class Index(NamedTuple):
     """The buckets of a layer.
 
-    buckets: int16 [B, Hkv, 1, cap], the bucket of each token.
-    visited: uint8 [B, Hkv, M, 1, clusters], whether each query visits each bucket.
+    buckets: int16 [B, Hkv, cap], the bucket of each token.
+    visited: uint8 [B, Hkv, M, clusters], whether each query visits each bucket.
     clusters: buckets per KV head.
     """
 

@@ -33,12 +33,6 @@ def _signed(x):
 
 
 @triton.jit
-def _ordered(x):
-    """Numbers of float32 as integers in [0, 2^32) of the same order, int64; equal zeros of both signs."""
-    return _signed(x).to(tl.int64) + 2147483648
-
-
-@triton.jit
 def _keys(
     keys_ptr, cos_ptr, sin_ptr, strides, rotary_stride, row, head, n, tokens, d, D: tl.constexpr, ROTARY: tl.constexpr
 ):  # fmt: skip
@@ -82,118 +76,43 @@ def assign_kernel(
 
 
 @triton.jit
-def _best(u, live, count):
-    """Which of the integers u (where live) are the `count` largest, the first ones in a tie. At most 2^15 integers."""
-    bound = tl.zeros([], tl.int64)
-    for i in range(16):
-        unit = tl.full([], 1, tl.int64) << (30 - 2 * i)
-        # two bits of the bound at a time: how many reach each of the next three, counted in one sum
-        reach = (live & (u >= bound + unit)).to(tl.int64) + ((live & (u >= bound + 2 * unit)).to(tl.int64) << 16)
-        reached = tl.sum(reach + ((live & (u >= bound + 3 * unit)).to(tl.int64) << 32), 0)
-        enough = (reached & 65535 >= count).to(tl.int64) + (reached >> 16 & 65535 >= count).to(tl.int64)
-        bound += unit * (enough + (reached >> 32 >= count).to(tl.int64))
-    above = live & (u > bound)
-    equal = live & (u == bound)
-    left = count - tl.sum(above.to(tl.int32), 0)
-    return above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= left))
-
-
-@triton.jit
-def _until(u, p, live, mass):
-    """The largest u, first ones in a tie, until less than `mass` of the probability p is left to the others."""
-    bound = tl.zeros([], tl.int64)
-    for i in range(32):
-        trial = bound + (tl.full([], 1, tl.int64) << (31 - i))
-        beyond = tl.sum(tl.where(live & (u >= trial), p, 0.0), 0) > 1 - mass
-        bound = tl.where(beyond, trial, bound)
-    above = live & (u > bound)
-    equal = live & (u == bound)
-    own = tl.where(equal, p, 0.0)
-    before = tl.sum(tl.where(above, p, 0.0), 0) + tl.cumsum(own, 0) - own
-    return above | (equal & (before <= 1 - mass))
-
-
-@triton.jit
-def _sum_of(at, c, group, buckets, G: tl.constexpr):
-    """The sum over a group of the logits of buckets c, float32.
-
-    Added one after the other: the order of a reduction depends on the shape, and a bucket must have one sum.
-    """
-    x = tl.zeros(c.shape, tl.float32)
-    for g in tl.static_range(G):
-        x += tl.load(at + g * buckets + c, mask=(c < buckets) & (c * 0 + g < group), other=0.0).to(tl.float32)
-    return x
-
-
-@triton.jit
-def _rank_of(at, c, group, buckets, G: tl.constexpr):
-    """That sum, infinities as the largest finite numbers, NaN as the largest of all; -inf where there is no bucket."""
-    x = _sum_of(at, c, group, buckets, G)
+def _rank_of(at, c, buckets):
+    """Logits of buckets c, infinities as the largest finite numbers, NaN as the largest of all; -inf where there is no
+    bucket."""
+    x = tl.load(at + c, mask=c < buckets, other=0.0).to(tl.float32)
     x = tl.where(x < 3.4028234663852886e38, tl.maximum(x, -3.4028234663852886e38), 3.4028234663852886e38)
     return tl.where(c < buckets, x + 0.0, -float("inf"))
 
 
 @triton.jit
 def rank_kernel(
-    logits_ptr,  # [N, G, C]
+    logits_ptr,  # [N, C]
     out_ptr,  # uint8 [N, C]
-    group, buckets, count,
-    G: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    buckets, count,
+    OWN: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One KV head and query: which of OWN buckets are among its `count` best, the first ones in a tie. G: padded.
+    """One KV head and query: which of OWN buckets are among its `count` best, the first ones in a tie.
 
     A comparison is the sign of a difference, which takes two instructions with its sum; of a predicate it takes four.
     PDL: `pdl_wait`.
     """
     pdl_wait(PDL)
     n = tl.program_id(0).to(tl.int64)
-    at = logits_ptr + n * group * buckets
+    at = logits_ptr + n * buckets
     begin = tl.program_id(1) * OWN
     own = begin + tl.arange(0, OWN)
-    u = _rank_of(at, own, group, buckets, G)
+    u = _rank_of(at, own, buckets)
     # its own buckets one by one; a bucket that comes before them wins a tie
     better = tl.sum(((u[None, :] == u[:, None]) & (own[None, :] < own[:, None])).to(tl.int32), 1)
     for start in tl.range(0, buckets, TILE, num_stages=1):
         c = start + tl.arange(0, TILE)
-        other = _rank_of(at, c, group, buckets, G)
+        other = _rank_of(at, c, buckets)
         bits = other.to(tl.int32, bitcast=True)
         next_up = tl.where(bits >= 0, bits + 1, bits - 1).to(tl.float32, bitcast=True)
         other = tl.where(c < begin, next_up, other)
         worse = (u[:, None] - other[None, :]).to(tl.uint32, bitcast=True) >> 31
         better += tl.sum(worse.to(tl.int32), 1)
     tl.store(out_ptr + n * buckets + own, (better < count).to(tl.uint8), mask=own < buckets)
-
-
-@triton.jit
-def visit_kernel(
-    logits_ptr,  # [N, G, C]
-    sizes_ptr,  # float32 [N / queries, C]
-    out_ptr,  # uint8 [N, C]
-    group, buckets, queries, most, mass,
-    G: tl.constexpr, C: tl.constexpr, COUNT: tl.constexpr, SIZED: tl.constexpr,
-):  # fmt: skip
-    """One KV head and query: its visits by mass, with COUNT at most `most` (`ops.sparse.select.visit`). G, C: padded.
-
-    SIZED: buckets have the sizes given; otherwise one key each.
-    """
-    n = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, C)
-    live = c < buckets
-    score = _sum_of(logits_ptr + n * group * buckets, c, group, buckets, G)
-    x = score / group
-    if SIZED:
-        keys = tl.load(sizes_ptr + n // queries * buckets + c, mask=live, other=0.0)
-        live = keys > 0
-        x += tl.log(tl.where(live, keys, 1.0))
-    x = tl.where(live, x, -float("inf"))
-    top = tl.max(x, 0)
-    p = tl.exp(x - tl.where(top == -float("inf"), 0.0, top))
-    total = tl.sum(p, 0)
-    u = _ordered(score)
-    taken = _until(u, p / tl.where(total > 0, total, 1.0), live, mass)
-    if COUNT:
-        taken = taken & _best(u, live, most)
-    tl.store(out_ptr + n * buckets + c, taken.to(tl.uint8), mask=c < buckets)
 
 
 @triton.jit

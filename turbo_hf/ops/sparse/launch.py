@@ -30,7 +30,7 @@ from turbo_hf.ops.sparse.kernel_arguments import Index, Lists, Sharing
 from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel
 from turbo_hf.ops.sparse.kernel_lists import list_kernel
 from turbo_hf.ops.sparse.kernel_means import cut_by_means_kernel, list_by_means_kernel, score_means_kernel
-from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logits_kernel, rank_kernel, visit_kernel
+from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logits_kernel, rank_kernel
 from turbo_hf.ops.store.launch import pairs_of
 
 SCAN = 2048
@@ -127,7 +127,7 @@ def launch_classify(
     weight_1, bias_1, weight_2, bias_2 = (classifier[name].contiguous() for name in CLASSIFIER)
     hidden, buckets = weight_2.shape[1:]
     x = torch.empty(batch, heads, tokens, hidden, dtype=torch.float32, device=queries.device)
-    out = torch.empty(batch, heads, tokens, 1, buckets, dtype=torch.float32, device=queries.device)
+    out = torch.empty(batch, heads, tokens, buckets, dtype=torch.float32, device=queries.device)
     tile = BUCKETS_AT_ONCE
     with torch.cuda.device_of(queries):
         _layer(queries, weight_1, bias_1, x, rotary, new)
@@ -144,7 +144,7 @@ def launch_score(
 ) -> torch.Tensor:
     """`ops.sparse.select.score`; new: as in `classify`."""
     batch, heads, tokens, _, _ = queries.shape
-    out = torch.empty(batch, heads, tokens, 1, centroids.shape[1], dtype=torch.float32, device=queries.device)
+    out = torch.empty(batch, heads, tokens, centroids.shape[1], dtype=torch.float32, device=queries.device)
     with torch.cuda.device_of(queries):
         _layer(queries, centroids.mT, None, out, rotary, new)
     return out
@@ -196,31 +196,15 @@ def _layer(
     )  # fmt: skip
 
 
-def launch_visit(
-    logits: torch.Tensor,
-    *,
-    probes: int | None = None,
-    mass: float | None = None,
-    most: int | None = None,
-    sizes: torch.Tensor | None = None,
-) -> torch.Tensor:
+def launch_visit(logits: torch.Tensor, probes: int) -> torch.Tensor:
     """`ops.sparse.select.visit`."""
-    *shape, group, buckets = logits.shape
-    out = torch.empty(*shape, buckets, dtype=torch.bool, device=logits.device)
-    lists = out.numel() // buckets
+    buckets = logits.shape[-1]
+    out = torch.empty(logits.shape, dtype=torch.bool, device=logits.device)
     with torch.cuda.device_of(logits):
-        if probes is not None:
-            rank_kernel[(lists, triton.cdiv(buckets, RANKED))](
-                logits.contiguous(), out.view(torch.uint8), group, buckets, probes, G=power_of_two(group),
-                OWN=RANKED, TILE=min(COMPARED, max(16, power_of_two(buckets))), **gpu.pdl(logits.device),
-                num_warps=4, **gpu.FMA,
-            )  # fmt: skip
-        else:
-            visit_kernel[(lists,)](
-                logits.contiguous(), logits if sizes is None else sizes.float().contiguous(), out.view(torch.uint8),
-                group, buckets, shape[2], most or 0, mass, G=power_of_two(group),
-                C=power_of_two(buckets), COUNT=most is not None, SIZED=sizes is not None, num_warps=4, **gpu.FMA,
-            )  # fmt: skip
+        rank_kernel[(out.numel() // buckets, triton.cdiv(buckets, RANKED))](
+            logits.contiguous(), out.view(torch.uint8), buckets, probes, OWN=RANKED,
+            TILE=min(COMPARED, max(16, power_of_two(buckets))), **gpu.pdl(logits.device), num_warps=4, **gpu.FMA,
+        )  # fmt: skip
     return out
 
 
@@ -260,7 +244,7 @@ def launch_sparse_decode(
     mode: str = "turbo",
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
-    """`ops.sparse.decode.sparse_decode` for one hash table; arguments as there, already checked."""
+    """`ops.sparse.decode.sparse_decode`; arguments as there, already checked."""
     batch, heads, queries, dim = q.shape
     kv_heads = store.k_open.shape[1]
     group = heads // kv_heads

@@ -30,9 +30,8 @@ def reference_sparse_decode(
     place = place.masked_fill(padding, -1)[..., None]
 
     causal = key <= place
-    choices = visits.visited.shape[1] if isinstance(visits, Visits) else heads
     first, newest = key < always.sink_tokens, key > place - always.window_tokens
-    kept = (causal & (first | newest))[:, None].expand(-1, choices, -1, -1)
+    kept = (causal & (first | newest))[:, None].expand(-1, heads, -1, -1)
     if isinstance(visits, ByMeans):
         read_blocks = reference_read_blocks(q, store, scoring, visits, always, place[..., 0])
         # the tokens of a block that is read, and all open ones
@@ -40,19 +39,17 @@ def reference_sparse_decode(
         own = torch.nn.functional.pad(own, (0, places - own.shape[-1]))
         kept = causal[:, None] & (own | (key >= (store.sealed * store.block)[:, None])[:, None, None])
     elif visits is not None:
-        own = visits.buckets.repeat_interleave(choices // heads, 1)
-        kept = kept | (causal[:, None] & _collides(own, visits.visited, places, visits.min_collisions))
+        kept = kept | (causal[:, None] & _met(visits, places))
     if read is not None:
-        read += kept.unflatten(1, (heads, -1)).any(2).sum()
+        read += kept.sum()
     options = FlashOptions(scoring, True, None, None if mode == "fp16" else torch.int8)
     return attend(q, store, options, starts, kept)
 
 
-def _collides(buckets: torch.Tensor, visited: torch.Tensor, tokens: int, min_collisions: int) -> torch.Tensor:
-    """bool [B, H, M, tokens], H as `visited` has: bucket visited in `min_collisions` tables, or not known."""
-    missing = tokens - buckets.shape[-1]
-    bucket = torch.nn.functional.pad(buckets[..., :tokens], (0, max(0, missing)), value=-1).long()
-    # [B, H, tables, T] into visited [B, H, M, tables, C]
-    at = bucket.clamp(0, visited.shape[-1] - 1)[:, :, None].expand(-1, -1, visited.shape[2], -1, -1)
-    met = visited.gather(-1, at) | (bucket < 0)[:, :, None]
-    return met.sum(3) >= min_collisions
+def _met(visits: Visits, tokens: int) -> torch.Tensor:
+    """bool [B, Hkv, M, tokens]: whether a token's bucket is visited, or not known."""
+    buckets, visited, _ = visits
+    bucket = torch.nn.functional.pad(buckets[..., :tokens], (0, max(0, tokens - buckets.shape[-1])), value=-1).long()
+    # [B, Hkv, T] into visited [B, Hkv, M, C]
+    at = bucket.clamp(0, visited.shape[-1] - 1)[:, :, None].expand(-1, -1, visited.shape[2], -1)
+    return visited.gather(-1, at) | (bucket < 0)[:, :, None]

@@ -18,29 +18,9 @@ def reference_assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rot
     return torch.cat(parts, 2).to(torch.int16)
 
 
-def reference_visit(
-    logits: torch.Tensor,
-    *,
-    probes: int | None = None,
-    mass: float | None = None,
-    most: int | None = None,
-    sizes: torch.Tensor | None = None,
-) -> torch.Tensor:
-    # the second layer of the classifier is linear: one summation over the group serves all its queries
-    score = logits.float().sum(3)
-    rank = torch.arange(score.shape[-1], device=score.device)
-    if mass is None:
-        bucket = score.argsort(dim=-1, descending=True, stable=True)
-        taken = (rank < (probes or 0)).expand_as(bucket)
-    else:
-        keys = (torch.ones_like(score[:, :, :1]) if sizes is None else sizes[:, :, None]).float().expand_as(score)
-        share = (score / logits.shape[3] + keys.log()).softmax(-1)
-        # the fewest keys that hold a mass are those of the largest mass each
-        bucket = score.masked_fill(keys == 0, -torch.inf).argsort(dim=-1, descending=True, stable=True)
-        ranked = share.gather(-1, bucket)
-        left = 1 - (ranked.cumsum(-1) - ranked)
-        taken = (left >= mass) & (rank < (most or len(rank))) & (keys > 0).gather(-1, bucket)
-    return torch.zeros_like(score, dtype=torch.bool).scatter(-1, bucket, taken)
+def reference_visit(logits: torch.Tensor, probes: int) -> torch.Tensor:
+    bucket = logits.float().argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(bucket, dtype=torch.bool).scatter(-1, bucket[..., :probes], True)
 
 
 def reference_classify(
@@ -54,14 +34,12 @@ def reference_classify(
     weight_1, bias_1, weight_2, bias_2 = (classifier[name].float() for name in CLASSIFIER)
     hidden = (x @ weight_1[:, None] + bias_1[:, None, None]).relu()
     # the second layer is linear: it runs on the sum
-    logits = hidden.sum(2, keepdim=True) @ weight_2[:, None] + group * bias_2[:, None, None]
-    return logits.transpose(2, 3)
+    return hidden.sum(2) @ weight_2 + group * bias_2[:, None]
 
 
 def reference_score(queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
     # inner products are linear: those of the sum
-    x = _pre_rotary(queries, rotary).sum(2, keepdim=True)
-    return torch.matmul(x, centroids.float().mT[:, None]).transpose(2, 3)
+    return torch.matmul(_pre_rotary(queries, rotary).sum(2), centroids.float().mT)
 
 
 def reference_assign_and_score(

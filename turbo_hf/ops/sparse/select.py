@@ -63,7 +63,7 @@ def classify(
         backend: "auto", "triton" or "reference".
 
     Returns:
-        Logits float32 [B, Hkv, M, 1, C].
+        Logits float32 [B, Hkv, M, C].
 
     Raises:
         ValueError: shapes that do not agree.
@@ -97,7 +97,7 @@ def score(
         backend: "auto", "triton" or "reference".
 
     Returns:
-        float32 [B, Hkv, M, 1, C].
+        float32 [B, Hkv, M, C].
 
     Raises:
         ValueError: shapes that do not agree.
@@ -134,7 +134,7 @@ def assign_and_score(
         centroids, classifier, rotary, backend: as in `assign`, `score` and `classify`.
 
     Returns:
-        Buckets int16 [B, Hkv, M], logits float32 [B, Hkv, M, 1, C].
+        Buckets int16 [B, Hkv, M], logits float32 [B, Hkv, M, C].
 
     Raises:
         ValueError: shapes or devices that do not agree, or more centroids than 16 bits can number.
@@ -202,64 +202,30 @@ def _check_rotary(rotary: Rotary | None, rows: int, tokens: int, dim: int) -> No
             )
 
 
-def visit(
-    logits: torch.Tensor,
-    *,
-    probes: int | None = None,
-    mass: float | None = None,
-    most: int | None = None,
-    sizes: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> torch.Tensor:
-    """Which buckets a step visits: one choice for all query heads of a KV head.
-
-    By count: the `probes` buckets of the largest sum of logits over the query heads (SAAP). By mass (ours): buckets in
-    that order, until those left hold less than `mass` of the attention. The mean logit over the heads tells the mass of
-    one key of the bucket, so that this order goes for few keys. Logits are finite.
+def visit(logits: torch.Tensor, *, probes: int, backend: str = "auto") -> torch.Tensor:
+    """Which buckets a step visits: the `probes` of the largest logits, for all query heads of a KV head.
 
     Args:
-        logits: float [B, Hkv, M, G, C], the output of the classifier (or another selector) for each query head.
-        probes: buckets to visit; None with `mass`.
-        mass: share of the attention that may be left out, above 0 and below 1; None with `probes`.
-        most: maximum number of buckets visited under `mass`; None: no limit.
-        sizes: float [B, Hkv, C], number of keys in each bucket, for `mass`; an empty bucket is not visited. None: one
-            key each.
+        logits: float [B, Hkv, M, C], finite: the output of the classifier, or of another selector.
+        probes: buckets to visit.
         backend: "auto", "triton" or "reference".
 
     Returns:
         bool [B, Hkv, M, C]; in a tie, the first bucket.
 
     Raises:
-        ValueError: not exactly one of probes and mass, or one outside its range.
+        ValueError: logits of another shape, or probes outside 1 to C.
 
     Source: SAAP sec. 4, 5 (l buckets, the queries of a group together).
     """
-    if logits.dim() != 5:
-        raise ValueError(f"logits must be [B, Hkv, M, G, C]; got {tuple(logits.shape)}.")
+    if logits.dim() != 4:
+        raise ValueError(f"logits must be [B, Hkv, M, C]; got {tuple(logits.shape)}.")
     buckets = logits.shape[-1]
-    if (probes is None) == (mass is None):
-        raise ValueError(f"exactly one of probes and mass must be given; got {probes} and {mass}.")
-    for name, value in (("probes", probes), ("most", most)):
-        if value is not None and not 1 <= value <= buckets:
-            raise ValueError(f"{name} must be from 1 to the {buckets} buckets; got {value}.")
-    if mass is not None and not 0 < mass < 1:
-        raise ValueError(f"mass must be between 0 and 1; got {mass}.")
-    shape = (*logits.shape[:2], buckets)
-    if sizes is not None and (mass is None or sizes.shape != shape or sizes.device != logits.device):
-        raise ValueError(
-            f"sizes must be {shape} on {logits.device}, and come with mass; got {tuple(sizes.shape)} on {sizes.device}."
-        )
-    if logits.numel() and uses_triton(backend, logits.device, _why_no_kernel(logits, mass)):
+    if not 1 <= probes <= buckets:
+        raise ValueError(f"probes must be from 1 to the {buckets} buckets; got {probes}.")
+    why = "float64 has no kernel" if logits.dtype == torch.float64 else None
+    if logits.numel() and uses_triton(backend, logits.device, why):
         from turbo_hf.ops.sparse.launch import launch_visit  # noqa: PLC0415 - needs Triton
 
-        return launch_visit(logits, probes=probes, mass=mass, most=most, sizes=sizes)
-    return reference_visit(logits, probes=probes, mass=mass, most=most, sizes=sizes)
-
-
-def _why_no_kernel(logits: torch.Tensor, mass: float | None) -> str | None:
-    """Why the kernels cannot serve this call (the one for `mass` holds all logits of a KV head at once)."""
-    if logits.dtype == torch.float64:
-        return "float64 has no kernel"
-    if mass is not None and logits.shape[-1] > 8192:
-        return f"{logits.shape[-1]} buckets are more than the 8192 of visits by mass"
-    return None
+        return launch_visit(logits, probes)
+    return reference_visit(logits, probes)

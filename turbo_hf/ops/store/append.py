@@ -129,8 +129,8 @@ def append_step(
         store: one layer's cache. A row has at most `block` open tokens; if it has that many, `table[row, sealed[row]]`
             is a page of its own. The pages, the open tokens, their scales, sealed and open_len change.
         given_scale: float32 [B, Hkv, 2], as in `append_tokens`.
-        noted: the index int16 [B, Hkv, L, places], with a place for every token of a row, and the buckets of the new
-            tokens int16 [B, Hkv, L, 1], which are written to their place in it. None: tokens have no buckets.
+        noted: the index int16 [B, Hkv, places], with a place for every token of a row, and the buckets of the new
+            tokens int16 [B, Hkv, 1], which are written to their place in it. None: tokens have no buckets.
         nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
         arrived: int32 [B], zeros before and after: scratch space of this launch.
         rotate, queries: as in `append_tokens`.
@@ -162,9 +162,9 @@ def append_step(
         store, given_scale=(given_scale, (batch, heads, 2)), nonfinite=(nonfinite, (1,)), arrived=(arrived, (batch,))
     )
     _check_queries(queries, store, 1, rotate)
-    if noted is not None and (noted[0].shape[:2] != (batch, heads) or noted[1].shape != (*noted[0].shape[:3], 1)):
+    if noted is not None and (noted[0].shape[:-1] != (batch, heads) or noted[1].shape != (batch, heads, 1)):
         raise ValueError(
-            f"noted must be an index [{batch}, {heads}, L, places] and buckets [{batch}, {heads}, L, 1]; got "
+            f"noted must be an index [{batch}, {heads}, places] and buckets [{batch}, {heads}, 1]; got "
             f"{tuple(noted[0].shape)} and {tuple(noted[1].shape)}."
         )
     if latent and given_scale is None:

@@ -176,11 +176,11 @@ def append_step_kernel(
     means, noted,  # `PageMeans` or None, `Noted` or None
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     table_stride,
-    FORM: tl.constexpr, TABLES: tl.constexpr, LEVELS: tl.constexpr,
+    FORM: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """For one slot of one row: seal its block if due, then append its new token. A row's last slot updates both counts.
 
-    TABLES: buckets of a token, 0 without an index. LEVELS: as in `_rotated_keys`. queries: as in `append_kernel`.
+    LEVELS: as in `_rotated_keys`. queries: as in `append_kernel`.
     """
     program = tl.program_id(0).to(tl.int64)
     if queries is not None:
@@ -191,14 +191,14 @@ def append_step_kernel(
     if program >= 0:
         _append_step(
             new, given_ptr, cache, rows, table_ptr, means, noted, nonfinite_ptr, arrived_ptr, table_stride, program,
-            FORM, TABLES, LEVELS,
+            FORM, LEVELS,
         )  # fmt: skip
 
 
 @triton.jit
 def _append_step(
     new, given_ptr, cache, rows, table_ptr, means, noted, nonfinite_ptr, arrived_ptr, table_stride, program,
-    FORM: tl.constexpr, TABLES: tl.constexpr, LEVELS: tl.constexpr,
+    FORM: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = FORM.heads
     D: tl.constexpr = FORM.dim
@@ -240,10 +240,9 @@ def _append_step(
     tl.store(v_open + (pair * D + d)[None, :] * cap + at, v, mask=inside)
     tl.store(k_scales + pair * cap + at + one, k_scale)
     tl.store(v_scales + pair * cap + at + one, v_scale)
-    for table in tl.static_range(TABLES):
+    if noted is not None:
         # a token's place in its row is the same before its block is sealed and after
-        line = pair * TABLES + table
-        tl.store(noted.destination + line * noted.places + sealed * BLOCK + held, tl.load(noted.buckets + line))
+        tl.store(noted.destination + pair * noted.places + sealed * BLOCK + held, tl.load(noted.buckets + pair))
     if k_nonfinite | v_nonfinite:
         tl.store(nonfinite_ptr, 1)
     if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == HEADS - 1:

@@ -30,8 +30,8 @@ class RotatedQueries(NamedTuple):
 class Noted(NamedTuple):
     """The buckets of a new token in each row, and where they go.
 
-    destination: int16 [B, Hkv, tables, places], the index.
-    buckets: int16 [B, Hkv, tables, 1].
+    destination: int16 [B, Hkv, places], the index.
+    buckets: int16 [B, Hkv, 1].
     places: capacity of the index in tokens.
     """
 

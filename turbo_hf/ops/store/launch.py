@@ -235,8 +235,8 @@ def launch_append_step(
         NewTokens(k, v, k.stride(), v.stride()),
         None if given_scale is None else given_scale.contiguous(), turned, cache_of(store),
         Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table, store.means,
-        None if noted is None else Noted(noted[0], noted[1].contiguous(), noted[0].shape[3]), nonfinite, arrived,
-        store.table.stride(0), FORM=form, TABLES=0 if noted is None else noted[0].shape[2],
+        None if noted is None else Noted(noted[0], noted[1].contiguous(), noted[0].shape[2]), nonfinite, arrived,
+        store.table.stride(0), FORM=form,
         LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
     )  # fmt: skip
     return None if turned is None else turned.out

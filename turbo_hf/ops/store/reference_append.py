@@ -70,7 +70,7 @@ def reference_append_step(
     if noted is not None:
         index, buckets = noted
         place = store.sealed * store.block + store.open_len
-        index.scatter_(3, place[:, None, None, None].expand_as(buckets), buckets)
+        index.scatter_(2, place[:, None, None].expand_as(buckets), buckets)
     full = store.open_len == store.block
     store.sealed.add_(full)
     reference_seal_open(store, 1)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from turbo_hf.eval.simulate import Scheme
+from turbo_hf.eval.published.simulate import Scheme
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.sparse.undo_rotary import undo_rotary
 

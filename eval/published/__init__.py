@@ -1,0 +1,1 @@
+"""Published caches, simulated in plain torch: accuracy only."""
