@@ -68,7 +68,7 @@ def has_weights(name: str) -> bool:
 
 def _listed(index: Path) -> dict[str, Any]:
     """What an index of weights says; ValueError if it is none."""
-    listed = read_object(index, "Download it again.")
+    listed = read_object(index, "It is no index of weights; download it again.")
     shards = listed.get("weight_map")
     if not (isinstance(shards, dict) and shards and all(isinstance(file, str) for file in shards.values())):
         raise ValueError(f"{str(index)!r} is no index of weights; download it again.")
