@@ -14,7 +14,7 @@ from turbo_hf import Calibration
 from turbo_hf.calibration import run
 from turbo_hf.calibration.quality import WAYS
 from turbo_hf.calibration.query_model import train
-from turbo_hf.calibration.run import calibrate, estimate, make_plan
+from turbo_hf.calibration.run import calibrate
 from turbo_hf.config.turbo_config import HEAD_METRICS
 
 
@@ -88,14 +88,6 @@ def test_a_calibration_is_replaced_only_where_told(tmp_path: Path) -> None:
     assert same(Calibration.from_pretrained(tmp_path), first)
     found = lab(settings=replace(HEADS, seed=1), out=tmp_path, overwrite=True)
     assert Calibration.from_pretrained(tmp_path).settings == found.settings != first.settings
-
-
-def test_estimate_counts_what_is_held() -> None:
-    model, _ = lab_model()
-    needs = estimate(model, make_plan(model, SMALL))
-    assert all(x > 0 for x in needs.values())
-    samples = 2 * (SMALL.window + 2 * SMALL.queries) * 64 * model.dtype.itemsize * 4 * 2 * SMALL.windows
-    assert needs["host_bytes"] == samples
 
 
 def test_out_must_be_a_folder(tmp_path: Path) -> None:

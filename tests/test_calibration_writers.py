@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from calibration_support import command, lab, same
+from calibration_support import lab, same
 
 from turbo_hf import Calibration
 from turbo_hf.calibration import artifacts
@@ -123,11 +123,3 @@ def test_a_second_run_in_a_folder_is_told(tmp_path: Path) -> None:
     assert met
     assert same(Calibration.from_pretrained(tmp_path), first)
     assert names(tmp_path) == NAMES
-
-
-def test_the_command_says_its_estimate_in_one_line(tmp_path: Path) -> None:
-    printed = command(tmp_path, "--heads-only", "--window", "256", "--windows", "3")
-    lines = [line for line in printed.splitlines() if line.startswith("estimate: ")]
-    assert len(lines) == 1
-    assert "3 windows of 256 tokens, groups of layers: 1; " in lines[0]
-    assert names(tmp_path / "out") == NAMES

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from turbo_hf.calibration.artifacts import FACTS, NO_INDEX, Calibration, LayerCalibration, fingerprint
 from turbo_hf.calibration.capture import Seen, capturing, check_finite, probe, run_window
-from turbo_hf.calibration.centroids import COMPARED, KEYS_EACH, assign, choose_clusters, k_means, sample_keys
+from turbo_hf.calibration.centroids import assign, choose_clusters, k_means, sample_keys
 from turbo_hf.calibration.checkpoint import Checkpoint, checkpoint_of, other_tokenizer, own_tokenizer
 from turbo_hf.calibration.heads import HeadPriorities
 from turbo_hf.calibration.quality import evaluate
@@ -26,7 +26,6 @@ from turbo_hf.calibration.sparsity import HeadRules
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.config.whole_files import one_writer
 from turbo_hf.errors import warn
-from turbo_hf.layout import power_of_two
 from turbo_hf.models.model_layers import require_model
 from turbo_hf.patches.generic import is_latent
 from turbo_hf.patches.layers import attention_layers
@@ -141,7 +140,6 @@ def calibrate(
     out: str | Path | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-    planned: Callable[[CalibrationPlan], None] | None = None,
     revision: str | None = None,
 ) -> Calibration:
     """Run a model over texts and learn from its keys, values and queries. The model is not changed.
@@ -160,7 +158,6 @@ def calibrate(
         out: where to write the result; None: nowhere.
         overwrite: replace the calibration in `out` once this one is done; if False, the presence of one is an error.
         progress: called with a description and the share of all work done since the last call.
-        planned: called with what will be done, for as many windows as the texts fill, before the first pass.
         revision: the Hub revision that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
 
     Returns:
@@ -188,8 +185,6 @@ def calibrate(
             windows, own = read_windows(model, tokenizer, texts, plan, checkpoint)
         settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
         ranks.require_same({"settings": str(settings_dict)})
-        if planned is not None:
-            planned(plan._replace(settings=replace(chosen, windows=len(windows))))
         done: dict[int, LayerCalibration] = {}
         share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
         for group in plan.groups:
@@ -378,46 +373,3 @@ def _centroids(
         for windows in layers
     ]
     return k_means(torch.cat(keys), clusters, settings.iterations, seeded)
-
-
-def estimate(model: PreTrainedModel, plan: CalibrationPlan) -> dict[str, float]:
-    """Bytes and floating-point operations that a run with `plan.settings.windows` windows would take.
-
-    "host_bytes": keys and queries of a group of layers. "device_bytes": what making their index takes at once, besides
-    the model and one pass. "pass_flops": all passes, in the model's dtype. "index_flops": k-means, training and the
-    search for long-range queries.
-
-    Raises:
-        ValueError: too few keys for the clusters.
-    """
-    settings, itemsize = plan.settings, model.dtype.itemsize
-    windows, learned = settings.windows, _learned(settings.windows)
-    pinned = model.device.type == "cuda"
-    weights = sum(p.numel() for p in model.parameters())
-    host = device = passes = flops = 0.0
-    for group in plan.groups:
-        heads, groups, dim = group.shape
-        attention = 2 * (max(group.layers) + 1) * heads * groups * dim * settings.window**2
-        passes += windows * (2 * weights * _depth(group, plan) * settings.window + attention)
-        if not group.indexed:
-            continue
-        clusters, count = _clusters(settings, windows), len(group.layers) * heads
-        kept = [2 * n * heads * dim * itemsize for n in (settings.window, groups * settings.queries)]
-        # torch allocates pinned memory in powers of two
-        kept = [power_of_two(n) if pinned else n for n in kept]
-        host = max(host, windows * len(group.layers) * sum(kept))
-        one = (dim + clusters) * settings.hidden
-        # scores, shares, keys by bucket; weights, their gradients and moments; which key is in which bucket
-        training = settings.batch * (settings.window * 13 + clusters * 16) + one * 16 + settings.window * clusters * 3
-        looked_at = min(learned * (settings.window - 1), KEYS_EACH * clusters)
-        means = looked_at * dim * (2 * itemsize + 4) + COMPARED * clusters * 9
-        device = max(device, count * max(training + 8 * windows * settings.window, means))
-        search = windows * count * groups * settings.queries * settings.window * dim * 2
-        learning = settings.steps * settings.batch * count * (6 * one + 2 * settings.window * dim)
-        flops += search + learning + 8 * settings.iterations * looked_at * count * clusters * dim
-    return {
-        "host_bytes": host,
-        "device_bytes": device,
-        "pass_flops": passes,
-        "index_flops": flops,
-    }

@@ -1,20 +1,18 @@
 """`turbo-hf calibrate`: calibration from the command line."""
 
 import json
-import math
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.box import SIMPLE
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.quality import SELECTIVITY, WAYS, mean_recall
-from turbo_hf.calibration.run import CalibrationPlan, calibrate, estimate, make_plan, refuse_folder
+from turbo_hf.calibration.run import calibrate, refuse_folder
 from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
 from turbo_hf.console import (
     Device,
@@ -28,14 +26,6 @@ from turbo_hf.console import (
     remark,
     show_table,
 )
-from turbo_hf.ops.host_device import input_device
-
-TRIAL = {"cuda": 8192}
-"""Side length of the matrices whose product measures a device's speed; elsewhere 1024."""
-PASSES = 0.8
-"""Share of that speed that passes in the model's dtype are assumed to reach."""
-INDEX = {"cuda": 0.11}
-"""The same for everything else, in float32: on an H200, memory-bound; elsewhere 0.25 (two CPU cores)."""
 
 
 def calibrate_command(
@@ -83,8 +73,7 @@ def calibrate_command(
         if processes()[0] == 0:
             refuse_folder(out_folder, overwrite)
         loaded, tokenizer = load(model, device, revision, gguf_file)
-        plan = make_plan(loaded, _cut(chosen, loaded, window))
-        facts = _run(loaded, tokenizer, plan, texts, out_folder, overwrite, revision)
+        facts = _run(loaded, tokenizer, _cut(chosen, loaded, window), texts, out_folder, overwrite, revision)
     if json_line:
         print(json.dumps(facts))  # noqa: T201
 
@@ -112,34 +101,20 @@ def _cut(chosen: Settings, model: Any, window: int | None) -> Settings:
 
 
 def _run(
-    model: Any,
-    tokenizer: Any,
-    plan: CalibrationPlan,
-    texts: str,
-    folder: Path,
-    overwrite: bool,
-    revision: str | None,
+    model: Any, tokenizer: Any, settings: Settings, texts: str, folder: Path, overwrite: bool, revision: str | None
 ) -> dict[str, Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     begun = time.perf_counter()
     with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as progress:
         task = progress.add_task("reading texts", total=1.0)
-
-        def say(found: CalibrationPlan) -> None:
-            # a progress bar captures printed lines, which would be missing in a pipe
-            progress.stop()
-            _say_estimate(found, _needs(model, found))
-            progress.start()
-
         found = calibrate(
             model,
             tokenizer,
             texts,
-            settings=plan.settings,
+            settings=settings,
             out=folder,
             overwrite=overwrite,
             progress=lambda word, share: progress.update(task, advance=share, description=word),
-            planned=say,
             revision=revision,
         )
     seconds = time.perf_counter() - begun
@@ -178,48 +153,3 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
         if layer.note:
             out.print(f"Layer {layer.index}: {layer.note}", markup=False, highlight=False)
     out.print(f"Written to {folder}. turbo_hf.patch(model, ..., calibration={str(folder)!r}) uses it.", markup=False)
-
-
-def _needs(model: Any, plan: CalibrationPlan) -> dict[str, float]:
-    """`estimate`, and "seconds" at the speed that this device is measured to have; NaN if there is no memory for it."""
-    needs, device = estimate(model, plan), input_device(model)
-    try:
-        passes, index = (_speed(device, dtype) for dtype in (model.dtype, torch.float32))
-    except torch.OutOfMemoryError:
-        return {**needs, "seconds": math.nan}
-    seconds = needs["pass_flops"] / (PASSES * passes)
-    seconds += needs["index_flops"] / (INDEX.get(device.type, 0.25) * index)
-    return {**needs, "seconds": seconds}
-
-
-def _say_estimate(plan: CalibrationPlan, needs: dict[str, float]) -> None:
-    """Print one line, also without a progress bar."""
-    gigabytes = (f"{needs[name] / 1e9:.2f} GB" for name in ("host_bytes", "device_bytes"))
-    out.print(
-        f"estimate: {_time(needs['seconds'])} for {plan.settings.windows} windows of {plan.settings.window:,} tokens, "
-        f"groups of layers: {len(plan.groups)}; {' of the host, '.join(gigabytes)} of the device besides the model.",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _time(seconds: float) -> str:
-    if math.isnan(seconds):
-        return "unknown"
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of a matrix product on this device."""
-    size = TRIAL.get(device.type, 1024)
-    x = torch.randn(size, size, device=device, dtype=dtype)
-    float((x @ x)[0, 0])  # the first one loads what it needs
-    rounds, begun = 0, time.perf_counter()
-    while rounds < 3 or time.perf_counter() - begun < 0.2:
-        x = torch.nn.functional.normalize(x @ x, dim=-1)
-        float(x[0, 0])  # waits for the device
-        rounds += 1
-    return rounds * 2 * size**3 / (time.perf_counter() - begun)
