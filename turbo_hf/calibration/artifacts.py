@@ -39,7 +39,7 @@ FORMAT = "turbo_hf calibration"
 FACTS, TENSORS, CARD = "turbo_calibration.json", "turbo_calibration.safetensors", "turbo_calibration.md"
 LOCK, WAIT = f"{FACTS}.lock", 60.0
 """Held while the files are replaced, and how many seconds another process waits for that."""
-READS = 5
+READS = 10
 """Times a folder is read before its two files are said not to belong together: a writer may be between them."""
 NO_INDEX = "no index: "
 """Start of the note of a layer that has head priorities alone; the reason follows."""
