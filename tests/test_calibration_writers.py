@@ -62,7 +62,7 @@ def test_a_reader_between_two_files_of_a_writer_begins_again(tmp_path: Path, mon
         if len(waited) == 3:
             (tmp_path / FACTS).write_bytes(new[FACTS])
 
-    monkeypatch.setattr(artifacts.time, "sleep", goes_on)
+    monkeypatch.setattr("time.sleep", goes_on)
     assert same(Calibration.from_pretrained(tmp_path), made(1))
     # one that never goes on was killed
     (tmp_path / TENSORS).write_bytes(made(2)._files()[TENSORS])

@@ -155,7 +155,7 @@ def test_a_revision_of_a_folder_is_refused() -> None:
 def test_a_folder_that_cannot_be_made_is_told_before_the_first_pass(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     begun: list[float] = []
-    with pytest.raises(OSError, match=r"Not a directory: '.*file/inside'"):
+    with pytest.raises(OSError, match=r"cannot be made, or not be written: Not a directory: '.*file/inside'"):
         lab(out=tmp_path / "file" / "inside", progress=lambda _, share: begun.append(share))
     assert not begun
     with pytest.raises(ValueError, match=r"folder must be a folder, or the name of a new one; .*file' is a file"):

@@ -153,15 +153,17 @@ def one_writer(folder: Path, name: str, wait: float = 0.0) -> Iterator[None]:
         InUse: another process has it.
         OSError: the folder cannot be made or written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / name)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=wait)
     except Timeout as error:
         raise InUse(
             f"{str(folder)!r} is in use: another process is writing there. Wait until it is done, or choose another "
             "folder."
         ) from error
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be made, or not be written: {error.strerror}", str(folder)) from error
     try:
         yield
     finally:
