@@ -173,10 +173,7 @@ def test_one_reply_whatever_the_checkpoint_asks_for(tmp_path: Path, asked: dict[
         ([LAB, "hi", "--dtype", "int8"], "unknown dtype int8; choose from auto, float32, bfloat16, float16."),
         ([LAB, "hi", "--temperature", "-1"], "the temperature must be 0 (greedy) or a number above; got -1.0."),
         ([LAB, "hi", "--temperature", "nan"], "the temperature must be 0 (greedy) or a number above; got nan."),
-        (
-            [LAB, "hi", "--preset", "turbo5"],
-            "turbo-mixed, turbo2, turbo-k4v3, turbo-k4v2, turbo-depth, turbo2-depth, saap, turbo4-long; got 'turbo5'",
-        ),
+        ([LAB, "hi", "--preset", "turbo5"], "got 'turbo5'"),
         ([LAB, "hi", "--preset", "saap"], 'selector "saap" needs a calibration'),
         (["./nowhere", "hi"], "there is no folder './nowhere', and no repository of the Hub can have this name."),
     ],
