@@ -19,6 +19,7 @@ from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.graphs.compiled_step import CompiledStep
+from turbo_hf.graphs.step_runner import hooked_module
 from turbo_hf.layout import HeadGroups, in_words
 from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.continuous_batching import HeadSizes
@@ -365,6 +366,9 @@ class Handle:
         `generate` has stored its tokens."""
         read = tuple(selector.tally.selectivity(layer) for layer, selector in self._maker.selectors.items())
         steps = self._report.steps + (f"; {self._compiled.words()}" if self._compiled is not None else "")
+        hooked = hooked_module(self._model)
+        if hooked is not None and self._report.config.cuda_graphs is not False:
+            steps = f"decode steps: launched, since {hooked} has a hook"
         serving = self._report.serving
         if self._maker.serving is not None:
             serving = self._maker.serving.words() or serving
