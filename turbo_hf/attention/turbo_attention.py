@@ -234,7 +234,7 @@ def _require_unchanged(cache: ClaimedCache, layer: TurboLayer, key: torch.Tensor
     if given is None or given[0] is not key or given[1] is not value:
         raise Unsupported(
             f"layer {layer.index}: this attention class changes keys or values after the cache has seen them, so its "
-            f"cache cannot be compressed. Leave it dense: TurboConfig(dense_layers=({layer.index},))."
+            "cache cannot be compressed. Run this model without the patch."
         )
 
 
