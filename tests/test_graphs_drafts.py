@@ -63,9 +63,9 @@ def drafter_of(model: Any, schedule: str, noise: float = 0.05) -> Any:
     config=[
         pytest.param(SMALL, id="4bit"),
         pytest.param(replace(SMALL, low_heads=0.5, low_bits=2), id="mixed"),
-        pytest.param(SMALL, id="4bit"),
+        pytest.param(replace(SMALL, dense_layers=(1,)), id="beside-16bit"),
         pytest.param(replace(SMALL, bits=2, buffer_scale="universal"), id="universal"),
-        pytest.param(SMALL, id="4bit"),
+        pytest.param(replace(SMALL, dense_layers=(1,)), id="beside-16bit"),
     ],
     window=[None, 40, 40],
 )
