@@ -270,8 +270,8 @@ def refuse_layers(layers: list[LayerReport], notices: Notices) -> None:
 def forecast(
     config: TurboConfig, devices: Iterable[torch.device], dtype: torch.dtype, dims: set[int], notices: Notices
 ) -> None:
-    """Note a preset that is not recommended, each part of a model's attention that no kernel serves, and unrounded layers
-    that are rounded a little.
+    """Note a preset that is not recommended, each part of a model's attention that no kernel serves, and unrounded
+    layers that are rounded a little.
 
     Args:
         devices: of the weights. dtype: of keys. dims: head dims.
