@@ -76,7 +76,6 @@ def test_the_first_token_alone_by_mode_of_attention() -> None:
     rows = [row for row in last_json(run(*words, "--rounds", "3", "--json"))["rows"] if row["tokens_s"]]
     assert [row["method"] for row in rows[:3]] == ["SDPA", "turbo4/auto", "turbo4/fp16"]
     assert all(row["first_ms"] > 0 and row["first_spread"] >= 0 and row["step_ms"] is None for row in rows)
-    check_refused("bench first-token is now bench generate --new 1", "first-token", "--tiny", "--length", "32k")
 
 
 def test_sparse_prompts_at_a_density() -> None:

@@ -1,4 +1,4 @@
-"""One `generate` of random prompts under a clock: what `bench generate` and the suite serve time."""
+"""One `generate` of random prompts under a clock: what `bench generate` and `bench serve` time."""
 
 import statistics
 import time
@@ -94,11 +94,17 @@ def speed(clocks: Sequence[Clock], rows: int, new: int) -> Speed:
     )
 
 
+def vocabulary_of(model: Any) -> int:
+    """Tokens that the model knows."""
+    size: int = model.config.get_text_config(decoder=True).vocab_size
+    return size
+
+
 def random_prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask, int64 [rows, max(lengths)] on the model's device, padded at the left."""
     generator = torch.Generator().manual_seed(seed)
-    width, vocabulary = max(lengths), model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(10, vocabulary, (len(lengths), width), generator=generator)
+    width = max(lengths)
+    ids = torch.randint(10, vocabulary_of(model), (len(lengths), width), generator=generator)
     mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
     return (ids * mask).to(model.device), mask.to(model.device)
 
