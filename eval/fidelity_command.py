@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.box import SIMPLE
 
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import uses_calibration
@@ -227,18 +228,19 @@ def _cells(row: Fidelity) -> list[str]:
     ]  # fmt: skip
 
 
+def _failed(cells: list[str]) -> list[str]:
+    return [cells[0], "", "", "", cells[14]]
+
+
 def _show(rows: dict[str, list[Fidelity]], told: str, facts: dict[str, Any]) -> None:
     """The figures that fit a terminal."""
     for table in _tables(rows):
         short = [
-            [cells[at] for at in (0, 2, 3, 5, 10, 12, 1, 14)] if cells[2] else [cells[0], *[""] * 6, cells[14]]
+            [cells[0], f"{cells[2]:.6} ± {cells[3]:.6}", cells[10], cells[1], cells[14]] if cells[2] else _failed(cells)
             for cells in table.rows
         ]
-        show_table(
-            f"{facts['model']}, {facts['texts']} texts, {table.title}",
-            ("method", "KL", "±", "99 %", "same top", "ppl ratio", "bytes/token", "verdict"),
-            short,
-        )
+        headings = ("method", "KL, nats", "same top", "B/token", "verdict")
+        show_table(f"{facts['model']}, {facts['texts']} texts, {table.title}", headings, short, whole=4, box=SIMPLE)
     out.print(told, style="bold", markup=False, highlight=False)
     for text in WHAT:
         remark(text)

@@ -13,7 +13,15 @@ from transformers import QuantizedCache
 
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config.file import names_a_file
-from turbo_hf.config.turbo_config import ATTENTION_MODES, NATIVE, PRESETS, SparseConfig, TurboConfig, resolve_config
+from turbo_hf.config.turbo_config import (
+    ATTENTION_MODES,
+    NATIVE,
+    PRESETS,
+    SparseConfig,
+    TurboConfig,
+    preset_named,
+    resolve_config,
+)
 from turbo_hf.eval.published.simulate import Scheme, gear_l, kivi, kvarn
 from turbo_hf.eval.published.simulated_cache import compressed_cache, window_cache
 from turbo_hf.layout import widths_of
@@ -246,7 +254,7 @@ def _patched(name: str) -> TurboConfig:
     stored, at, sparse = name[len(base) :].partition("@")
     head, *changes = stored.split("+")
     _, slash, attention = head.partition("/")
-    known = base in PRESETS or names_a_file(base)
+    known = preset_named(base) is not None or names_a_file(base)
     if not known or (slash and attention not in ("auto", *ATTENTION_MODES, NATIVE)):
         # a list of methods is split at its commas, and so is "...@saap:read_all_layers=0,1"
         hint = " Several layers behind @ are written read_all_layers=0+1." if name.isdigit() else ""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import EVERY_PRESET
 from models import lab_model, left_padded, prompts, tiny_llama, tiny_mistral
 from plan_support import costs
 from torch import Tensor
@@ -20,7 +21,6 @@ import turbo_hf.cache.passes
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.memory import cache_bytes, measure
-from turbo_hf.config.turbo_config import PRESETS
 from turbo_hf.layout import page_bytes
 from turbo_hf.models.versions import CACHE
 
@@ -78,7 +78,7 @@ def test_a_layer_that_does_not_exist_is_refused(name: str, llama: Any) -> None:
 # --- on a model that is not patched --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", list(PRESETS))
+@pytest.mark.parametrize("preset", list(EVERY_PRESET))
 def test_a_prompt_is_read_in_full_precision(llama: Any, preset: str) -> None:
     ids = prompts(3, 130)
     got = forward(llama, ids, TurboCache(llama.config, preset, selectors={}))
@@ -314,12 +314,12 @@ def test_a_mask_that_was_written_over_is_read_again(llama: Any) -> None:
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", [name for name, config in PRESETS.items() if config.sparse is None])
+@pytest.mark.parametrize("preset", [name for name, config in EVERY_PRESET.items() if config.sparse is None])
 @pytest.mark.parametrize("window", [None, 256], ids=["full", "window"])
 def test_memory_is_what_the_plan_says(preset: str, window: int | None) -> None:
     model = tiny_mistral(window, head_dim=64).to(torch.bfloat16)
     # planned as open, which test_plan compares
-    config = replace(PRESETS[preset], recent_tokens=0)
+    config = replace(EVERY_PRESET[preset], recent_tokens=0)
     cache = TurboCache(model.config, config)
     forward(model, prompts(2, 512), cache)
     forward(model, prompts(2, 1), cache)

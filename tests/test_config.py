@@ -7,10 +7,20 @@ from typing import Any
 
 import pytest
 from all_pairs import in_one_test
+from choices import EVERY_PRESET
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turbo_hf.config.turbo_config import PRESETS, SparseConfig, TurboConfig, at_8_bit, of_layer, resolve_config
+from turbo_hf.config.turbo_config import (
+    PRESETS,
+    WITHDRAWN,
+    SparseConfig,
+    TurboConfig,
+    at_8_bit,
+    of_layer,
+    resolve_config,
+    withdrawn,
+)
 from turbo_hf.layout import HeadGroups, Width, page_bytes
 
 
@@ -155,7 +165,7 @@ def test_head_groups_are_all_heads_widest_first(heads: int, share: float, widths
 )
 def test_presets(name: str, groups: HeadGroups) -> None:
     config = resolve_config(name)
-    assert config is PRESETS[name]
+    assert config is EVERY_PRESET[name]
     assert config.head_groups(8) == groups
 
 
@@ -191,7 +201,7 @@ def test_layers_have_the_bits_of_their_depth(layers: int, widths: list[Width]) -
 
 def test_the_presets_of_depths_take_104_and_72_bytes() -> None:
     for name, whole in (("turbo-depth", 103.62), ("turbo2-depth", 72.06)):
-        config = PRESETS[name]
+        config = EVERY_PRESET[name]
         for layers in (8, 32, 80):
             groups = [of_layer(config, index, layers).head_groups(1) for index in range(layers)]
             each = [page_bytes(128, width, config.block_size) / config.block_size for ((width, _),) in groups]
@@ -199,19 +209,26 @@ def test_the_presets_of_depths_take_104_and_72_bytes() -> None:
 
 
 def test_every_preset_is_tested_and_the_default_is_turbo4() -> None:
-    assert set(PRESETS) == {
-        "int8",
-        "turbo4",
+    assert set(PRESETS) == {"int8", "turbo4", "saap"}
+    assert set(WITHDRAWN) == {
         "turbo-mixed",
         "turbo2",
         "turbo-k4v3",
         "turbo-k4v2",
         "turbo-depth",
         "turbo2-depth",
-        "saap",
         "turbo4-long",
     }
     assert PRESETS["turbo4"] == TurboConfig()
+
+
+def test_withdrawn_presets_say_why() -> None:
+    assert [withdrawn(config) for config in PRESETS.values()] == [None] * len(PRESETS)
+    for name, it in WITHDRAWN.items():
+        told = withdrawn(it.config)
+        assert told is not None
+        assert told.startswith(f"{name} ")
+        assert it.kl is None or all(f"{kl:g}" in told for kl in it.kl)
 
 
 def test_a_config_resolves_to_itself() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from all_pairs import in_one_test
+from choices import EVERY_PRESET
 from families_support import CHUNKED, EXPERTS, FAMILY_CASES, FULL, GENERIC_CASES, LINEAR, Case, build
 from models import prompts
 from plan_support import SMALL, costs, sealed_bytes
@@ -15,7 +16,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedConfig
 from typer.testing import CliRunner
 
 import turbo_hf
-from turbo_hf import PRESETS, TurboConfig, Unsupported
+from turbo_hf import TurboConfig, Unsupported
 from turbo_hf.cache.memory import LayerCost, cache_bytes
 from turbo_hf.cli.main import app
 from turbo_hf.cli.plan import MemoryPlan, layer_costs, longest_context, parse_bytes, plan
@@ -69,7 +70,7 @@ def test_figures_are_those_of_a_real_cache(case: Case) -> None:
         with turbo_hf.patch(model, preset) as handle, torch.no_grad():
             cache = handle.new_cache()
             model(ids, **{CACHE: cache})
-        assert measured(cache) == planned(costs(model.config, PRESETS[preset], torch.float32)), preset
+        assert measured(cache) == planned(costs(model.config, EVERY_PRESET[preset], torch.float32)), preset
 
 
 @pytest.mark.parametrize(

@@ -89,12 +89,19 @@ def mistakes_end_the_command() -> Iterator[None]:
 
 
 def show_table(
-    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1, box: Box = HEAVY_HEAD
+    title: str,
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    words: int = 1,
+    whole: int = 1,
+    box: Box = HEAVY_HEAD,
 ) -> None:
-    """Print a table. words: how many columns hold words, before those of figures, which stand at the right."""
+    """Print a table. words: how many columns hold words, before those of figures, which stand at the right. whole: how
+    many columns are never wrapped."""
     table = Table(title=title, box=box)
     for n, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if n < words else "right", overflow="fold", no_wrap=not n)
+        table.add_column(heading, justify="left" if n < words else "right", overflow="fold", no_wrap=n < whole)
     for row in rows:
         table.add_row(*row)
     out.print(table)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from turbo_hf.config.turbo_config import PRESETS
+from turbo_hf.config.turbo_config import preset_named
 from turbo_hf.eval.bench.shapes import SHAPES, Heads, find_shape, parse_size, tokens_label
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, open_token_bytes, page_bytes
 
@@ -112,5 +112,5 @@ def choose_cases(shapes: list[str], sizes: list[str], ragged: bool, seed: int, o
 
 def groups_of(width: str, kv_heads: int) -> HeadGroups:
     """(width, heads) of each group of `kv_heads` heads under one of WIDTHS; words: as in the preset turbo-WORD."""
-    preset = PRESETS.get(f"turbo-{width}")
+    preset = preset_named(f"turbo-{width}")
     return ((int(width), kv_heads),) if preset is None else preset.head_groups(kv_heads)

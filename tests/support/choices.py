@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from turbo_hf.config.turbo_config import ATTENTION_MODES
+from turbo_hf.config.turbo_config import ATTENTION_MODES, PRESETS, WITHDRAWN
+
+EVERY_PRESET = PRESETS | {name: it.config for name, it in WITHDRAWN.items()}
+"""Those that can be named."""
 
 MODES = [pytest.param(mode, id=mode) for mode in ATTENTION_MODES]
 TWO_MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]

@@ -152,14 +152,14 @@ def demo_command(
     if model is None and not CARRIED.is_dir():
         raise fail("the included model is not beside this installation; pass --model, a folder or a Hub id.")
     from turbo_hf.config.file import SUFFIXES, names_a_file  # noqa: PLC0415
-    from turbo_hf.config.turbo_config import PRESETS, resolve_config  # noqa: PLC0415
+    from turbo_hf.config.turbo_config import PRESETS, preset_named, resolve_config  # noqa: PLC0415
     from turbo_hf.eval.demo import as_json  # noqa: PLC0415
     from turbo_hf.eval.needle import needles  # noqa: PLC0415
 
-    # a sparse preset needs a calibration, or longer prompts
-    dense = [name for name, config in PRESETS.items() if config.sparse is None and config.sparse_prompt is None]
+    # a sparse preset needs a calibration
+    dense = [name for name, config in PRESETS.items() if config.sparse is None]
     methods = list(dict.fromkeys(method or [])) or dense
-    unknown = [name for name in methods if name not in PRESETS and not names_a_file(name)]
+    unknown = [name for name in methods if preset_named(name) is None and not names_a_file(name)]
     if unknown:
         raise fail(
             f"unknown method {', '.join(unknown)}; presets are {', '.join(PRESETS)}, and files of options end in "

@@ -12,7 +12,7 @@ from turbo_hf.models.versions import CACHE
 
 LIKE, SMALL, EVALUATE, NEVER = "like 16 bit", "small", "evaluate on your tasks", "do not use"
 
-BOUNDS = ((0.003, LIKE), (0.02, SMALL), (0.1, EVALUATE))
+BOUNDS = ((0.003, LIKE), (0.01, SMALL), (0.1, EVALUATE))
 """Mean KL in nats up to which each verdict holds; above the last one `NEVER`. docs/evaluation.md argues for them."""
 
 SPLIT = 256

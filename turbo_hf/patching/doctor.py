@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
-from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS
+from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, WITHDRAWN
 from turbo_hf.errors import warn
 from turbo_hf.models.versions import NEWEST, OLDEST, version_of, version_problem
 from turbo_hf.ops.gpu import hopper, why_no_kernels_on
@@ -103,7 +103,8 @@ def diagnose(model: Any) -> Diagnosis:
         with patch(model, DEFAULT_PRESET, check=True, tokenizer=own) as handle:
             report = handle.report()
         latent = any(is_latent(at.module) for at in attention_layers(model) if at.module is not None)
-        for preset, config in PRESETS.items():
+        every = PRESETS | {name: it.config for name, it in WITHDRAWN.items()}
+        for preset, config in every.items():
             # a short text shows nothing of sparse presets, one of which needs a calibration; latents have no values
             sparse = config.sparse is not None or config.sparse_prompt is not None
             if sparse or (latent and (config.value_bits is not None or config.layer_bits is not None)):

@@ -43,7 +43,7 @@ from turbo_hf.patching.refusals import (
     require_layers,
     text_type,
 )
-from turbo_hf.patching.selfcheck import check_text, judge, require_agreement, unpatched_logits
+from turbo_hf.patching.selfcheck import check_text, judged, require_agreement, unpatched_logits
 from turbo_hf.ranks import Ranks, ranks_of, split_layers
 from turbo_hf.sparse.prompts import PromptTally, describe_sparse_prompts
 
@@ -81,8 +81,8 @@ def patch(
             and continuous batching that cannot run on compressed pages are errors under each.
         check: compare the model with itself before and after patching: logits, which must be the same over a cache that
             rounds nothing, and the distributions of a text that is read through the preset's own cache. `report()`
-            shows their mean KL. Where that is small, nothing is said; from 0.02 nats on there is a warning; from 0.1
-            on the patch is refused, as `strict` says. An error removes the patch.
+            shows their mean KL. Up to 0.01 nats nothing is said; from there on there is a warning; from 0.1 on the
+            patch is refused, as `strict` says. An error removes the patch.
         tokenizer: for the text of `check`, which the package carries; None: the one beside the checkpoint, or without
             one a text that the model samples itself.
         context_group: a process group of torch.distributed over whose ranks the sealed blocks of each context are
@@ -136,19 +136,15 @@ def patch(
                 text = check_text(model, chosen, own)
             stack.enter_context(alone(model, "patch()"))
         handle = _apply(model, planned, strict)
-    if unpatched is None:
-        return handle
-    try:
-        with ranks.together():
-            require_agreement(model, unpatched, chosen, planned.maker.dense_layers, context)
-            found = None if text is None else text.check(model, handle.new_cache())
-            if found is not None:
-                judge(found, notices)
-    except BaseException:
-        handle.remove()
-        raise
-    words = "self-check: logits as before" if found is None else f"self-check: {found}"
-    handle._report = replace(planned.report, check=words, warnings=tuple(notices.messages))
+    if unpatched is not None:
+        try:
+            with ranks.together():
+                require_agreement(model, unpatched, chosen, planned.maker.dense_layers, context)
+                words = judged(text, model, handle, notices)
+        except BaseException:
+            handle.remove()
+            raise
+        handle._report = replace(planned.report, check=words, warnings=tuple(notices.messages))
     return handle
 
 

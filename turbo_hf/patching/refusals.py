@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from turbo_hf.attention.registration import text_key
 from turbo_hf.attention.turbo_attention import NAME
-from turbo_hf.config.turbo_config import TurboConfig, of_layer
+from turbo_hf.config.turbo_config import TurboConfig, of_layer, withdrawn
 from turbo_hf.errors import Notices, Unsupported
 from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.models.model_layers import kv_heads, stray_window
@@ -265,7 +265,7 @@ def refuse_layers(layers: list[LayerReport], notices: Notices) -> None:
 def forecast(
     config: TurboConfig, devices: Iterable[torch.device], dtype: torch.dtype, dims: set[int], notices: Notices
 ) -> None:
-    """Note each part of a model's attention that no kernel serves.
+    """Note a preset that is not recommended, and each part of a model's attention that no kernel serves.
 
     Args:
         devices: of the weights. dtype: of keys. dims: head dims.
@@ -273,6 +273,9 @@ def forecast(
     Raises:
         Unsupported: backend "triton", which plain torch may not replace.
     """
+    not_recommended = withdrawn(config)
+    if not_recommended is not None:
+        notices.note(not_recommended)
     if config.backend == "reference":
         return
     lines = [line for device in devices if device.type == "cuda" for line in _lines(config, device, dtype, dims)]

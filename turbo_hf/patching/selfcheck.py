@@ -322,12 +322,20 @@ def require_agreement(
             )
 
 
-def judge(found: SelfCheck, notices: Notices) -> None:
-    """Refuse a preset that must not be used on this model, and note one that may lose answers."""
+def judged(text: CheckText | None, model: PreTrainedModel, handle: Any, notices: Notices) -> str:
+    """What a patched model makes of the text, for the report. A preset that must not be used on this model is refused,
+    and one that may lose answers noted.
+
+    text: None: there is none. handle: of the patch.
+    """
+    if text is None:
+        return "self-check: logits as before; without a head there is no distribution to compare"
+    found = text.check(model, handle.new_cache())
     if found.verdict == NEVER:
         notices.refuse(f"self-check: {found}.", "The patch is off again. Try a preset with more bits.")
     elif found.verdict == EVALUATE:
         notices.note(f"self-check: {found}.")
+    return f"self-check: {found}"
 
 
 def _distance(logits: torch.Tensor, reference: torch.Tensor) -> float:

@@ -1,0 +1,250 @@
+"""Next-token distributions against 16 bit: the figures, the verdicts, and what reads a text through a cache."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import lab_model, tiny_llama
+from transformers import DynamicCache
+
+import turbo_hf
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.eval.fidelity import AGAIN, PAGES, Case, Fidelity, grid, layer_map, measure, named, suggestion
+from turbo_hf.eval.methods import Method
+from turbo_hf.models.versions import CACHE
+from turbo_hf.patching.divergence import (
+    EVALUATE,
+    LIKE,
+    NEVER,
+    SMALL,
+    Divergence,
+    Positions,
+    Reading,
+    compare_positions,
+    log_probabilities,
+    summarize,
+    verdict,
+)
+
+
+def numbers(texts: int = 3, tokens: int = 40, vocabulary: int = 17) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a reference and of a method near it [texts, tokens, vocabulary], and the right tokens."""
+    seeded = torch.Generator().manual_seed(0)
+    base = torch.randn(texts, tokens, vocabulary, generator=seeded)
+    own = base + 0.3 * torch.randn(base.shape, generator=seeded)
+    right = torch.randint(vocabulary, (texts, tokens), generator=seeded)
+    return base.log_softmax(-1), own.log_softmax(-1), right
+
+
+def test_figures_are_those_of_an_independent_computation() -> None:
+    base, own, right = numbers()
+    texts = [
+        compare_positions(got, reference, Reading(torch.cat((torch.zeros(6), ids))[None].long(), (5, len(ids))))
+        for got, reference, ids in zip(own, base, right, strict=True)
+    ]
+    found = summarize(texts)
+    p, q, at = base.double().exp().numpy(), own.double().exp().numpy(), right.numpy()[..., None]
+    kl = (p * np.log(p / q)).sum(-1)
+    moved = (np.take_along_axis(q, at, -1) - np.take_along_axis(p, at, -1))[..., 0]
+    own_nll, base_nll = (-np.log(np.take_along_axis(x, at, -1))[..., 0] for x in (q, p))
+    ratio = math.exp(own_nll.mean() - base_nll.mean())
+
+    def error(x: np.ndarray) -> float:
+        return float(x.mean(1).std(ddof=1) / math.sqrt(len(x)))
+
+    want = {
+        "kl": kl.mean(),
+        "kl_error": error(kl),
+        **dict(zip(("kl_median", "kl_99", "kl_999"), np.quantile(kl, [0.5, 0.99, 0.999]), strict=True)),
+        "kl_max": kl.max(),
+        "moved_rms": math.sqrt((moved**2).mean()),
+        "moved_99": np.quantile(abs(moved), 0.99),
+        "same_top": (p.argmax(-1) == q.argmax(-1)).mean(),
+        "perplexity": math.exp(own_nll.mean()),
+        "ratio": ratio,
+        "ratio_error": ratio * error(own_nll - base_nll),
+        "positions": kl.size,
+        "texts": len(kl),
+    }
+    assert set(want) == set(Divergence.__slots__)
+    for name, figure in want.items():
+        # float32 log-probabilities of about 3
+        assert getattr(found, name) == pytest.approx(figure, rel=1e-3, abs=1e-6), name
+
+
+def test_one_text_has_no_error_and_equal_ones_no_distance() -> None:
+    base, _, right = numbers(texts=1)
+    reading = Reading(torch.cat((torch.zeros(3), right[0]))[None].long(), (2, right.shape[1]))
+    found = summarize([compare_positions(base[0], base[0], reading)])
+    assert (found.kl, found.moved_rms, found.same_top, found.ratio) == (0, 0, 1, 1)
+    assert math.isnan(found.kl_error)
+
+
+def test_impossible_tokens_add_nothing() -> None:
+    base = torch.tensor([[0.0, -math.inf], [math.log(0.5), math.log(0.5)]])
+    got = torch.tensor([[math.log(0.9), math.log(0.1)], [0.0, -math.inf]])
+    found = compare_positions(got, base, Reading(torch.tensor([[0, 0, 0, 0]]), (1, 2)))
+    assert found.kl[0] == pytest.approx(-math.log(0.9))
+    assert found.kl[1] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("kl", "noise", "words"),
+    [
+        (0.0, 0.0, LIKE),
+        (0.003, 0.0, LIKE),
+        (0.0031, 0.0, SMALL),
+        (0.0031, 0.002, LIKE),
+        (0.011, 0.0, EVALUATE),
+        (0.11, 0.0, NEVER),
+        (math.nan, 0.0, NEVER),
+        (math.nan, math.nan, NEVER),
+        (math.inf, 0.0, NEVER),
+    ],
+)
+def test_verdicts(kl: float, noise: float, words: str) -> None:
+    assert verdict(kl, noise) == words
+
+
+def test_a_text_is_read_by_passes() -> None:
+    model, ids = tiny_llama(), torch.randint(90, (1, 40))
+    with torch.no_grad():
+        want = model(ids[:, :-1]).logits[0, 20:].float().log_softmax(-1)
+    for passes in ((20, 19), (20, *[1] * 19), (20, 16, 3)):
+        got = log_probabilities(model, Reading(ids, passes), DynamicCache(config=model.config))
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_cases_split_the_tail() -> None:
+    assert Case(100, "steps").passes(40) == (100, 16, 16, 8)
+    assert Case(100, "steps").passes(40, again=True) == (100, 8, 8, 8, 8, 8)
+    assert Case(100, "chunk").passes(41) == (100, 41)
+    assert Case(100, "chunk").passes(41, again=True) == (100, 20, 21)
+    assert sum(Case(7, "answer").passes(35)) == 42
+
+
+def test_methods_are_read_through_their_caches() -> None:
+    model, _ = lab_model()
+    windows = torch.randint(400, (2, 200 + 32 + 1), generator=torch.Generator().manual_seed(0))
+    cases = [Case(200, "steps"), Case(200, "chunk"), Case(64, "answer")]
+    rows = measure(model, windows, cases, named(["int8", "turbo2", "streaming-16"]), tail=32)
+    by = {(row.method, row.case.path): row for row in rows}
+    assert len(by) == len(rows) == 15
+    for path in ("steps", "chunk"):
+        again, pages, int8, turbo2 = (by[name, path].figures for name in (AGAIN, PAGES, "int8", "turbo2"))
+        assert again is not None
+        assert pages is not None
+        assert int8 is not None
+        assert turbo2 is not None
+        assert again.kl < 1e-6
+        assert pages.kl < int8.kl < turbo2.kl
+        assert (int8.positions, int8.texts) == (64, 2)
+        assert by[AGAIN, path].verdict == "noise"
+        sizes = [by[name, path].bytes_per_token or 0 for name in (AGAIN, "int8", "turbo2")]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_method_that_is_refused_is_a_row_with_the_reason() -> None:
+    model = tiny_llama()
+    refused = Method("refused", TurboConfig(dense_layers=(99,)))
+    rows = measure(model, torch.randint(90, (2, 60)), [Case(40, "steps")], [refused, *named(["int8"])], tail=16)
+    by = {row.method: row for row in rows}
+    assert by["refused"].figures is None
+    assert "names layer 99" in by["refused"].verdict
+    assert by["int8"].figures is not None
+    assert set(by["refused"].to_dict()) == {"method", "tokens", "path", "verdict", "bytes_per_token"}
+
+
+def test_the_grid_and_the_map_are_what_they_say() -> None:
+    assert [method.name for method in grid([8, 4])] == ["K8 V8", "K8 V4", "K4 V8", "K4 V4"]
+    made = {method.name: method.config for method in layer_map([0, 1, 2], 4)}
+    assert list(made) == [f"layer {n} {side}" for n in range(3) for side in "KV"]
+    one = made["layer 1 V"]
+    assert one is not None
+    assert (one.bits, one.value_bits, set(one.dense_layers)) == (8, 4, {0, 2})
+
+
+def row(method: str, kl: float, size: float, path: str = "steps") -> Fidelity:
+    """One with that KL."""
+    figures = Divergence(kl, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 0, 1, 1)
+    return Fidelity(method, Case(1, path), figures, size, verdict(kl))
+
+
+def test_the_suggestion_is_the_smallest_that_is_like_16_bit_everywhere() -> None:
+    rows = [row("int8", 0.001, 266), row("turbo4", 0.002, 140), row("turbo4", 0.02, 140, "chunk"), row("int8", 0, 266)]
+    assert "here: int8, 266 bytes" in suggestion(rows)
+    assert "No method is like 16 bit" in suggestion([row("turbo4", 0.02, 140)])
+
+
+def test_positions_are_joined_over_texts() -> None:
+    texts = [Positions(*(torch.full((n,), float(n)) for _ in range(5))) for n in (1, 3)]
+    found = summarize(texts)
+    assert (found.positions, found.texts, found.kl) == (4, 2, 2.5)
+
+
+# --- in patch() and doctor -----------------------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer of bytes, for models without one."""
+
+    def __call__(self, text: str, **_: Any) -> Any:
+        return type("Ids", (), {"input_ids": torch.tensor([[ord(c) % 90 for c in text]])})
+
+
+def test_the_check_reads_sealed_blocks_of_presets_that_keep_tokens_open() -> None:
+    model, _ = lab_model()
+    with pytest.warns(UserWarning, match="loses answers on real checkpoints"):
+        handle = turbo_hf.patch(model, "turbo2-depth", check=True, strict="warn")
+    with handle:
+        found = str(handle.report())
+    assert "self-check: KL " in found
+    assert "of moby_dick.txt" in found
+    kl = float(found.split("self-check: KL ")[1].split(maxsplit=1)[0])
+    # all in 8 bit: 0.0001
+    assert kl > 0.005
+
+
+def test_the_check_samples_a_text_where_there_is_no_tokenizer() -> None:
+    with turbo_hf.patch(tiny_llama(), "int8", check=True) as handle:
+        assert "its own sampled text" in handle.report().check
+
+
+def test_the_check_takes_a_tokenizer() -> None:
+    with turbo_hf.patch(tiny_llama(), "int8", check=True, tokenizer=Words()) as handle:
+        assert "tokens of moby_dick.txt" in handle.report().check
+
+
+def test_the_check_refuses_the_tokenizer_of_another_model() -> None:
+    class Wrong(Words):
+        def __call__(self, text: str, **more: Any) -> Any:
+            found = super().__call__(text, **more)
+            found.input_ids[0, 0] = 10**6
+            return found
+
+    model = tiny_llama()
+    with pytest.raises(turbo_hf.Unsupported, match="Pass the model's own tokenizer"):
+        turbo_hf.patch(model, "int8", check=True, tokenizer=Wrong())
+    turbo_hf.patch(model, "int8").remove()
+
+
+@pytest.mark.parametrize(("bound", "strict"), [(0.0, "raise"), (0.0, "warn"), (1.0, "raise")])
+def test_the_verdict_decides(monkeypatch: pytest.MonkeyPatch, bound: float, strict: Any) -> None:
+    bounds = ((-1.0, LIKE), (-1.0, SMALL), (bound, EVALUATE))
+    monkeypatch.setattr("turbo_hf.patching.divergence.BOUNDS", bounds)
+    model = tiny_llama()
+    if bound == 0 and strict == "raise":
+        with pytest.raises(turbo_hf.Unsupported, match=r"self-check: KL .*: do not use\. The patch is off again"):
+            turbo_hf.patch(model, "turbo4", check=True)
+        turbo_hf.patch(model).remove()
+        return
+    words = NEVER if bound == 0 else EVALUATE
+    with pytest.warns(UserWarning, match=rf"self-check: KL .*: {words}"):
+        handle = turbo_hf.patch(model, "turbo4", check=True, strict=strict)
+    with handle:
+        assert words in handle.report().check
+        assert any(words in text for text in handle.report().warnings)
+        ids = torch.randint(90, (1, 8))
+        assert torch.isfinite(model(ids, **{CACHE: handle.new_cache()}).logits).all()

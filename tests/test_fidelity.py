@@ -1,0 +1,79 @@
+"""`turbo-hf fidelity`: what it prints and writes, and what it says of wrong input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import LAB_MODEL
+from typer.testing import CliRunner
+
+from turbo_hf.cli.main import app
+from turbo_hf.patching.divergence import BOUNDS, NEVER
+
+LAB = str(LAB_MODEL)
+
+
+def fidelity(*words: str, code: int = 0) -> tuple[str, Any]:
+    """What it prints, with single spaces, and its JSON (None: an error ended it)."""
+    result = CliRunner().invoke(app, ["fidelity", *words, "--device", "cpu", "--json"])
+    assert result.exit_code == code, result.output
+    last = result.stdout.strip().splitlines()[-1:]
+    return " ".join(result.output.split()), json.loads(last[0]) if last and last[0].startswith("{") else None
+
+
+def test_the_table_of_the_carried_model(tmp_path: Path) -> None:
+    few = ("--lengths", "96", "--count", "2", "--tail", "16", "--generate", "16", "--grid", "--map")
+    said, found = fidelity(LAB, *few, "--methods", "int8,turbo4,fp16", "--out", str(tmp_path))
+    assert "lab-llama-4m, 2 texts, 96 tokens, chunk" in said
+    assert found["suggestion"] in said
+    cases = {(row["tokens"], row["path"]) for row in found["table"]}
+    assert cases == {(96, "steps"), (96, "chunk")}
+    assert [row["method"] for row in found["table"]][:4] == ["16 bit again", "16-bit pages", "int8", "turbo4"]
+    assert {row["path"] for row in found["answers"]} == {"answer"}
+    assert len(found["grid"]) == 16
+    assert len(found["map"]) == 2 * found["layers"] == 12
+    assert all(row["verdict"] in {*(words for _, words in BOUNDS), NEVER, "noise"} for row in found["table"])
+    written = {path.name for path in tmp_path.iterdir()}
+    pictures = {f"fidelity-{part}.png" for part in ("table", "answers", "grid", "map")}
+    assert written == {"fidelity.json", "report.md", "report.html", *pictures}
+    assert json.loads((tmp_path / "fidelity.json").read_text()) == found
+    assert "| 99.9 % |" in (tmp_path / "report.md").read_text()
+
+
+def test_texts_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    _, found = fidelity(LAB, "--texts", str(tmp_path), "--lengths", "64", "--tail", "16", "--methods", "int8")
+    assert found["source"] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--methods", "turbo5"), "error: unknown method turbo5"),
+        (("--methods", "fp16"), "error: --methods names none"),
+        (("--lengths", "much"), "error: expected a number of tokens like 4096 or 4k; got 'much'"),
+        (("--lengths", "1M"), "this model has positions for 32768. Pass shorter --lengths."),
+        (("--texts", "nowhere"), "error: texts: there is no file or folder 'nowhere'"),
+        (("--map-bits", "5"), "error: --map-bits must be one of"),
+        (("--methods", "saap"), "error: saap: "),
+    ],
+)
+def test_wrong_input_is_one_sentence(words: tuple[str, ...], message: str) -> None:
+    said, found = fidelity(LAB, *words, code=1)
+    assert message in said
+    assert found is None
+
+
+def test_short_texts_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Too short.")
+    said, _ = fidelity(LAB, "--texts", str(tmp_path), code=1)
+    assert "the texts are too short for two windows of 1153 tokens. Pass --texts with longer ones" in said
+
+
+def test_a_checkpoint_without_a_tokenizer_is_told(tmp_path: Path) -> None:
+    for file in LAB_MODEL.iterdir():
+        if not file.name.startswith("tokenizer"):
+            (tmp_path / file.name).symlink_to(file)
+    said, _ = fidelity(str(tmp_path), code=1)
+    assert "its tokenizer" in said
