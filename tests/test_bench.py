@@ -115,6 +115,6 @@ def test_json_has_no_nan() -> None:
     assert json.loads(as_json({"a": [float("nan"), 1.5, {"b": float("inf")}]})) == {"a": [None, 1.5, {"b": None}]}
 
 
-@pytest.mark.parametrize("words", [["prefill"], ["decode"], ["sparse"], ["generate"]])
+@pytest.mark.parametrize("words", [["prefill"], ["decode"], ["decode", "--selector", "saap"], ["generate"]])
 def test_a_cpu_does_not_run_what_is_sized_for_a_gpu(words: list[str]) -> None:
     check_refused("the defaults are sized for a GPU, and this is a CPU. Choose", *words, "--device", "cpu")

@@ -36,8 +36,8 @@ class Clock(LogitsProcessor):
         if self._of_drafter:
             self._of_drafter = False
             return scores
-        if self._looks_up and bool((scores[0, :8] == 1).all()):
-            # prompt lookup asks with ones which tokens are allowed
+        if self._looks_up and bool(((scores[0] == 1) | (scores[0] == -torch.inf)).all()):
+            # prompt lookup asks with ones which tokens are allowed: all but ends, here
             return scores
         self.mark()
         if self.record and len(self.first_logits) < CHECKED:

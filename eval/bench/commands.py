@@ -7,7 +7,6 @@ from turbo_hf.eval.bench.decode import decode_command
 from turbo_hf.eval.bench.generate import generate_command
 from turbo_hf.eval.bench.prefill import prefill_command
 from turbo_hf.eval.bench.serve import serve_command
-from turbo_hf.eval.bench.sparse import sparse_command
 
 bench = typer.Typer(help="Speed of attention and `generate`, on shapes of real models.", no_args_is_help=True)
 
@@ -22,5 +21,4 @@ def options(context: typer.Context) -> None:
 bench.command("generate")(generate_command)
 bench.command("prefill")(prefill_command)
 bench.command("decode")(decode_command)
-bench.command("sparse")(sparse_command)
 bench.command("serve")(serve_command)
