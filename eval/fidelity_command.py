@@ -13,7 +13,7 @@ from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.config.whole_files import write_whole
-from turbo_hf.console import Device, Json, counting, fail, load, out, remark, show_table
+from turbo_hf.console import Device, GgufFile, Json, counting, fail, load, out, remark, show_table
 from turbo_hf.errors import out_of_memory
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
@@ -81,6 +81,7 @@ def fidelity_command(
     ] = "auto",
     folder: Annotated[Path | None, typer.Option("--out", help="Folder for JSON, Markdown, HTML and plots.")] = None,
     device: Device = "auto",
+    gguf_file: GgufFile = None,
     json_line: Json = False,
 ) -> None:
     """How far each preset moves a model's next-token distributions from 16 bit, and what to do with that.
@@ -99,7 +100,7 @@ def fidelity_command(
         chosen = named(wanted)
         if not chosen:
             raise ValueError(f"--methods names none; {known_methods()}.")
-        loaded, tokenizer = load(model, device)
+        loaded, tokenizer = load(model, device, gguf_file=gguf_file)
         windows = _windows(loaded, tokenizer, texts, sizes[-1] + max(tail, generate) + 1, count)
         made: Calibration | str = calibration
         if calibration != "auto":
@@ -126,7 +127,7 @@ def fidelity_command(
     if all(row.figures is None for row in rows["table"] if row.method in wanted):
         raise fail("; ".join(dict.fromkeys(f"{row.method}: {row.verdict}" for row in rows["table"] if not row.figures)))
     told = suggestion([row for row in rows["table"] if row.method in {at.name for at in chosen if at.config}])
-    facts = _facts(loaded, model, windows, texts, tail)
+    facts = _facts(loaded, gguf_file or model, windows, texts, tail)
     _show(rows, told, facts)
     found = {**facts, "suggestion": told, **{name: [row.to_dict() for row in part] for name, part in rows.items()}}
     if folder is not None:

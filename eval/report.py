@@ -195,7 +195,7 @@ def _replies(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float]]:
             (task, row["doc_id"]): reply_of(row)
             for task, rows in outcome.samples.items()
             for row in rows
-            if isinstance(row["resps"][0][0], str)
+            if row.get("resps") and isinstance(row["resps"][0][0], str)
         }
         for label, outcome in outcomes.items()
     }

@@ -50,7 +50,7 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["demo", "--method", "turbo5"], "unknown method turbo5; presets are int8, turbo4, turbo-mixed, turbo2"),
+        (["demo", "--method", "turbo5"], "unknown method turbo5; presets are int8, turbo4, saap"),
         (["demo", "--model", "no/such-folder"], "cannot load 'no/such-folder'"),
         (["demo", "--device", "nowhere"], "cannot load .* on nowhere"),
         (["demo", "--shortest", "20"], "has no room for the question"),
@@ -59,7 +59,10 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
         (["doctor", LAB, "--device", "meta"], "--device meta holds no weights"),
         (["eval", LAB, "--methods", ""], "--methods names none; methods are fp16, fp16-eager, int8"),
         (["eval", LAB, "--methods", "fp16,turbo5"], "unknown method turbo5; methods are fp16, fp16-eager, int8"),
-        (["eval", LAB, "--suite", "all"], "unknown suite all; suites are smoke, core, reasoning, long, ruler, serve"),
+        (
+            ["eval", LAB, "--suite", "all"],
+            "unknown suite all; suites are smoke, core, reasoning, long, ruler, answers",
+        ),
         (["eval", LAB, "--data", "no/such-folder"], "expected the data folder at no/such-folder; there is none"),
         (["eval", "no/such-folder"], "cannot load 'no/such-folder'"),
         (["plan", "no/such-folder"], "cannot read a config from 'no/such-folder'"),

@@ -53,7 +53,7 @@ def test_commands_that_are_imported_later_are_as_the_help_says(name: str) -> Non
 def test_the_help_lists_every_command() -> None:
     group: Any = typer.main.get_command(app)
     listed = group.list_commands(group.make_context("turbo-hf", [], resilient_parsing=True))
-    assert listed == ["doctor", "plan", "demo", "generate", "calibrate", "eval", "bench"]
+    assert listed == ["doctor", "plan", "demo", "generate", "calibrate", "fidelity", "eval", "bench"]
     assert set(group.commands) | set(LATER) == set(listed)
     printed = CliRunner().invoke(app, ["--help"]).output
     places = [printed.index(f" {name} ") for name in listed]

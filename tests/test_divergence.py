@@ -27,6 +27,7 @@ from turbo_hf.patching.divergence import (
     summarize,
     verdict,
 )
+from turbo_hf.patching.doctor import diagnose
 
 
 def numbers(texts: int = 3, tokens: int = 40, vocabulary: int = 17) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -248,3 +249,18 @@ def test_the_verdict_decides(monkeypatch: pytest.MonkeyPatch, bound: float, stri
         assert any(words in text for text in handle.report().warnings)
         ids = torch.randint(90, (1, 8))
         assert torch.isfinite(model(ids, **{CACHE: handle.new_cache()}).logits).all()
+
+
+def test_doctor_shows_its_table_where_the_default_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turbo_hf.patching.divergence.BOUNDS", ((-1.0, LIKE), (0.0, EVALUATE)))
+    found = diagnose(tiny_llama())
+    assert found.refusal is not None
+    assert "do not use" in found.refusal
+    assert found.report is not None
+    assert found.checks["int8"].verdict == NEVER
+
+
+def test_doctor_says_which_presets_a_model_is_too_short_for() -> None:
+    found = diagnose(tiny_llama(max_position_embeddings=200))
+    assert "turbo2-depth" not in found.checks
+    assert any(text.startswith("turbo2-depth: self-check: this model has 200 positions") for text in found.unknown)

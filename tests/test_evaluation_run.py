@@ -78,7 +78,7 @@ def test_the_report_pairs_methods_and_measures_bytes(run: tuple[Path, list[Spec]
     words = perplexity["word_perplexity"]
     assert words[BASELINE] == words[AGAIN] != words["turbo4"]
     assert words["turbo4"] == pytest.approx(words[BASELINE], rel=0.05)
-    assert noise(found) == "Noise floor: 0 of 4 items differ between two baseline runs."
+    assert noise(found) == "Noise floor: 0 of 4 items differ between two baseline runs in different batches."
 
 
 def test_tables_and_pictures(run: tuple[Path, list[Spec], dict[str, Outcome]], tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
     assert json.loads((tmp_path / "report.json").read_text())["accuracy"] == found["accuracy"]
     whole = (tmp_path / "report.html").read_text()
     assert whole.count("data:image/png;base64,") == 3
-    assert whole.count("<table>") == whole.count("</table>") == 6
+    assert whole.count("<table>") == whole.count("</table>") == 7
     # everything that the page shows is inside it
     assert "http" not in whole
 

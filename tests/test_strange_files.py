@@ -21,6 +21,7 @@ import pytest
 import torch
 from all_pairs import in_one_test
 from calibration_support import lab
+from graphs_support import an_index
 from models import lab_model, prompts, tiny_llama, tiny_mistral
 from safetensors.torch import load, save
 from sparse_cache_support import sparse
@@ -96,8 +97,8 @@ def windows() -> Any:
 
 def by_bucket() -> Any:
     model = tiny_llama().requires_grad_(False)
-    config = sparse("lsh-reformer", buckets=8, probes=2, window_tokens=8, dense_layers=())
-    return model, turbo_hf.patch(model, config).new_cache()
+    config = sparse("kmeans", probes=2, window_tokens=8, dense_layers=())
+    return model, turbo_hf.patch(model, config, calibration=an_index(model, buckets=8)).new_cache()
 
 
 def by_means() -> Any:

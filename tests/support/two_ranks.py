@@ -94,7 +94,9 @@ class Rank:
         return found
 
     def checked(self) -> Any:
-        return [answer(self.llama, CONFIGS["turbo4"], check=True)[0], error_of(self._too_coarse)]
+        # of random weights, whose distributions 4 bit moves far
+        tokens = answer(self.llama, CONFIGS["turbo4"], check=True, strict="fallback")[0]
+        return [tokens, error_of(self._too_coarse)]
 
     def _too_coarse(self) -> Any:
         return turbo_hf.patch(self.llama, TurboConfig(cuda_graphs=True, backend="reference"), check=True)
@@ -229,7 +231,7 @@ class Rank:
         out = self.folder / "calibrated"
         learn = ["calibrate", words[1], "--texts", str(PROSE_FILE), "--out", str(out), "--heads-only"]
         learn += ["--window", "256", "--windows", "2"]
-        good = (words, bench, ["plan", words[1]], learn, ["doctor", str(self.folder / "llama"), "--json"])
+        good = (words, bench, ["plan", words[1]], learn, ["doctor", words[1], "--json"])
         calls = (*good, ["demo"], [*words[:2], "-"], ["bench", "decode"], learn)
         ran = [CliRunner().invoke(app, call) for call in calls]
         return [[result.exit_code, result.stdout, result.stderr, repr(result.exception)] for result in ran]

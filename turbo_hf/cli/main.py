@@ -339,6 +339,7 @@ def _print_machine(found: "Machine") -> None:
 def _print_diagnosis(diagnosis: "Diagnosis") -> None:
     if diagnosis.refusal is not None:
         out.print(f"problem: {diagnosis.refusal}", style="bold red", markup=False)
+    if diagnosis.report is None:
         return
     out.print(str(diagnosis.report), markup=False, highlight=False)
     for unknown in diagnosis.unknown:

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, WITHDRAWN
-from turbo_hf.errors import warn
+from turbo_hf.errors import Unsupported, warn
 from turbo_hf.models.versions import NEWEST, OLDEST, version_of, version_problem
 from turbo_hf.ops.gpu import hopper, why_no_kernels_on
 from turbo_hf.patches.generic import is_latent
@@ -52,7 +52,7 @@ class Diagnosis:
     Args:
         report: of the default preset; None if the model is refused.
         checks: each preset's self-check, by name.
-        refusal: why the model cannot be patched; None if it can.
+        refusal: why the model cannot be patched, or its self-check has failed; else None.
         unknown: what cannot be known without weights, one sentence each.
     """
 
@@ -97,11 +97,17 @@ def diagnose(model: Any) -> Diagnosis:
     remove the patch."""
     checks: dict[str, SelfCheck] = {}
     texts: dict[int, CheckText | None] = {}
-    unknown = []
+    unknown, refusal = [], None
     try:
         own = own_tokenizer(checkpoint_of(model), warn)
-        with patch(model, DEFAULT_PRESET, check=True, tokenizer=own) as handle:
-            report = handle.report()
+        try:
+            with patch(model, DEFAULT_PRESET, check=True, tokenizer=own) as handle:
+                report = handle.report()
+        except Unsupported as error:
+            refusal = str(error)
+            # if that is not what was refused, the table still says what presets do
+            with patch(model, DEFAULT_PRESET) as handle:
+                report = handle.report()
         latent = any(is_latent(at.module) for at in attention_layers(model) if at.module is not None)
         every = PRESETS | {name: it.config for name, it in WITHDRAWN.items()}
         for preset, config in every.items():
@@ -121,7 +127,7 @@ def diagnose(model: Any) -> Diagnosis:
                     checks[preset] = text.check(model, handle.new_cache())
     except ValueError as error:
         return Diagnosis(None, {}, str(error))
-    return Diagnosis(report, checks, None, tuple(unknown))
+    return Diagnosis(report, checks, refusal, tuple(unknown))
 
 
 def diagnose_config(config: PreTrainedConfig) -> Diagnosis:
