@@ -81,19 +81,8 @@ def test_the_first_token_alone_by_mode_of_attention() -> None:
 
 
 def test_a_model_of_ones_own() -> None:
-    words = [
-        "generate",
-        "--model",
-        str(LAB_MODEL),
-        "--context",
-        "100",
-        "--new",
-        "3",
-        "--rounds",
-        "1",
-        "--device",
-        "cpu",
-    ]
+    words = ["generate", "--model", str(LAB_MODEL), "--context", "100", *TINY[1:3], *TINY[4:]]
+    words += ["--decoding", "greedy", "--decoding", "assisted"]
     rows = [row for row in last_json(run(*words, "--json"))["rows"] if row["tokens_s"]]
     assert {row["shape"] for row in rows} == {"lab-llama-4m"}
     assert {"SDPA", "turbo4", "turbo4, assisted"} <= {row["method"] for row in rows}

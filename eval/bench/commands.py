@@ -8,12 +8,12 @@ from turbo_hf.eval.bench.generate import generate_command
 from turbo_hf.eval.bench.prefill import prefill_command
 from turbo_hf.eval.bench.serve import serve_command
 
-bench = typer.Typer(help="Speed of attention and `generate`, on shapes of real models.", no_args_is_help=True)
+bench = typer.Typer(help="Speed and error of attention, on shapes of real models.", no_args_is_help=True)
 
 
 @bench.callback()
 def options(context: typer.Context) -> None:
-    """Speed of attention and `generate`, on shapes of real models."""
+    """Speed and error of attention, on shapes of real models."""
     if processes()[1] > 1 and context.invoked_subcommand != "generate":
         raise fail(f"bench {context.invoked_subcommand} runs in one process; start it without torchrun.")
 
