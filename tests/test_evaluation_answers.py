@@ -50,7 +50,7 @@ def test_answers_come_back_as_they_were(tmp_path: Path) -> None:
     answers = Answers(path)
     for key, answer in GIVEN.items():
         assert key not in answers
-        answers.add(key, answer)
+        answers[key] = answer
     for kept in (answers, Answers(path)):
         assert {key: kept[key] for key in GIVEN} == GIVEN
     assert [found.name for found in tmp_path.iterdir()] == ["answers.jsonl"]
@@ -58,7 +58,7 @@ def test_answers_come_back_as_they_were(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     half = Answers(path)
     assert "f" not in half
-    half.add("f", 3.5)
+    half["f"] = 3.5
     assert {key: Answers(path)[key] for key in GIVEN} == {**GIVEN, "f": 3.5}
 
 
@@ -83,11 +83,11 @@ def test_answers_that_do_not_fit_the_disk_are_told(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         with pytest.raises(OSError, match=r"cannot be written: .*answers.jsonl'"):
-            answers.add("key", "x" * 100_000)
+            answers["key"] = "x" * 100_000
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "key" not in answers
-    answers.add("key", "y")
+    answers["key"] = "y"
     assert Answers(tmp_path / "answers.jsonl")["key"] == "y"
 
 

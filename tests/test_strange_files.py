@@ -235,7 +235,7 @@ def test_results_of_a_stranger(tmp_path: Path) -> None:
         (tmp_path / META).write_text(json.dumps(meta))
         read_or_refused(lambda: open_run(tmp_path, what), meta)
     for n, answer in enumerate([*STRANGE, [1, 2], [0.5, 3], [math.nan, True], 10**400]):
-        Answers(tmp_path / f"{n}.jsonl").add("key", answer)
+        Answers(tmp_path / f"{n}.jsonl")["key"] = answer
         read = read_or_refused(functools.partial(Answers, tmp_path / f"{n}.jsonl"), answer)
         if read is not None:
             assert isinstance(read["key"], str) or math.inf > read["key"] >= -math.inf
