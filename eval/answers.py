@@ -27,17 +27,11 @@ class Answers(dict[str, Answer]):
         super().__init__()
         self.path = path
         for line in read_lines(path, REMEDY, growing=True):
-            match line:
-                case {"key": str(key), "answer": str(answer)} if len(line) == 2:
-                    super().__setitem__(key, answer)
-                case {"key": str(key), "answer": float() | int() as answer} if len(line) == 2 and _is_number(answer):
-                    super().__setitem__(key, answer)
-                case {"key": str(key), "answer": [float() as answer, bool(greedy)]} if len(line) == 2 and _is_number(
-                    answer
-                ):
-                    super().__setitem__(key, (answer, greedy))
-                case _:
-                    raise ValueError(f"{str(path)!r} was changed: {str(line)[:80]} is no answer. {REMEDY}")
+            key, found = line.get("key"), line.get("answer")
+            answer: Any = tuple(found) if isinstance(found, list) else found
+            if len(line) != 2 or not isinstance(key, str) or not _is_answer(answer):
+                raise ValueError(f"{str(path)!r} was changed: {str(line)[:80]} is no answer. {REMEDY}")
+            super().__setitem__(key, answer)
 
     def __setitem__(self, key: str, answer: Answer) -> None:
         # the harness sets each one when it comes, and again at the end of its call
@@ -49,10 +43,14 @@ class Answers(dict[str, Answer]):
         """Nothing: the harness asks for it, and all is written."""
 
 
-def _is_number(score: float) -> bool:
-    """Whether it is one that a log-likelihood can be: not NaN, nor too large for a float."""
-    number = not isinstance(score, bool)
-    return number and (-sys.float_info.max <= score <= sys.float_info.max or score == -math.inf)
+def _is_answer(found: object) -> bool:
+    """A score is not NaN, nor too large for a float."""
+    match found:
+        case str():
+            return True
+        case (float() as score, bool()) | (float() | int() as score) if not isinstance(score, bool):
+            return -sys.float_info.max <= score <= sys.float_info.max or score == -math.inf
+    return False
 
 
 class AnsweredLM(CachingLM):  # type: ignore[misc]
