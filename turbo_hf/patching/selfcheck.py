@@ -42,7 +42,7 @@ REACHES = ("index_topk", "indexer_budget", "original_max_position_embeddings", "
 TEXT = "moby_dick.txt"
 """Of `turbo_hf/texts`: what is read where there is a tokenizer."""
 
-READ, TAIL, PASS = 512, 128, 16
+READ, TAIL, PASS = 320, 128, 16
 """Tokens of that text's prompt, if no more are kept open; tokens after it, whose distributions are compared; tokens of
 one pass over these, as many as a decode step takes."""
 
@@ -130,7 +130,8 @@ def batch(model: PreTrainedModel) -> CheckBatch:
     longest = min(longest, getattr(config, "max_position_embeddings", None) or longest)
     steps, chunk = min(DECODED, longest // 4), min(CHUNK, longest // 4)
     added = steps + chunk
-    lengths = [longest, added + min(PROMPT, longest - added), added + min(PROMPT // 2, longest - added)]
+    # beyond the windows, if there are any, then short ones
+    lengths = sorted({longest, *(added + min(most, longest - added) for most in (PROMPT, PROMPT // 2))}, reverse=True)
     seeded = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (len(lengths), longest), generator=seeded, device="cpu")
     mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
