@@ -390,7 +390,7 @@ def generate_command(
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
-    """Tokens per second, first token and peak memory of models with random weights or a model of yours.
+    """Tokens per second, first token and peak memory of random weights or --model: patched, and as fast as unpatched.
 
     Default: Llama-3-8B's shape, 1k prompts, batch 1. Ratios are to SDPA, and to the best unpatched row of the same
     decoding. The drafter of assisted decoding is random too: nothing that it drafts is accepted; nor, but by chance,
@@ -426,7 +426,14 @@ def generate_command(
             torch.manual_seed(seed)
         prepare_folder(folder)
     bench = BenchRun[GenerateRow]("generate", where, folder)
-    given: dict[str, Any] = {"layers": layers, "chunk": chunk, "rounds": rounds, "most": most, "seed": seed}
+    given: dict[str, Any] = {
+        "model": model_place,
+        "layers": layers,
+        "chunk": chunk,
+        "rounds": rounds,
+        "most": most,
+        "seed": seed,
+    }
     given["densities"] = densities
     shown = {name: config.to_dict() for name, config in configs.items()}
     given |= {"cuda_graphs": cuda_graphs, "ranks": together[1], "configs": shown}

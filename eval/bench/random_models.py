@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_model
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
-from turbo_hf.console import load_model, processes
+from turbo_hf.console import load_model, processes, remark
 from turbo_hf.eval.bench.timing import free_memory
 
 KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] = {
@@ -104,7 +104,11 @@ def require_one_model(shape: object, model: str | None, layers: int | None, tiny
 def bench_model(shape: str, model: str | None, layers: int | None, device: torch.device, *, tiny: bool) -> Any:
     """The model of that folder or Hub id; None: `random_model`, shared among torchrun's processes."""
     if model is not None:
-        return load_model(model, "auto" if processes()[1] > 1 else str(device))
+        loaded = load_model(model, "auto" if processes()[1] > 1 else str(device))
+        own = loaded.config._attn_implementation
+        if own != "sdpa":
+            remark(f"Transformers runs {model} with {own}, not with SDPA: so do the rows that are named SDPA.")
+        return loaded
     drawn = random_model(shape, layers, device, tiny=tiny)
     return shared_out(drawn) if processes()[1] > 1 else drawn
 
