@@ -92,7 +92,7 @@ def grid(widths: Sequence[int]) -> list[Method]:
 
 def layer_map(layers: Sequence[int], bits: int) -> list[Method]:
     """Each of these layers alone: its keys at `bits` and its values at 8 bit, and the other way round; all others are
-    left to Transformers."""
+    pages of 16 bit."""
     return [
         Method(f"layer {one} {side}", rounded(*widths, int8_layers=(), dense_layers=tuple(set(layers) - {one})))
         for one in layers

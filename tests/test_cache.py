@@ -44,33 +44,31 @@ def test_each_layer_gets_what_was_chosen_for_it() -> None:
     config = tiny_llama(num_hidden_layers=4).config
     cache = TurboCache(config, TurboConfig(bits=3, int8_layers=(1,), dense_layers=(3,)), int8_layers=(2,))
     assert isinstance(cache, Cache)
-    assert [type(layer) for layer in cache.layers] == [TurboLayer, TurboLayer, TurboLayer, DynamicLayer]
-    assert [layer.config.bits for layer in cache.turbo_layers()] == [3, 8, 8]
-    assert [layer.index for layer in cache.turbo_layers()] == [0, 1, 2]
+    assert [layer.config.bits for layer in cache.turbo_layers()] == [3, 8, 8, 16]
+    cache = TurboCache(config, "turbo4", uncompressed_layers=(2,))
+    assert [type(layer) for layer in cache.layers] == [TurboLayer, TurboLayer, DynamicLayer, TurboLayer]
+    assert [layer.index for layer in cache.turbo_layers()] == [0, 1, 3]
     assert cache.is_croppable
     assert not cache.is_compileable
 
 
 def test_a_window_comes_from_the_model() -> None:
-    cache = TurboCache(tiny_mistral(24).config, dense_layers=(1,))
+    cache = TurboCache(tiny_mistral(24).config, uncompressed_layers=(1,))
     assert cache.is_sliding == [True, True]
     assert cache.turbo_layers()[0].window == 24
     assert isinstance(cache.layers[1], DynamicSlidingWindowLayer)
     assert TurboCache(tiny_mistral(None).config).turbo_layers()[0].window is None
 
 
-@pytest.mark.parametrize("name", ["int8_layers", "dense_layers"])
+@pytest.mark.parametrize("name", ["int8_layers", "dense_layers", "uncompressed_layers"])
 def test_a_layer_that_does_not_exist_is_refused(name: str, llama: Any) -> None:
     chosen: dict[str, Any] = {name: (5, 0, 2)}
-    for make in (
-        lambda: TurboCache(llama.config, **chosen),
-        lambda: TurboCache(llama.config, TurboConfig(**chosen)),
-    ):
-        with pytest.raises(ValueError, match=rf"{name} names layers \[2, 5\]; the model has layers 0 to 1"):
-            make()
-    below: dict[str, Any] = {name: (-1,)}
-    with pytest.raises(ValueError, match=rf"{name} names layers \[-1\]"):
-        TurboCache(llama.config, **below)
+    with pytest.raises(ValueError, match=rf"{name} names layers \[2, 5\]; the model has layers 0 to 1"):
+        TurboCache(llama.config, **({"config": TurboConfig(**chosen)} if name == "dense_layers" else chosen))
+    if name != "dense_layers":
+        below: dict[str, Any] = {name: (-1,)}
+        with pytest.raises(ValueError, match=rf"{name} names layers \[-1\]"):
+            TurboCache(llama.config, **below)
     with pytest.raises(ValueError, match=r"config must be a TurboConfig, .* or one of the presets int8, turbo4"):
         TurboCache(llama.config, "turbo5")
 
@@ -167,9 +165,9 @@ def test_a_mask_of_another_batch_is_refused(llama: Any) -> None:
         forward(llama, prompts(3, 9), cache)
 
 
-def test_dense_layers_hold_what_a_dynamic_cache_holds(llama: Any) -> None:
+def test_uncompressed_layers_hold_what_a_dynamic_cache_holds(llama: Any) -> None:
     ids = prompts(2, 90)
-    stock, mixed = DynamicCache(config=llama.config), TurboCache(llama.config, "turbo2", dense_layers=(0,))
+    stock, mixed = DynamicCache(config=llama.config), TurboCache(llama.config, "turbo2", uncompressed_layers=(0,))
     caches: list[Any] = [stock, mixed]
     for cache in caches:
         forward(llama, ids[:, :80], cache)
@@ -334,8 +332,8 @@ def test_memory_is_what_the_plan_says(preset: str, window: int | None) -> None:
     assert memory.compression == memory.full_precision / memory.total
 
 
-def test_dense_layers_are_counted_as_dense(llama: Any) -> None:
-    cache = TurboCache(llama.config, dense_layers=(1,))
+def test_uncompressed_layers_are_counted_as_dense(llama: Any) -> None:
+    cache = TurboCache(llama.config, uncompressed_layers=(1,))
     assert measure(cache.layers).compression == 1.0
     assert measure(cache.layers).total == 0
     forward(llama, prompts(2, 64), cache)
@@ -343,8 +341,6 @@ def test_dense_layers_are_counted_as_dense(llama: Any) -> None:
     assert memory.by_kind["dense"] == 2 * 2 * 2 * 64 * 16 * 8
     assert memory.layers[0]["codes"] + memory.layers[0]["scales"] >= 2 * 2 * page_bytes(16, 4)
     assert memory.full_precision == 2 * 2 * 2 * 64 * 16 * 8
-    planned = costs(llama.config, TurboConfig(dense_layers=(1,)), torch.float64)
-    assert cache_bytes(planned, 64) == 2 * page_bytes(16, 4) + 2 * 2 * 64 * 16 * 8
 
 
 def test_heads_of_16_bit_are_counted_as_what_they_take(llama: Any) -> None:
@@ -352,6 +348,8 @@ def test_heads_of_16_bit_are_counted_as_what_they_take(llama: Any) -> None:
     full = cache_bytes(costs(llama.config, TurboConfig(bits=16)), 640)
     scales = 2 * 2 * 10 * 8
     assert full == dense + scales
+    one = cache_bytes(costs(llama.config, TurboConfig(bits=2, recent_tokens=64, dense_layers=(0, 1))), 640)
+    assert one == full
     mixed = cache_bytes(costs(llama.config, TurboConfig(bits=16, low_bits=4, low_heads=0.5)), 640)
     assert mixed == full / 2 + 2 * 10 * page_bytes(16, 4)
 

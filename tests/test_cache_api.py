@@ -296,9 +296,10 @@ WRONG: list[Any] = [
 def three_rows(dense: tuple[int, ...]) -> Any:
     """A cache of three rows of different length."""
     model = tiny_llama()
-    handle = turbo_hf.patch(model, TurboConfig(bits=8, block_size=32, dense_layers=dense))
+    config = TurboConfig(bits=8, block_size=32)
+    turbo_hf.patch(model, config)
     batch = left_padded([prompts(1, n, seed=n)[0] for n in (50, 9, 33)])
-    cache = handle.new_cache()
+    cache = TurboCache(model.config, config, uncompressed_layers=dense)
     with torch.no_grad():
         model(**batch, **{NAMED: cache})
     return cache
@@ -341,7 +342,7 @@ def test_a_wrong_number_of_repeats_changes_nothing(repeats: Any) -> None:
 
 
 def test_an_empty_cache_has_no_rows_to_choose() -> None:
-    cache: Any = TurboCache(tiny_llama().config, dense_layers=(1,))
+    cache: Any = TurboCache(tiny_llama().config, uncompressed_layers=(1,))
     cache.reorder_cache([7])
     cache.batch_select_indices(slice(0, 0))
     cache.batch_repeat_interleave(3)

@@ -49,9 +49,10 @@ def llama(**options: Any) -> Callable[[], tuple[Any, TurboCache]]:
 
 
 def windows() -> tuple[Any, TurboCache]:
-    """A window in every layer, of which one is dense."""
-    model = tiny_mistral(24).requires_grad_(False)
-    return model, turbo_hf.patch(model, TurboConfig(block_size=32, dense_layers=(1,))).new_cache()
+    """A window in every layer, of which one is not compressed."""
+    model, config = tiny_mistral(24).requires_grad_(False), TurboConfig(block_size=32)
+    turbo_hf.patch(model, config)
+    return model, TurboCache(model.config, config, uncompressed_layers=(1,))
 
 
 def by_bucket() -> tuple[Any, TurboCache]:

@@ -29,7 +29,8 @@ def lengths(cache: TurboCache) -> list[int]:
 @pytest.mark.parametrize("dense", [(), (0,), (1,), (2,)])
 def test_a_cache_whose_last_pass_broke_off_is_refused(dense: tuple[int, ...]) -> None:
     model = tiny_llama(num_hidden_layers=3)
-    cache = turbo_hf.patch(model, TurboConfig(dense_layers=dense)).new_cache()
+    turbo_hf.patch(model)
+    cache = TurboCache(model.config, uncompressed_layers=dense)
     feed(model, 100, cache)
 
     def fail(*args: Any) -> None:
@@ -48,8 +49,8 @@ def test_a_cache_whose_last_pass_broke_off_is_refused(dense: tuple[int, ...]) ->
 
 def test_all_layers_are_cropped_or_none() -> None:
     model = tiny_mistral(32)
-    with turbo_hf.patch(model, TurboConfig(dense_layers=(1,))) as handle:
-        cache = handle.new_cache()
+    with turbo_hf.patch(model):
+        cache = TurboCache(model.config, uncompressed_layers=(1,))
         cache.crop(0)
         feed(model, 20, cache)
         cache.crop(-2)
@@ -76,12 +77,14 @@ def test_all_layers_are_cropped_or_none() -> None:
 
 
 @pytest.mark.parametrize("dense", [(0,), (1,)])
-def test_drafts_from_the_prompt_beside_dense_layers_with_a_window(dense: tuple[int, ...]) -> None:
+def test_drafts_from_the_prompt_beside_uncompressed_layers_with_a_window(dense: tuple[int, ...]) -> None:
     model, ids = tiny_mistral(24), prompts(1, 60)
     ways: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 2}
     want = model.generate(ids, **ways)
-    with turbo_hf.patch(model, TurboConfig(bits=16, block_size=32, attention="fp16", dense_layers=dense)):
-        assert torch.equal(model.generate(ids, **ways), want)
+    exact = TurboConfig(bits=16, block_size=32, attention="fp16")
+    with turbo_hf.patch(model, exact):
+        cache = TurboCache(model.config, exact, uncompressed_layers=dense)
+        assert torch.equal(model.generate(ids, **ways, **{CACHE: cache}), want)
 
 
 def test_a_reset_ends_the_recording() -> None:
@@ -224,7 +227,7 @@ def test_prefix_tuning_is_told() -> None:
         _ = TurboCache(tiny_llama().config).max_cache_len
 
 
-def test_dense_layers_take_no_mask_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncompressed_layers_take_no_mask_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = tiny_llama(attn_implementation="sdpa", num_hidden_layers=3), []
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -234,9 +237,10 @@ def test_dense_layers_take_no_mask_without_padding(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
     found = []
-    with turbo_hf.patch(model, TurboConfig(block_size=32, dense_layers=(0, 1))) as handle, torch.no_grad():
+    with turbo_hf.patch(model), torch.no_grad():
         for padded in (0, 3):
-            cache, mask = handle.new_cache(), torch.ones(1, 41, dtype=torch.long)
+            cache = TurboCache(model.config, uncompressed_layers=(0, 1))
+            mask = torch.ones(1, 41, dtype=torch.long)
             mask[:, :padded] = 0
             model(prompts(1, 40), **{CACHE: cache}, attention_mask=mask[:, :40])
             given.clear()

@@ -1,4 +1,4 @@
-"""Calibration: runs from the texts to the result, interrupted ones among them."""
+"""Calibration: runs from the texts to the result."""
 
 import copy
 from dataclasses import replace
@@ -12,11 +12,9 @@ from models import lab_model, tiny_mistral
 
 from turbo_hf import Calibration
 from turbo_hf.calibration import run
-from turbo_hf.calibration.artifacts import FACTS
 from turbo_hf.calibration.quality import WAYS
 from turbo_hf.calibration.query_model import train
-from turbo_hf.calibration.run import calibrate, estimate, make_plan
-from turbo_hf.calibration.unfinished import PART
+from turbo_hf.calibration.run import calibrate
 from turbo_hf.config.turbo_config import HEAD_METRICS
 
 
@@ -70,58 +68,26 @@ def test_sliding_layers_get_priorities_alone() -> None:
     ] * 2
 
 
-@pytest.mark.parametrize("stop", [0.1, 0.9])
-def test_an_interrupted_run_goes_on(stop: float, tmp_path: Path, indexed: Calibration) -> None:
-    done = 0.0
-    captured: list[float] = []
-
+def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
     def interrupt(word: str, share: float) -> None:
-        nonlocal done
-        done += share
-        if done > stop:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        lab(settings=SMALL, out=tmp_path, progress=interrupt)
-    assert not (tmp_path / FACTS).exists()
-    kept = len(list((tmp_path / PART).glob("group-*"))) if stop > 0.5 else 0
-    assert kept == (1 if stop > 0.5 else 0)
-    found = lab(settings=SMALL, out=tmp_path, resume=True, progress=lambda word, share: captured.append(share))
-    assert sum(captured) == pytest.approx(1.0)
-    assert same(found, indexed)
-    assert same(Calibration.from_pretrained(tmp_path), indexed)
-    assert not (tmp_path / PART).exists()
-
-
-def test_resume_refuses_another_run(tmp_path: Path, indexed: Calibration) -> None:
-    indexed.save_pretrained(tmp_path / PART / "group-0")
-    with pytest.raises(ValueError, match="had other settings, texts or another model"):
-        lab(settings=replace(SMALL, seed=3), out=tmp_path, resume=True)
-    with pytest.raises(ValueError, match="resume needs out"):
-        lab(resume=True)
+        lab(out=tmp_path, progress=interrupt)
+    assert not list(tmp_path.iterdir())
+    shares: list[float] = []
+    found = lab(out=tmp_path, progress=lambda word, share: shares.append(share))
+    assert sum(shares) == pytest.approx(1.0)
+    assert same(Calibration.from_pretrained(tmp_path), found)
 
 
 def test_a_calibration_is_replaced_only_where_told(tmp_path: Path) -> None:
     first = lab(out=tmp_path)
-    for resume in (False, True):
-        with pytest.raises(ValueError, match="holds a calibration already"):
-            lab(settings=replace(HEADS, seed=1), out=tmp_path, resume=resume)
+    with pytest.raises(ValueError, match="holds a calibration already"):
+        lab(settings=replace(HEADS, seed=1), out=tmp_path)
     assert same(Calibration.from_pretrained(tmp_path), first)
     found = lab(settings=replace(HEADS, seed=1), out=tmp_path, overwrite=True)
     assert Calibration.from_pretrained(tmp_path).settings == found.settings != first.settings
-
-
-def index_bytes(found: Calibration) -> int:
-    return sum(x.nbytes for at in found.layers for n, x in at.tensors().items() if "scores" not in n)
-
-
-def test_estimate_counts_what_is_stored(indexed: Calibration) -> None:
-    model, _ = lab_model()
-    needs = estimate(model, make_plan(model, SMALL))
-    assert all(x > 0 for x in needs.values())
-    assert needs["file_bytes"] == index_bytes(indexed)
-    samples = 2 * (SMALL.window + 2 * SMALL.queries) * 64 * model.dtype.itemsize * 4 * 2 * SMALL.windows
-    assert needs["host_bytes"] == samples
 
 
 def test_out_must_be_a_folder(tmp_path: Path) -> None:

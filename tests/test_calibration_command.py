@@ -30,18 +30,6 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path) -> None:
         assert "by calibration" in handle.report().heads
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    printed = command(tmp_path, *SHORT, "--dry-run", "--json")
-    facts = json.loads(printed.strip().splitlines()[-1])
-    assert facts["seconds"] > 0
-    assert facts["windows"] == 3
-    assert "layers 0, 1, 2, 3: head priorities and index" in printed
-    assert not (tmp_path / "out").exists()
-    assert "layers 0, 1, 2, 3, 4, 5: head priorities" in command(tmp_path, *SHORT[:4], "--dry-run", "--heads-only")
-    refused = command(tmp_path, *SHORT, "--clusters", "4000", "--dry-run", code=1)
-    assert "too few for 4000 clusters" in " ".join(refused.split())
-
-
 @in_one_test(
     ("words", "message"),
     [
@@ -50,10 +38,8 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
         (["--window", "1000"], "too short for the long-range filter"),
         (["--heads-only", "--window", "100000"], "longer than the 32768 positions"),
         (["--heads-only", "--window", "20000"], "too few for two windows of 20000"),
-        (
-            ["--heads-only", "--window", "20", "--dry-run"],
-            "Settings.window must be a whole number of at least 64; got 20",
-        ),
+        (["--heads-only", "--window", "20"], "Settings.window must be a whole number of at least 64; got 20"),
+        ([*SHORT, "--clusters", "4000"], "too few for 4000 clusters"),
         (
             ["--heads-only", *SHORT],
             "no index: --clusters, --steps, --local, --far. Leave that out",

@@ -1,4 +1,4 @@
-"""Calibration and what lies on disk: revisions of a checkpoint, unfinished runs, artifacts in part."""
+"""Calibration and what lies on disk: revisions of a checkpoint, artifacts in part."""
 
 import copy
 import json
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from all_pairs import in_one_test
-from calibration_support import HEADS, MIXED, SMALL, TEXTS, command, lab
+from calibration_support import HEADS, MIXED, SMALL, TEXTS, lab
 from models import LAB_MODEL, lab_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -20,9 +20,8 @@ import turbo_hf
 from turbo_hf import Calibration, TurboConfig
 from turbo_hf.calibration import run
 from turbo_hf.calibration.artifacts import FACTS, TENSORS
-from turbo_hf.calibration.checkpoint import CONFIG, Checkpoint, checkpoint_of
+from turbo_hf.calibration.checkpoint import CONFIG, MAIN, Checkpoint, checkpoint_of
 from turbo_hf.calibration.settings import Settings
-from turbo_hf.calibration.unfinished import PART
 from turbo_hf.cli.main import app
 from turbo_hf.config.whole_files import facts_hash
 from turbo_hf.errors import Unsupported
@@ -73,24 +72,20 @@ def test_a_revision_has_its_own_calibration() -> None:
         heads_of(model, revision="main")
 
 
-def test_a_warning_where_the_revision_of_a_model_is_unknown(hub: Path) -> None:
-    model = load(None)
-    assert checkpoint_of(model) == Checkpoint("me/two", ONE, (TWO,))
-    message = f"revisions of 'me/two' that differ in {FACTS}, and Transformers does not say which"
-    with pytest.warns(UserWarning, match=message):
-        assert "over 768 tokens (me/two)" in heads_of(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert "over 768 tokens" in heads_of(model, revision="main")
-        shutil.rmtree(hub / "snapshots" / TWO)
-        assert "over 768 tokens" in heads_of(model)
+@pytest.mark.usefixtures("hub")
+def test_a_model_of_no_revision_is_taken_for_main() -> None:
+    for model in (load(None), load("v2")):
+        assert checkpoint_of(model) == Checkpoint("me/two", ONE, MAIN)
+        for revision in (None, "main"):
+            assert "over 768 tokens (me/two)" in heads_of(model, revision=revision)
 
 
 def test_a_calibration_of_another_revision_is_told(hub: Path) -> None:
     made = Calibration.from_pretrained("me/two", revision="v2", local_files_only=True)
     found = replace(made, fingerprint={**made.fingerprint, "revision": TWO})
-    for revision, told in (("main", "is of 111111111111"), (None, "may be of another: say which by revision=")):
-        message = f"the calibration was made for revision 222222222222 of the checkpoint; this model {told}."
+    for revision, assumed in (("main", ""), (None, MAIN)):
+        message = "the calibration was made for revision 222222222222 of the checkpoint; this model is of 111111111111."
+        message += assumed
         with (
             pytest.warns(UserWarning, match=message),
             turbo_hf.patch(load(None), MIXED, calibration=found, revision=revision) as handle,
@@ -99,8 +94,7 @@ def test_a_calibration_of_another_revision_is_told(hub: Path) -> None:
     assert found.other_revision(checkpoint_of(load("v2"), "v2")) is None
     model, tokenizer = load("v2"), lab_model()[1]
     assert run.calibrate(model, tokenizer, TEXTS, settings=HEADS, revision="v2").fingerprint["revision"] == TWO
-    # nobody says which of the two it is
-    assert run.calibrate(model, tokenizer, TEXTS, settings=HEADS).fingerprint["revision"] is None
+    assert run.calibrate(model, tokenizer, TEXTS, settings=HEADS).fingerprint["revision"] == ONE
     (hub / "snapshots" / TWO / CONFIG).unlink()
     with pytest.raises(ValueError, match=r"revision 'v2' of 'me/two' is not in the Hub's cache, '.*', the only place"):
         turbo_hf.patch(load(None), MIXED, revision="v2")
@@ -108,25 +102,7 @@ def test_a_calibration_of_another_revision_is_told(hub: Path) -> None:
         turbo_hf.patch(load(None), MIXED, revision=5)  # type: ignore[arg-type]
 
 
-def test_the_only_revision_in_the_cache_is_the_models(hub: Path) -> None:
-    model = load("v2")
-    shutil.rmtree(hub / "snapshots" / ONE)
-    (hub / "refs" / "main").unlink()
-    assert checkpoint_of(model) == Checkpoint("me/two", TWO)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert "over 512 tokens (me/two)" in heads_of(model)
-
-
-def test_no_warning_of_a_revision_without_weights(hub: Path) -> None:
-    for file in (hub / "snapshots" / TWO).glob("model*.safetensors"):
-        file.unlink()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert "over 768 tokens (me/two)" in heads_of(load("main"))
-
-
-def test_a_tokenizer_of_another_revision_is_doubted(hub: Path) -> None:
+def test_a_tokenizer_of_another_revision_is_refused(hub: Path) -> None:
     model, tokenizer = load("v2"), lab_model()[1]
     for file in (FACTS, TENSORS):
         (hub / "snapshots" / TWO / file).write_bytes((hub / "snapshots" / ONE / file).read_bytes())
@@ -136,12 +112,11 @@ def test_a_tokenizer_of_another_revision_is_doubted(hub: Path) -> None:
     vocabulary = made["model"]["vocab"]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     own.write_text(json.dumps(made))
-    doubt = pytest.warns(UserWarning, match="revisions of 'me/two' that differ in tokenizer.json")
-    unsure = "it has token .* The model is taken for the branch main: pass revision= if it is of another"
-    with doubt, pytest.raises(ValueError, match=unsure):
+    assumed = "it has token .* The model is taken for the branch main: pass revision= if it is of another"
+    with pytest.raises(ValueError, match=assumed):
         run.calibrate(model, tokenizer, TEXTS, settings=HEADS)
     found = run.calibrate(model, tokenizer, TEXTS, settings=HEADS, revision="v2")
-    with doubt, pytest.raises(ValueError, match=r"made for a model with tokenizer .* is taken for the branch main"):
+    with pytest.raises(ValueError, match=r"made for a model with tokenizer .* is taken for the branch main"):
         turbo_hf.patch(model, MIXED, calibration=found)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -174,68 +149,13 @@ def test_a_revision_of_a_folder_is_refused() -> None:
         turbo_hf.patch(lab_model()[0], revision="v2")
 
 
-# --- unfinished runs -------------------------------------------------------------------------------------------------
-
-
-def stop(word: str, share: float) -> None:
-    if word == "layers 4 to 5":
-        raise KeyboardInterrupt
-
-
-def test_an_interrupted_run_is_not_lost(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        lab(settings=SMALL, out=tmp_path, progress=stop)
-    message = r"holds an interrupted run \(groups of layers done: 1\). Pass resume=True \(--resume\) to go on"
-    with pytest.raises(ValueError, match=message):
-        lab(settings=SMALL, out=tmp_path)
-    assert (tmp_path / PART / "group-0" / FACTS).exists()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        lab(settings=SMALL, out=tmp_path, resume=True)
-    with pytest.warns(UserWarning, match="holds no interrupted run: this one begins anew"):
-        lab(settings=HEADS, out=tmp_path, resume=True, overwrite=True)
-
-
-@pytest.mark.parametrize(
-    ("done", "told"),
-    [
-        (1, "interrupted: groups of layers done and kept in"),
-        (0, "interrupted: no group of layers was done, so that nothing is kept."),
-    ],
-)
-def test_the_command_tells_how_to_go_on(done: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any, **options: Any) -> None:
-        for number in range(done):
-            lab().save_pretrained(tmp_path / "out" / PART / f"group-{number}")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("turbo_hf.cli.calibrate.calibrate", interrupted)
-    printed = " ".join(command(tmp_path, "--window", "256", "--local", "31", "--far", "16", code=130).split())
-    assert told in printed
-    assert ("the same command with --resume goes on" in printed) == bool(done)
-    if done:
-        words = ["--window", "256", "--local", "31", "--far", "16"]
-        assert "holds an interrupted run" in " ".join(command(tmp_path, *words, code=1).split())
-        assert "time, roughly" in command(tmp_path, *words, "--dry-run")
-    else:
-        again = " ".join(
-            command(tmp_path, "--window", "256", "--local", "31", "--far", "16", "--resume", code=130).split()
-        )
-        assert "holds no interrupted run: this one begins anew" in again
-
-
-def test_a_damaged_group_can_be_left_out(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        lab(settings=SMALL, out=tmp_path, progress=stop)
-    (tmp_path / PART / "group-0" / TENSORS).unlink()
-    with pytest.raises(ValueError, match=r"is damaged: .* Or delete '.*group-0': the run then goes on without it"):
-        lab(settings=SMALL, out=tmp_path, resume=True)
+# --- where a run writes --------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_the_first_pass(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     begun: list[float] = []
-    with pytest.raises(OSError, match=r"out: '.*file/inside' cannot be made, or not be written"):
+    with pytest.raises(OSError, match=r"cannot be made, or not be written: Not a directory: '.*file/inside'"):
         lab(out=tmp_path / "file" / "inside", progress=lambda _, share: begun.append(share))
     assert not begun
     with pytest.raises(ValueError, match=r"folder must be a folder, or the name of a new one; .*file' is a file"):

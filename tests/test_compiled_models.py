@@ -15,7 +15,6 @@ from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.cache.guards import untraced
 from turbo_hf.graphs.step_runner import why_no_replay_of
 from turbo_hf.models.versions import CACHE
-from turbo_hf.patching.hooks import is_own
 
 CONFIG = TurboConfig(bits=4, block_size=32)
 
@@ -168,6 +167,6 @@ def test_steps_of_a_compiled_model_are_not_replayed(
     monkeypatch.setattr("turbo_hf.graphs.step_runner._why_no_replay_there", lambda *args: None)
     model = tiny_llama(num_hidden_layers=1)
     with turbo_hf.patch(model, CONFIG):
-        assert why_no_replay_of(model, is_own) is None
+        assert why_no_replay_of(model) is None
         compile_it(model)
-        assert why_no_replay_of(model, is_own) == "torch.compile has compiled it"
+        assert why_no_replay_of(model) == "torch.compile has compiled it"

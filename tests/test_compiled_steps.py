@@ -291,11 +291,11 @@ def test_a_hook_of_the_user_is_called_in_every_step() -> None:
     assert len(called) == 10
 
 
-def test_dense_layers() -> None:
+def test_uncompressed_layers() -> None:
     model = tiny_llama()
-    config = replace(COMPILED, dense_layers=(1,))
+    model.model.layers[1].self_attn.is_cross_attention = True
     with pytest.warns(UserWarning, match="compile=True: layer 1 is dense"):
-        handle = turbo_hf.patch(model, config)
+        handle = turbo_hf.patch(model, COMPILED, strict="warn")
     with handle:
         assert "layer 1 is dense, so that decode steps are not compiled" in str(handle.report())
         model.generate(prompts(1, 40), max_new_tokens=4, do_sample=False)

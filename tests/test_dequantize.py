@@ -144,7 +144,7 @@ def test_quantize_refuses_another_rank() -> None:
 
 @pytest.mark.parametrize("dim", [pytest.param(24, id="d24"), pytest.param(0, id="d0")])
 def test_quantize_refuses_head_dims_that_cannot_be_packed(dim: int) -> None:
-    with pytest.raises(ValueError, match=rf"x has head dim {dim}; .*multiple of 16.*dense_layers"):
+    with pytest.raises(ValueError, match=rf"x has head dim {dim}; .*multiple of 16.*uncompressed_layers"):
         quantize_tokens(torch.zeros(1, 1, 1, dim))
 
 

@@ -215,10 +215,10 @@ def test_a_method_is_read_from_whole_files_alone(tmp_path: Path, monkeypatch: py
 def test_a_full_disk_ends_a_run_with_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
 
-        def full(_: int) -> NoReturn:
+        def full(*_: Path) -> NoReturn:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        patched.setattr(os, "fsync", full)
+        patched.setattr(Path, "replace", full)
         with pytest.raises(OSError, match=r"No space left on device: .*samples_"):
             small_run(tmp_path)
     assert {path.name for path in (tmp_path / "int8").iterdir()} == {"answers.jsonl", "batches.jsonl"}

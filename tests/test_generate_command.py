@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from all_pairs import in_one_test
-from models import LAB_MODEL, lab_model, tiny_llama
+from models import LAB_MODEL, lab_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import turbo_hf
 from turbo_hf import TurboConfig
-from turbo_hf.cli.conversation import Conversation, sampling
-from turbo_hf.cli.generate import _note_positions
+from turbo_hf.cli.generate import _continue, _sampling
 from turbo_hf.cli.main import app
 
 LAB = str(LAB_MODEL)
@@ -58,7 +57,7 @@ def test_a_reader_that_has_had_enough_ends_it_without_a_word(monkeypatch: pytest
     def broken(*args: Any) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr(Conversation, "complete", broken)
+    monkeypatch.setattr("turbo_hf.cli.generate._continue", broken)
     result = run(LAB, PROMPT, code=1)
     assert "pipe" not in result.output
     assert "error" not in result.output.lower()
@@ -95,13 +94,16 @@ def test_it_says_what_generate_says() -> None:
     inputs = tokenizer(PROMPT, return_tensors="pt")
     with turbo_hf.patch(model, EXACT) as handle:
         want = model.generate(**inputs, max_new_tokens=12)[0, inputs.input_ids.shape[1] :]
-        reply = Conversation(model, tokenizer, handle, {"max_new_tokens": 12}).complete(PROMPT)
-    assert reply.text == tokenizer.decode(want, skip_special_tokens=True)
-    assert reply.new_tokens == len(want)
+        cache, ids = handle.new_cache(), inputs.input_ids[0].tolist()
+        reply = _continue(model, tokenizer, ids, cache, {"max_new_tokens": 12})
+        with pytest.raises(ValueError, match="the prompt has no tokens: there is nothing to continue"):
+            _continue(model, tokenizer, [], cache, {})
+    assert reply["text"] == tokenizer.decode(want, skip_special_tokens=True)
+    assert reply["new_tokens"] == len(want)
 
 
 def test_a_seed_repeats_what_is_sampled() -> None:
-    words = (LAB, "The grass is", "--max-new-tokens", "9", "--temperature", "1.5", "--top-p", "0.95")
+    words = (LAB, "The grass is", "--max-new-tokens", "9", "--temperature", "1.5")
     one, same, other = (run(*words, "--seed", seed).stdout for seed in ("1", "1", "2"))
     assert one == same != other
     greedy = run(*words[:4], "--temperature", "0").stdout
@@ -109,57 +111,32 @@ def test_a_seed_repeats_what_is_sampled() -> None:
 
 
 def test_sampling_is_as_the_generation_config_says_unless_it_is_chosen() -> None:
-    assert sampling(None, None) == {}
-    assert sampling(0.7, None) == {"do_sample": True, "temperature": 0.7}
-    assert sampling(None, 0.9) == {"do_sample": True, "top_p": 0.9}
-    assert sampling(0, None)["do_sample"] is False
-
-
-def test_a_chat_goes_on_with_its_cache(chatty: str) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(chatty, dtype=torch.float32)
-    tokenizer: Any = AutoTokenizer.from_pretrained(chatty)
-    said = ["The special magic number is 4281. What is it?", "And again?", "The number is?"]
-    messages: list[dict[str, str]] = []
-    with turbo_hf.patch(model, EXACT) as handle:
-        talk = Conversation(model, tokenizer, handle, {"max_new_tokens": 12, "do_sample": False})
-        first = talk.cache
-        replies = [talk.answer(words) for words in said]
-    # a template that writes earlier turns otherwise begins anew, and answers as well
-    for words, reply in zip(said, replies, strict=True):
-        messages.append({"role": "user", "content": words})
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-        want = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
-        assert reply.text == tokenizer.decode(want, skip_special_tokens=True)
-        assert reply.prompt_tokens == ids["input_ids"].shape[1]
-        messages.append({"role": "assistant", "content": reply.text})
-    assert replies[0].reused_tokens == 0
-    reused = [later.reused_tokens for later in replies[1:]]
-    assert (talk.cache is first) == all(reused)
-    assert any(reused)
-
-
-def test_a_turn_that_is_written_otherwise_is_read_anew(chatty: str) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(chatty, dtype=torch.float32)
-    tokenizer: Any = AutoTokenizer.from_pretrained(chatty)
-    tokenizer.chat_template = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'][:9] }}")
-    with turbo_hf.patch(model, EXACT) as handle:
-        talk = Conversation(model, tokenizer, handle, {"max_new_tokens": 12, "do_sample": False})
-        first = talk.cache
-        talk.answer("The special magic number is 4281. What is it?")
-        second = talk.answer("And again?")
-    assert second.reused_tokens == 0
-    assert talk.cache is not first
-    assert talk.cache.get_seq_length() == second.prompt_tokens + second.new_tokens - 1
+    assert _sampling(None) == {}
+    assert _sampling(0.7) == {"do_sample": True, "temperature": 0.7}
+    assert _sampling(0)["do_sample"] is False
 
 
 @pytest.mark.usefixtures("no_network")
-def test_lines_are_messages(chatty: str) -> None:
-    result = run(chatty, "--chat", "--max-new-tokens", "6", "--json", typed="Hello there.\n\n  \nWho is it?\n")
+def test_lines_are_messages_after_those_before_them(chatty: str, tmp_path: Path) -> None:
+    exact, words = tmp_path / "exact.json", ["--chat", "--max-new-tokens", "12", "--dtype", "float32", "--json"]
+    exact.write_text(json.dumps(EXACT.to_dict()))
+    words += ["--config", str(exact)]
+    said = ["The special magic number is 4281. What is it?", "And again?"]
+    result = run(chatty, *words, typed=f"{said[0]}\n\n  \n{said[1]}\n")
     facts = json.loads(result.stdout.splitlines()[-1])
-    assert len(facts["replies"]) == 2
-    assert all(reply["text"] in result.stdout for reply in facts["replies"])
+    model: Any = AutoModelForCausalLM.from_pretrained(chatty, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(chatty)
+    messages: list[dict[str, str]] = []
+    for text, reply in zip(said, facts["replies"], strict=True):
+        messages.append({"role": "user", "content": text})
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        want = model.generate(**ids, max_new_tokens=12)[0, ids["input_ids"].shape[1] :]
+        assert reply["text"] == tokenizer.decode(want, skip_special_tokens=True)
+        assert reply["prompt_tokens"] == ids["input_ids"].shape[1]
+        assert reply["text"] in result.stdout
+        messages.append({"role": "assistant", "content": reply["text"]})
     assert facts["memory"]["tokens"] == sum(facts["replies"][1][name] for name in ("prompt_tokens", "new_tokens")) - 1
-    once = json.loads(run(chatty, "Hello there.", "--chat", "--max-new-tokens", "6", "--json").stdout.splitlines()[-1])
+    once = json.loads(run(chatty, said[0], *words).stdout.splitlines()[-1])
     assert once["replies"][0]["text"] == facts["replies"][0]["text"]
 
 
@@ -188,14 +165,6 @@ def test_one_reply_whatever_the_checkpoint_asks_for(tmp_path: Path, asked: dict[
     assert json.loads(line)["memory"]["tokens"] == reply["prompt_tokens"] + reply["new_tokens"] - 1
 
 
-def test_more_tokens_than_the_model_was_made_for_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny_llama(max_position_embeddings=1024)
-    _note_positions(model, 1024)
-    assert not capsys.readouterr().err
-    _note_positions(model, 1025)
-    assert "note: these are 1,025 tokens; the model was made for 1,024 positions." in capsys.readouterr().err
-
-
 @in_one_test(
     ("words", "message"),
     [
@@ -204,12 +173,7 @@ def test_more_tokens_than_the_model_was_made_for_are_told(capsys: pytest.Capture
         ([LAB, "hi", "--dtype", "int8"], "unknown dtype int8; choose from auto, float32, bfloat16, float16."),
         ([LAB, "hi", "--temperature", "-1"], "the temperature must be 0 (greedy) or a number above; got -1.0."),
         ([LAB, "hi", "--temperature", "nan"], "the temperature must be 0 (greedy) or a number above; got nan."),
-        ([LAB, "hi", "--top-p", "0"], "top-p must be a share of probability, above 0 and at most 1; got 0.0."),
-        ([LAB, "hi", "--top-p", "0.9", "--temperature", "0"], "temperature 0 is greedy, and top-p has no effect"),
-        (
-            [LAB, "hi", "--preset", "turbo5"],
-            "turbo-mixed, turbo2, turbo-k4v3, turbo-k4v2, turbo-depth, turbo2-depth, saap, turbo4-long; got 'turbo5'",
-        ),
+        ([LAB, "hi", "--preset", "turbo5"], "got 'turbo5'"),
         ([LAB, "hi", "--preset", "saap"], 'selector "saap" needs a calibration'),
         (["./nowhere", "hi"], "there is no folder './nowhere', and no repository of the Hub can have this name."),
     ],
@@ -223,14 +187,6 @@ def test_mistakes_get_one_sentence(words: list[str], message: str) -> None:
 def test_a_template_that_refuses_is_told(chatty: str) -> None:
     result = run(chatty, "refuse", "--chat", code=1)
     assert "the chat template of this model refuses the conversation: no such word" in " ".join(result.output.split())
-
-
-def test_a_prompt_without_tokens_is_told() -> None:
-    model, _ = lab_model()
-    with turbo_hf.patch(model, EXACT) as handle:
-        talk = Conversation(model, lambda text: {"input_ids": []}, handle, {})
-        with pytest.raises(ValueError, match="the prompt has no tokens: there is nothing to continue"):
-            talk.complete("")
 
 
 @pytest.mark.parametrize(
@@ -247,6 +203,6 @@ def test_a_full_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("turbo_hf.cli.conversation.Conversation.complete", full)
+    monkeypatch.setattr("turbo_hf.cli.generate._continue", full)
     told = " ".join(run(LAB, "hi", code=1).output.split())
     assert "error: the memory of cpu is full. Take a shorter prompt or fewer bits." in told

@@ -179,7 +179,7 @@ def test_autocast_that_ends_midway(runners: list[StepRunner], device: torch.devi
     dense=[pytest.param((0,), id="first"), pytest.param((1, 2), id="others"), pytest.param((0,), id="beams")],
     call=[{}, {}, {"num_beams": 2}],
 )
-def test_tokens_beside_layers_that_are_not_compressed(
+def test_tokens_beside_layers_that_are_not_rounded(
     dense: tuple[int, ...], call: dict[str, Any], runners: list[StepRunner], device: torch.device
 ) -> None:
     config = replace(SMALL, dense_layers=dense)

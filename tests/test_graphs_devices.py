@@ -13,7 +13,6 @@ from turbo_hf import TurboConfig
 from turbo_hf.graphs.devices import Parts, only_moves
 from turbo_hf.graphs.step_runner import StepRunner, why_no_replay_of
 from turbo_hf.patching import generate_methods as generation
-from turbo_hf.patching.hooks import is_own
 
 HERE, THERE = torch.device("cuda", 0), torch.device("cuda", 1)
 CONFIG = TurboConfig(block_size=32)
@@ -88,14 +87,14 @@ def test_what_a_model_over_devices_may_have(monkeypatch: pytest.MonkeyPatch) -> 
     assert not only_moves(hooks.ModelHook())
     with turbo_hf.patch(model):
         monkeypatch.setattr("turbo_hf.graphs.step_runner._why_no_replay_there", lambda *_: None)
-        assert why_no_replay_of(model, is_own) is None
-        assert why_no_replay_of(model, is_own, captured=False) == ("lm_head has hooks, which a replay would not call")
+        assert why_no_replay_of(model) is None
+        assert why_no_replay_of(model, captured=False) == ("lm_head has hooks, which a replay would not call")
         model.lm_head._hf_hook.offload = True
-        assert "lm_head has hooks" in str(why_no_replay_of(model, is_own))
+        assert "lm_head has hooks" in str(why_no_replay_of(model))
         model.lm_head._hf_hook.offload = False
         # moved by hand: nothing moves what lies between
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to("meta"))
-        assert why_no_replay_of(model, is_own) == "its weights lie on 2 devices"
+        assert why_no_replay_of(model) == "its weights lie on 2 devices"
 
 
 @pytest.mark.gpu2

@@ -278,17 +278,17 @@ def test_without_a_patch_nan_is_told_at_once(backend: Any) -> None:
     assert not unseen.seen
 
 
-def test_a_layer_that_was_chosen_to_be_dense_ends_the_pass_too() -> None:
+def test_an_uncompressed_layer_ends_the_pass_too() -> None:
     """One read for all layers, also where the last one is not compressed."""
     model = tiny_llama(num_hidden_layers=3)
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight[0, 0] = torch.nan
     with (
-        turbo_hf.patch(model, TurboConfig(backend="triton", dense_layers=(2,))) as handle,
+        turbo_hf.patch(model, TurboConfig(backend="triton")),
         pytest.raises(ValueError, match=MESSAGE.format(0)),
         torch.no_grad(),
     ):
-        model(prompts(1, 66), **{CACHE: handle.new_cache()})
+        model(prompts(1, 66), **{CACHE: TurboCache(model.config, "turbo4", uncompressed_layers=(2,))})
 
 
 # --- the parts ------------------------------------------------------------------------------------------------------

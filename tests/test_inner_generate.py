@@ -134,7 +134,7 @@ def test_the_report_says_what_the_last_generate_stored_its_tokens_in() -> None:
         model.set_attn_implementation("sdpa")
         model.generate(ids, **how)
         assert handle.report().generated == "last generate: not compressed (set_attn_implementation has chosen 'sdpa')"
-    dense = TurboConfig(bits=16, attention="fp16", dense_layers=(0,))
-    with turbo_hf.patch(model, dense) as handle:
-        model.generate(ids, **how)
+    with turbo_hf.patch(model) as handle:
+        cache = TurboCache(model.config, uncompressed_layers=(0,))
+        model.generate(ids, **how, **{CACHE: cache})
         assert f"{layers - 1} of {layers} layers compressed" in handle.report().generated

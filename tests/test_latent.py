@@ -179,12 +179,15 @@ def test_remove_restores_the_model() -> None:
     assert torch.equal(generated(model, given), want)
 
 
-def test_dense_layers_keep_latents_of_transformers_own() -> None:
+def test_dense_layers_keep_latents_unrounded() -> None:
     model, given = model_of(), batch()
     want = generated(model, given)
-    with turbo_hf.patch(model, TurboConfig(bits=16, dense_layers=(0, 2))) as handle:
+    with turbo_hf.patch(model, TurboConfig(bits=2, int8_layers=(1, 3), dense_layers=(0, 1, 2, 3))) as handle:
         assert torch.equal(generated(model, given), want)
-        assert [at.storage for at in handle.report().layers] == ["dense", "latent 16 bit"] * 2
+        assert [at.storage for at in handle.report().layers] == ["latent 16 bit"] * 4
+    with turbo_hf.patch(model, TurboConfig(bits=4, int8_layers=(), dense_layers=(0, 2))) as handle:
+        generated(model, given)
+        assert [at.storage for at in handle.report().layers] == ["latent 16 bit", "latent 4 bit"] * 2
 
 
 def test_a_turbo_cache_serves_the_unpatched_model() -> None:

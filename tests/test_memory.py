@@ -45,12 +45,12 @@ def test_memory_says_what_it_measured() -> None:
     with turbo_hf.patch(model, TurboConfig(dense_layers=(1,))) as handle:
         model.generate(prompts(2, 70), max_new_tokens=2, do_sample=False)
         memory = handle.memory()
-    first, kinds, compressed, dense = str(memory).splitlines()
+    first, kinds, rounded, exact = str(memory).splitlines()
     assert first.startswith(f"{memory.tokens} tokens in {memory.total:,} bytes; ")
     assert first.endswith(f"{memory.compression:.2f} x smaller than in float32")
-    assert f"dense {memory.by_kind['dense']:,}" in kinds
-    assert compressed.startswith("  each of layers 0, 2: codes ")
-    assert dense == f"  layer 1: dense {memory.layers[1]['dense']:,}"
+    assert f"codes {memory.by_kind['codes']:,}" in kinds
+    assert rounded.startswith("  each of layers 0, 2: codes ")
+    assert exact.startswith(f"  layer 1: codes {memory.layers[1]['codes']:,}")
 
 
 def test_a_report_of_many_layers_fits_a_screen() -> None:

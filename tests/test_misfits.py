@@ -118,9 +118,10 @@ def of_class(kind: type[nn.Module]) -> Any:
 @pytest.mark.parametrize("route", ["compressed", "dense", "no cache", "other cache"])
 def test_a_keyword_that_nobody_reads_is_refused_on_every_route(strict: Any, route: str) -> None:
     model, ids = tiny_llama(), prompts(2, 40)
-    config = turbo_hf.TurboConfig(block_size=32, dense_layers=(0,)) if route == "dense" else EXACT
-    with turbo_hf.patch(model, config, strict=strict) as handle:
+    with turbo_hf.patch(model, EXACT, strict=strict) as handle:
         cache = handle.new_cache()
+        if route == "dense":
+            cache = turbo_hf.TurboCache(model.config, EXACT, uncompressed_layers=(0,))
         options = {CACHE: cache} if route in ("compressed", "dense") else {"use_cache": route != "no cache"}
         with pytest.raises(Unsupported, match=r"passe?s? block_indices to its attention"):
             logits(model, ids, block_indices=torch.ones(1), **options)

@@ -212,7 +212,7 @@ def test_new_cache_is_that_of_generate() -> None:
     with turbo_hf.patch(model, TurboConfig(block_size=32, dense_layers=(1,))) as handle:
         tokens, cache = generate(model, input_ids=ids), handle.new_cache()
         assert isinstance(cache, TurboCache)
-        assert len(cache.turbo_layers()) == 1
+        assert [layer.config.bits for layer in cache.turbo_layers()] == [4, 16]
         given = ids
         for _ in range(NEW):
             best = logits(model, given, **{CACHE: cache})[:, -1:].argmax(-1)

@@ -194,7 +194,7 @@ def test_a_persistent_manager_lives_on_and_is_removed_with_the_patch() -> None:
         (TurboConfig(buffer_scale="universal"), "whose scale is that of a whole prompt"),
         (TurboConfig(recent_tokens=64), "recent_tokens cannot be served"),
         (TurboConfig(bits=16), "16-bit pages"),
-        (TurboConfig(dense_layers=(0,)), "layer 0 is not compressed"),
+        (TurboConfig(dense_layers=(0,)), r"16-bit pages beside others.*layer 1: 2 x 4 bit"),
         (TurboConfig(bits=16, int8_layers=(1,)), r"16-bit pages beside others.*layer 1: 8 bit"),
         (TurboConfig(sas=True), "SAS without a given sas_threshold"),
     ],

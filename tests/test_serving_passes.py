@@ -169,6 +169,26 @@ def test_steps_that_cannot_be_captured_are_launched(passes: Any, runners: Any, m
         check_same(model, handle, inputs, outputs, passes)
 
 
+def test_a_hook_that_comes_among_captured_passes_misses_none(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, called, devices = tiny_llama().double(), list[int](), list[Any]()
+    before = runner.TurboModelRunner.compute_batch
+
+    def compute(self: Any, *args: Any) -> None:
+        if self.replayed is not None and not devices:
+            devices.extend((self._device, self._device.replayed))
+            model.lm_head.register_forward_hook(lambda *args: called.append(1))
+        before(self, *args)
+
+    monkeypatch.setattr(runner.TurboModelRunner, "compute_batch", compute)
+    with turbo_hf.patch(model):
+        outputs = model.generate_batch(requests((20, 30)), max_new_tokens=12, continuous_batching_config=options())
+    assert [len(x.generated_tokens) for x in outputs.values()] == [12, 12]
+    assert runners[0].captures
+    assert len(called) > 5
+    # in place of a GPU, whose replays call no hook
+    assert devices[0].replayed == devices[1]
+
+
 def test_prompts_that_cannot_be_captured_leave_steps_alone(
     passes: Any, runners: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """What breaks off a pass or call at a chosen place, and an oracle for the cache that it leaves."""
 
 import copy
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -186,13 +187,15 @@ def routes() -> dict[str, Callable[[], Route]]:
     small = TurboConfig(block_size=BLOCK)
     exact = TurboConfig(bits=16, block_size=BLOCK, attention="fp16")
 
-    def patched(name: str, config: TurboConfig, model: Any = None) -> Route:
-        model = tiny_llama() if model is None else model
-        return Route(name, model, turbo_hf.patch(model, config).new_cache, config.bits == 16)
+    def patched(name: str, config: TurboConfig, model: Any = None, dense: tuple[int, ...] = ()) -> Route:
+        route = unpatched(name, config, model, dense)
+        handle = turbo_hf.patch(route.model, config)
+        return route if dense else replace(route, new_cache=handle.new_cache)
 
-    def unpatched(name: str, config: TurboConfig, model: Any = None) -> Route:
+    def unpatched(name: str, config: TurboConfig, model: Any = None, dense: tuple[int, ...] = ()) -> Route:
         model = tiny_llama() if model is None else model
-        return Route(name, model, lambda: TurboCache(model.config, config), config.bits == 16)
+        make = functools.partial(TurboCache, model.config, config, uncompressed_layers=dense)
+        return Route(name, model, make, config.bits == 16)
 
     def sparse() -> Route:
         model = tiny_llama()
@@ -218,14 +221,14 @@ def routes() -> dict[str, Callable[[], Route]]:
         "mixed": lambda: patched(
             "mixed", TurboConfig(block_size=BLOCK, low_bits=2, low_heads=0.5, buffer_scale="universal")
         ),
-        "dense-first": lambda: patched("dense-first", TurboConfig(block_size=BLOCK, dense_layers=(0,))),
-        "dense-last": lambda: patched("dense-last", TurboConfig(block_size=BLOCK, dense_layers=(1,))),
+        "dense-first": lambda: patched("dense-first", small, dense=(0,)),
+        "dense-last": lambda: patched("dense-last", small, dense=(1,)),
         "window": lambda: patched("window", small, tiny_mistral(40)),
-        "dense-window": lambda: patched("dense-window", replace(exact, dense_layers=(1,)), tiny_mistral(40)),
+        "dense-window": lambda: patched("dense-window", exact, tiny_mistral(40), (1,)),
         "sparse": sparse,
         "hybrid": lambda: patched("hybrid", small, hybrid_model()),
         "unpatched": lambda: unpatched("unpatched", small),
-        "unpatched-dense": lambda: unpatched("unpatched-dense", TurboConfig(block_size=BLOCK, dense_layers=(1,))),
+        "unpatched-dense": lambda: unpatched("unpatched-dense", small, dense=(1,)),
         "unpatched-window": lambda: unpatched("unpatched-window", small, tiny_mistral(40)),
         "unpatched-hybrid": lambda: unpatched("unpatched-hybrid", small, hybrid_model()),
     }

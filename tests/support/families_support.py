@@ -192,7 +192,7 @@ def settle(model: PreTrainedModel, config: TurboConfig, dense: list[int]) -> tup
     """Prompts after which no two tokens nearly tie, so that rounding cannot choose, and the oracle's answer to them."""
     for seed in range(300):
         batch = padded(seed)
-        cache = TurboCache(model.config, config, attention_mask=batch["attention_mask"], dense_layers=dense)
+        cache = TurboCache(model.config, config, attention_mask=batch["attention_mask"], uncompressed_layers=dense)
         oracle = generate(model, batch, **{CACHE: cache})
         assert oracle.logits is not None
         best = torch.stack(oracle.logits).topk(2, -1).values

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import Calibration, TurboCache, TurboConfig
-from turbo_hf.attention.cuts import cutting
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import Checkpoint
@@ -39,9 +38,6 @@ class Again:
         self.warmed += 1
         return step()
 
-    def aside(self, call: Callable[[], object]) -> None:
-        call()
-
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         if self._fails:
             raise RuntimeError(self._fails)
@@ -49,8 +45,7 @@ class Again:
 
         def replay() -> Any:
             self.replayed += 1
-            with cutting(self):
-                return step()
+            return step()
 
         return replay
 

@@ -13,7 +13,6 @@ from histories_support import (
     LINEAR_FAMILIES,
     TOKENS,
     WINDOWED,
-    WINDOWS_RECORD,
     Compressed,
     Row,
     Subject,
@@ -141,8 +140,8 @@ class Acts:
             width = r.choice((1, 1, 1, r.randint(2, 6), r.randint(7, 16), r.randint(17, 40)))
             width = min(width, 6) if past > LONGEST else width
         new: list[Row] = [[r.randrange(1, TOKENS) for _ in range(width)] for _ in range(count)]
-        # Transformers' linear layers take padding for tokens in a row alone and after the prompt; its windows count it
-        fixed = (linear and (past or count == 1)) or (self.history.family in WINDOWED and self.made.config.dense_layers)
+        # Transformers' linear layers take padding for tokens in a row alone and after the prompt
+        fixed = linear and (past or count == 1)
         if r.random() < (0.2 if past else 0.5) and not fixed:
             left = linear or r.random() < 0.7
             for row in new:
@@ -242,8 +241,6 @@ class Acts:
     def record(self, world: World, r: Random) -> Act | None:
         """Begin or end the recording of what may be cropped."""
         begin = r.random() < 0.6
-        if self.history.family in WINDOWED and self.made.config.dense_layers and not WINDOWS_RECORD:
-            return None
         call = world.cache.activate_past_recording if begin else world.cache.stop_recording
         return None if world.broken else Act(call, lambda _: self.lived(world, ("start" if begin else "stop", 0)), [])
 

@@ -19,7 +19,6 @@ from families_support import DELTA_NET, EXPERTS, FULL, LINEAR, SLIDING, build
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
@@ -43,21 +42,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 LINEAR_FAMILIES = ("lfm2", "qwen3_next")
 WINDOWED = ("gemma3_text", "gpt_oss")
-
-
-def _windows_record() -> bool:
-    """Whether Transformers' own sliding layers show, while they record, only what they tell the mask (not in 5.17)."""
-    layer: Any = DynamicSlidingWindowLayer(sliding_window=4)
-    layer.activate_past_recording()
-    two = torch.zeros(1, 1, 2, 1)
-    shown = [layer.update(two, two)[0].shape[2] for _ in range(3)]
-    return bool(shown[-1] == 5)
-
-
-WINDOWS_RECORD = _windows_record()
 CONFIGS = {
     "exact": TurboConfig(bits=16, attention="fp16", block_size=32),
-    "exact-beside-dense": TurboConfig(bits=16, attention="fp16", block_size=32, dense_layers=(0,)),
     "int8": TurboConfig(bits=8, attention="fp16", block_size=32),
     "turbo4": TurboConfig(bits=4, attention="fp16", block_size=32),
     "turbo4-rounded-prompts": TurboConfig(bits=4, block_size=32),

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from turbo_hf.attention.cuts import current
 from turbo_hf.attention.masks import mask_4d
-from turbo_hf.cache.claimed_cache import ClaimedCache
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Unsupported
@@ -104,43 +102,6 @@ def _without_padding(mask: torch.Tensor) -> bool:
     whole = bool(mask.all())
     _last = weakref.ref(mask), version, whole
     return whole
-
-
-def attend_beside(
-    cache: ClaimedCache,
-    function: Callable[..., Any],
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    window: int | None,
-    causal: bool,
-    options: dict[str, Any],
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    """Attention of one of Transformers' own layers, in a step that may be captured: between two graphs.
-
-    key, value: as the cache's `update` has returned them: all tokens if it has stored them, else the new ones. The rest
-    is as in `full_precision_attention`.
-    """
-    given, cache.given = cache.given, None
-    layer, cut = cache.all_layers[module.layer_idx], current()
-    assert cut is not None
-    if not cache.stores and (given is None or given[0] is not key or given[1] is not value):
-        raise Unsupported(f"layer {module.layer_idx}, which is not compressed, changes what its cache returns")
-    out = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
-
-    def attend() -> None:
-        k, v = (key, value) if cache.stores else layer.update(key, value)
-        # rows are padded as the compressed layers know it, which do not count the step's tokens yet
-        first = next(each for each in cache.all_layers if isinstance(each, TurboLayer))
-        valid, columns = first.valid_prefix, first.seen + query.shape[2]
-        if valid is not None:
-            valid = torch.nn.functional.pad(valid, (0, columns - valid.shape[1]), value=True)
-        out.copy_(full_precision_attention(function, module, query, k, v, valid, window, causal, options, kwargs))
-
-    cut.aside(attend)
-    return out
 
 
 def decompressed(

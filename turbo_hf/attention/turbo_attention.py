@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from turbo_hf.attention.context_group import decode_parts
-from turbo_hf.attention.full_precision import attend_beside, decompressed, full_precision_attention, hf_attention
+from turbo_hf.attention.full_precision import decompressed, full_precision_attention, hf_attention
 from turbo_hf.attention.latent import latent_prompt, latent_step, require_plain
 from turbo_hf.attention.packed import PACKED_KEYWORDS, packed_cache
 from turbo_hf.attention.prompt import attend_prompt
@@ -70,8 +70,7 @@ class TurboCall(NamedTuple):
     """What the hook adds to one call of an attention module, as the keyword `turbo`.
 
     Args:
-        cache, layer: where the call stores its tokens, the cache claimed for it; both None if the layer is not
-            compressed, but for the cache of a step that may be captured.
+        cache, layer: where the call stores its tokens, the cache claimed for it; None if the layer is not compressed.
         window: tokens that a query sees; None: all.
         strict: as in `patch`.
         rotary: this call's (cos, sin), for sparse layers.
@@ -188,9 +187,6 @@ def _attention(
                     done = compressed(call.cache, call.layer, Source(module, call.rotary), qkv, attention_mask, scoring)
             return done.transpose(1, 2).contiguous(), None
         key, value = decompressed(call.cache, call.layer, query, key, value, attention_mask)
-    elif call.cache is not None:
-        new = (query, key, value, call.window, causal)
-        return attend_beside(call.cache, hf_attention(module, options, unknown), module, *new, options, kwargs), None
     if keeps_latent(module):
         key, value = expanded(module, key, value)
     function = hf_attention(module, options, unknown)
@@ -238,7 +234,7 @@ def _require_unchanged(cache: ClaimedCache, layer: TurboLayer, key: torch.Tensor
     if given is None or given[0] is not key or given[1] is not value:
         raise Unsupported(
             f"layer {layer.index}: this attention class changes keys or values after the cache has seen them, so its "
-            f"cache cannot be compressed. Leave it dense: TurboConfig(dense_layers=({layer.index},))."
+            "cache cannot be compressed. Run this model without the patch."
         )
 
 

@@ -20,13 +20,11 @@ class ClaimedCache(TurboCache):
     Attributes:
         claims: the index of the claimed layer, until its `update`.
         given: the keys and values that this `update` has returned.
-        stores: whether it stores them nevertheless, in one of Transformers' own layers, and returns all.
     """
 
-    __slots__ = ("claims", "given", "stores")
+    __slots__ = ("claims", "given")
     claims: int | None
     given: tuple[torch.Tensor, torch.Tensor] | None
-    stores: bool
 
     @untraced
     def update(
@@ -36,8 +34,6 @@ class ClaimedCache(TurboCache):
         # a copy of a view claims nothing
         if layer_idx == getattr(self, "claims", None):
             self.claims, self.given = None, (key_states, value_states)
-            if getattr(self, "stores", False):
-                self.given = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             return self.given
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -67,9 +63,9 @@ def _claimed_class(of: type[TurboCache]) -> type[ClaimedCache]:
         ) from error
 
 
-def claimed(cache: TurboCache, layer: int, stores: bool = False) -> ClaimedCache:
-    """The cache as one call of the attention module of a layer sees it. stores: as in `ClaimedCache`."""
+def claimed(cache: TurboCache, layer: int) -> ClaimedCache:
+    """The cache as one call of the attention module of a layer sees it."""
     view: ClaimedCache = object.__new__(_claimed_class(type(cache)))  # type: ignore[arg-type]  # a class has a hash
     view.__dict__ = cache.__dict__
-    view.claims, view.given, view.stores = layer, None, stores
+    view.claims, view.given = layer, None
     return view

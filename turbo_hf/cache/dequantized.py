@@ -20,7 +20,7 @@ from turbo_hf.ops.store.quantize import dequantize
 
 READ_ONLY = (
     "keys and values of a TurboCache are dequantized to be read: what is written to them would not reach the cache. "
-    "Write to a clone(), or leave the layer dense (TurboConfig.dense_layers)."
+    "Write to a clone(), or leave the layer to Transformers (TurboCache(uncompressed_layers=...))."
 )
 
 
@@ -98,7 +98,8 @@ class DequantizedLayer(LayerStorage, CacheLayerMixin):
         if value is not None:
             raise Unsupported(
                 f"layer {self.index}: keys and values of a TurboCache are dequantized to be read, and cannot be set. "
-                "Pass new ones through update() or the model, or leave the layer dense (TurboConfig.dense_layers)."
+                "Pass new ones through update() or the model, or leave the layer to Transformers "
+                "(TurboCache(uncompressed_layers=...))."
             )
 
     def _refuse_parts(self) -> None:

@@ -135,7 +135,8 @@ class LayerStorage:
         if key_states.shape[: len(alike)] != alike:
             raise ValueError(
                 f"layer {self.index}: keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} differ in "
-                "shape; only one head dim is compressed. Leave the layer dense (TurboConfig.dense_layers)."
+                "shape; only one head dim is compressed. Leave the layer to Transformers "
+                "(TurboCache(uncompressed_layers=...))."
             )
         rows, self.heads, _, self.dim = key_states.shape
         self.rotary_dim = value_states.shape[-1] if self.latent else None

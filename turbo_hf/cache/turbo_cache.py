@@ -57,7 +57,8 @@ class TurboCache(CachePasses):
         model_config: the model's config (`model.config`).
         config: a preset's name, a `TurboConfig`, a dict of its options, or the path of a JSON or YAML file of them.
         attention_mask: [B, columns], nonzero at real tokens; only for unpatched models.
-        int8_layers, dense_layers: layers kept at 8 bit and in full precision, in addition to those that `config` names.
+        int8_layers: layers kept at 8 bit, in addition to those that `config` names.
+        uncompressed_layers: layers left to Transformers' own cache, in full precision.
         head_orders: for the layers named here, the KV heads in order, from the one that needs its bits most to the one
             that needs them least (`Calibration.head_orders`); the last ones get the low bits. In other layers, a row's
             first block decides.
@@ -78,7 +79,7 @@ class TurboCache(CachePasses):
         *,
         attention_mask: torch.Tensor | None = None,
         int8_layers: Iterable[int] = (),
-        dense_layers: Iterable[int] = (),
+        uncompressed_layers: Iterable[int] = (),
         head_orders: Mapping[int, Sequence[int]] | None = None,
         selectors: Mapping[int, Selector] | None = None,
     ):
@@ -93,10 +94,11 @@ class TurboCache(CachePasses):
         text_config = model_config.get_text_config(decoder=True)
         of_config = self.turbo_config.int8_layers
         int8 = {*int8_layers, *(() if isinstance(of_config, str) else of_config)}
-        dense = {*dense_layers, *self.turbo_config.dense_layers}
+        dense, uncompressed = set(self.turbo_config.dense_layers), set(uncompressed_layers)
         types, latent = layer_types(text_config), text_config.model_type in LATENT_TYPES
         orders, chosen_by = dict(head_orders or {}), dict(selectors or {})
-        named = {"int8_layers": int8, "dense_layers": dense, "head_orders": set(orders), "selectors": set(chosen_by)}
+        named = {"int8_layers": int8, "dense_layers": dense, "uncompressed_layers": uncompressed}
+        named |= {"head_orders": set(orders), "selectors": set(chosen_by)}
         for name, chosen in named.items():
             outside = sorted(i for i in chosen if not 0 <= i < len(types))
             if outside:
@@ -105,9 +107,9 @@ class TurboCache(CachePasses):
         # what makes each of Transformers' own layers
         self.others: dict[int, Callable[[], Any]] = {}
         for index, (kind, kwargs) in enumerate(types):
-            if kind in COMPRESSED_TYPES and index not in dense:
+            if kind in COMPRESSED_TYPES and index not in uncompressed:
                 own = self.turbo_config
-                chosen_config = at_8_bit(own) if index in int8 else of_layer(own, index, len(types))
+                chosen_config = at_8_bit(own) if index in int8 - dense else of_layer(own, index, len(types))
                 window, own_order = kwargs.get("sliding_window"), orders.get(index)
                 layers.append(TurboLayer(chosen_config, window, index, own_order, chosen_by.get(index), latent))
             else:

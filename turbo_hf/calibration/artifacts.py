@@ -1,11 +1,11 @@
 """`Calibration`: the result of a calibration run, and the two files and the card that store it."""
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import reprlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,6 @@ from turbo_hf.config.expected import FINITE, Each, OneOf, Stored, Whole, require
 from turbo_hf.config.turbo_config import HEAD_METRICS, MOST_BUCKETS
 from turbo_hf.config.whole_files import (
     MOST_JSON,
-    PARTIAL,
     FactsFile,
     checked_facts,
     facts_hash,
@@ -40,6 +39,8 @@ FORMAT = "turbo_hf calibration"
 FACTS, TENSORS, CARD = "turbo_calibration.json", "turbo_calibration.safetensors", "turbo_calibration.md"
 LOCK, WAIT = f"{FACTS}.lock", 60.0
 """Held while the files are replaced, and how many seconds another process waits for that."""
+READS = 10
+"""Times a folder is read before its two files are said not to belong together: a writer may be between them."""
 NO_INDEX = "no index: "
 """Start of the note of a layer that has head priorities alone; the reason follows."""
 SINGLE = ("centroids", "rotated_centroids", "prompt", "left_by_head")
@@ -112,7 +113,7 @@ def fingerprint(model: PreTrainedModel, checkpoint: Checkpoint, tokenizer: Any =
     """Identifies a model without reading weights: type, shapes, vocabulary, and, where known, the commit and a hash of
     the tokenizer's vocabulary."""
     name = checkpoint.name
-    found = {"model": Path(name).name if os.path.isdir(name) else name, "revision": checkpoint.known_commit}
+    found = {"model": Path(name).name if os.path.isdir(name) else name, "revision": checkpoint.commit}
     return _shapes(model, tokenizer) | found
 
 
@@ -170,14 +171,13 @@ class Calibration:
         made, here = self.fingerprint.get("revision"), checkpoint.commit
         if made is None or here is None or made == here:
             return None
-        this = "may be of another: say which by revision=" if checkpoint.others else f"is of {here[:12]}"
-        return f"the calibration was made for revision {made[:12]} of the checkpoint; this model {this}."
+        return (
+            f"the calibration was made for revision {made[:12]} of the checkpoint; this model is of {here[:12]}."
+            f"{checkpoint.assumed}"
+        )
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `turbo_calibration.json`, `.safetensors` and a card `.md` into `folder`, which may hold other files.
-
-        A calibration that is there is replaced as a whole: whoever reads meanwhile, or after a process that was killed
-        or a disk that was full, finds the former one or this one.
 
         Raises:
             ValueError: `folder` is a file.
@@ -188,14 +188,8 @@ class Calibration:
             raise ValueError(f"folder must be a folder, or the name of a new one; {str(folder)!r} is a file.")
         files = self._files()
         with one_writer(path, LOCK, WAIT):
-            _settle(path)
-            try:
-                write_whole(_waiting(path, files[FACTS]), files[TENSORS])
-                # from here on the new calibration counts
-                write_whole(path / FACTS, files[FACTS])
-            finally:
-                _settle(path)
-            write_whole(path / CARD, files[CARD])
+            for name, content in files.items():
+                write_whole(path / name, content)
 
     def digest(self) -> str:
         """Identifies a calibration: the start of a SHA-256 of the files that store it."""
@@ -273,45 +267,24 @@ class Calibration:
         return _read(parts[0], parts[1], str(name))
 
 
-def _waiting(folder: Path, facts: bytes) -> Path:
-    """The tensors' file that goes with these facts, before `_settle` gives it its name."""
-    wanted = ""
-    with contextlib.suppress(ValueError, RecursionError, AttributeError):
-        wanted = str(json.loads(facts).get("sha256"))[:16]
-    return folder / f"{TENSORS}.{wanted if wanted.isalnum() else ''}{PARTIAL}"
-
-
-def _settle(folder: Path) -> None:
-    """Finish what a writer began, or undo it; only for the one that holds the lock."""
-    facts = folder / FACTS
-    if facts.is_file() and (waiting := _waiting(folder, read_file(facts, MOST_JSON))).is_file():
-        waiting.replace(folder / TENSORS)
-    for name in (FACTS, TENSORS, CARD):
-        for left in folder.glob(f"{name}.*{PARTIAL}"):
-            left.unlink()
-
-
 def _read_folder(folder: Path, source: str) -> Calibration:
     """`Calibration.from_pretrained` of a folder, whose files another process may be replacing."""
-    try:
-        facts = read_file(folder / FACTS, MOST_JSON)
-        while True:
-            try:
-                return _read(facts, _read_tensors(folder, facts, source), source)
-            except ValueError:
-                before, facts = facts, read_file(folder / FACTS, MOST_JSON)
-                if facts == before:
-                    raise
-    except FileNotFoundError as error:
-        raise OSError(f"there is no calibration in {source!r}: the folder has no {FACTS}.") from error
-
-
-def _read_tensors(folder: Path, facts: bytes, source: str) -> bytes:
-    # in this order: what has left the first place is in the second
-    for path in (_waiting(folder, facts), folder / TENSORS):
-        with contextlib.suppress(FileNotFoundError):
-            return read_file(path)
-    raise ValueError(f"the calibration in {source!r} is damaged: the folder has no {TENSORS}.{AGAIN}")
+    facts = tensors = b""
+    for _ in range(READS):
+        try:
+            facts = read_file(folder / FACTS, MOST_JSON)
+        except FileNotFoundError as error:
+            raise OSError(f"there is no calibration in {source!r}: the folder has no {FACTS}.") from error
+        try:
+            tensors = read_file(folder / TENSORS)
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"the calibration in {source!r} is damaged: the folder has no {TENSORS}.{AGAIN}"
+            ) from error
+        if hashlib.sha256(tensors).hexdigest().encode() in facts:
+            break
+        time.sleep(0.05)
+    return _read(facts, tensors, source)
 
 
 AGAIN = " Calibrate again, or fetch it anew."

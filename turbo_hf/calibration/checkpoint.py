@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.file_download import repo_folder_name
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
-TOKENIZER_FILES = ("tokenizer.json", TOKENIZER)
+MAIN = " The model is taken for the branch main: pass revision= if it is of another."
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
 
@@ -23,23 +22,12 @@ class Checkpoint(NamedTuple):
 
     name: a folder or a Hub id; "" if the model knows none.
     commit: the Hub commit, 40 hex digits; None for a folder, and for anything not in the Hub cache.
-    others: commits in the Hub cache that the model may equally have been loaded from, as nothing records it; it is then
-        assumed to be the branch main, which is loaded by default.
+    assumed: a sentence for an error that another commit may explain; "" if the commit is known.
     """
 
     name: str
     commit: str | None = None
-    others: tuple[str, ...] = ()
-
-    @property
-    def known_commit(self) -> str | None:
-        """Its commit, if known for certain."""
-        return None if self.others else self.commit
-
-    @property
-    def unsure(self) -> str:
-        """A sentence to append to an error that may be caused by a commit other than the model's; or nothing."""
-        return " The model is taken for the branch main: pass revision= if it is of another." if self.others else ""
+    assumed: str = ""
 
     def file(self, name: str) -> str | None:
         """The path of one of its files; None: no file of that name is available here."""
@@ -50,24 +38,11 @@ class Checkpoint(NamedTuple):
             return str(path) if path.is_file() else None
         return _in_cache(self.name, name, self.commit)
 
-    def doubt(self, *files: str) -> str | None:
-        """A sentence if the model's commit matters for `files` but is not recorded."""
-        for file in files:
-            contents = {_content(_in_cache(self.name, file, commit)) for commit in (self.commit, *self.others)}
-            if self.others and len(contents) > 1:
-                return (
-                    f"the Hub's cache holds revisions of {self.name!r} that differ in {file}, and Transformers does "
-                    "not say which of them this model is: it is taken for main. Pass revision= to say so, or to name "
-                    "another."
-                )
-        return None
-
 
 def checkpoint_of(model: PreTrainedModel, revision: str | None = None) -> Checkpoint:
     """Where a model was loaded from. Transformers up to 5.17 records the commit, 5.23 does not.
 
-    revision: the branch, tag or commit that it was loaded from; None: the one Transformers records, else the only one
-    in the Hub cache, else main.
+    revision: the branch, tag or commit that it was loaded from; None: the one Transformers records, else main.
 
     Raises:
         ValueError: a revision for a model that is not from the Hub, one that is not in the Hub cache, or one that
@@ -77,12 +52,7 @@ def checkpoint_of(model: PreTrainedModel, revision: str | None = None) -> Checkp
     held = getattr(model.config, "_commit_hash", None)
     of_hub = bool(name) and not os.path.isdir(name) and not names_a_folder(name)
     if revision is None:
-        if held or not of_hub:
-            return Checkpoint(name, held)
-        main, there = _commit(name, None), _commits(name)
-        if len(there) == 1:
-            return Checkpoint(name, there[0])
-        return Checkpoint(name, main, tuple(commit for commit in there if commit != main))
+        return Checkpoint(name, held) if held or not of_hub else Checkpoint(name, _commit(name, None), MAIN)
     if not isinstance(revision, str):
         raise ValueError(f"revision must be a branch, tag or commit, as text; got {revision!r}.")
     if not of_hub:
@@ -99,15 +69,6 @@ def checkpoint_of(model: PreTrainedModel, revision: str | None = None) -> Checkp
     if held not in (None, found):
         raise ValueError(f"the model was loaded by revision {held[:12]}; {revision!r} is {found[:12]}.")
     return Checkpoint(name, found)
-
-
-def _commits(name: str) -> list[str]:
-    """Commits of a repository whose weights are in the Hub cache."""
-    snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "snapshots"
-    if not os.path.isdir(snapshots):
-        return []
-    held = [each for each in snapshots.iterdir() if any(any(each.glob(pattern)) for pattern in WEIGHTS)]
-    return sorted(each.name for each in held)
 
 
 def _commit(name: str, revision: str | None) -> str | None:
@@ -132,10 +93,6 @@ def hub_file(name: str, file: str, revision: str | None = None, *, fetch: bool =
         _raise_exceptions_for_gated_repo=False,
     )
     return found
-
-
-def _content(path: str | None) -> bytes | None:
-    return None if path is None else Path(path).read_bytes()
 
 
 def names_a_folder(name: str) -> bool:

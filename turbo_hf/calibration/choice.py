@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from turbo_hf.calibration.artifacts import FACTS, NO_INDEX, Calibration, find
-from turbo_hf.calibration.checkpoint import TOKENIZER_FILES, checkpoint_of, own_tokenizer
+from turbo_hf.calibration.artifacts import NO_INDEX, Calibration, find
+from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
 from turbo_hf.config.prompt_sparsity import PromptSparsity
 from turbo_hf.config.turbo_config import CALIBRATED, SparseConfig, TurboConfig
 from turbo_hf.errors import Notices
@@ -85,8 +85,6 @@ def load_calibration(
     if calibration is None or (calibration == "auto" and not wanted):
         return HeadChoice({}, by_prompt)
     checkpoint = checkpoint or checkpoint_of(model)
-    compared = (*TOKENIZER_FILES, *((FACTS,) if calibration == "auto" else ()))
-    _note(notices, checkpoint.doubt(*compared))
     try:
         found = find(checkpoint) if calibration == "auto" else _named(calibration)
         if found is None:
@@ -97,7 +95,7 @@ def load_calibration(
         )
         if wrong is not None:
             message = f"the calibration of {found.source or 'this process'!r} does not fit this model: {wrong}."
-            raise ValueError(f"{message} Make one of this model with turbo-hf calibrate.{checkpoint.unsure}")
+            raise ValueError(f"{message} Make one of this model with turbo-hf calibrate.{checkpoint.assumed}")
     except (ValueError, OSError) as error:
         if calibration != "auto":
             raise

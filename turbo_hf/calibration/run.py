@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from turbo_hf.calibration.artifacts import NO_INDEX, Calibration, LayerCalibration, fingerprint
+from turbo_hf.calibration.artifacts import FACTS, NO_INDEX, Calibration, LayerCalibration, fingerprint
 from turbo_hf.calibration.capture import Seen, capturing, check_finite, probe, run_window
-from turbo_hf.calibration.centroids import COMPARED, KEYS_EACH, assign, choose_clusters, k_means, sample_keys
-from turbo_hf.calibration.checkpoint import TOKENIZER_FILES, Checkpoint, checkpoint_of, other_tokenizer, own_tokenizer
+from turbo_hf.calibration.centroids import assign, choose_clusters, k_means, sample_keys
+from turbo_hf.calibration.checkpoint import Checkpoint, checkpoint_of, other_tokenizer, own_tokenizer
 from turbo_hf.calibration.heads import HeadPriorities
 from turbo_hf.calibration.quality import evaluate
 from turbo_hf.calibration.query_model import train
@@ -24,9 +24,8 @@ from turbo_hf.calibration.samples import Samples
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.sparsity import HeadRules
 from turbo_hf.calibration.texts import token_windows
-from turbo_hf.calibration.unfinished import Unfinished
+from turbo_hf.config.whole_files import one_writer
 from turbo_hf.errors import warn
-from turbo_hf.layout import power_of_two
 from turbo_hf.models.model_layers import require_model
 from turbo_hf.patches.generic import is_latent
 from turbo_hf.patches.layers import attention_layers
@@ -34,6 +33,8 @@ from turbo_hf.ranks import ranks_of
 
 Progress = Callable[[str, float], None]
 """Called with a description of the current work, and the share of all work done since the last call."""
+LOCK = "turbo_calibration.run.lock"
+"""Keeps a second run out of a folder, until the first one has written its result there."""
 
 
 P = ParamSpec("P")
@@ -137,10 +138,8 @@ def calibrate(
     *,
     settings: str | Settings = "fast",
     out: str | Path | None = None,
-    resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
-    planned: Callable[[CalibrationPlan], None] | None = None,
     revision: str | None = None,
 ) -> Calibration:
     """Run a model over texts and learn from its keys, values and queries. The model is not changed.
@@ -156,12 +155,9 @@ def calibrate(
         texts: a .txt or .jsonl file, a folder of them, a Hub dataset ("owner/name"), or strings; preferably long texts,
             such as books.
         settings: "fast", "full", or `turbo_hf.calibration.settings.Settings`.
-        out: where to write the result, and to keep finished layers in the meantime; None: nowhere.
-        resume: continue from the layers finished by an interrupted run with the same `out`, settings and texts; if
-            False, the presence of any is an error.
+        out: where to write the result; None: nowhere.
         overwrite: replace the calibration in `out` once this one is done; if False, the presence of one is an error.
         progress: called with a description and the share of all work done since the last call.
-        planned: called with what will be done, for as many windows as the texts fill, before the first pass.
         revision: the Hub revision that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
 
     Returns:
@@ -169,42 +165,31 @@ def calibrate(
 
     Raises:
         ValueError: unsuitable settings; texts too short for the long-range filter or for that many clusters; NaN or Inf
-            in the model; a model in training mode; `resume` without `out`, or after a run with other settings, texts or
-            model; an interrupted run in `out` without `resume`, or a calibration there without `overwrite`; a revision
-            that is not the model's.
+            in the model; a model in training mode; a calibration in `out` without `overwrite`; a revision that is not
+            the model's.
         OSError: `out` cannot be written, or another process writes there.
         TypeError: not a Transformers model.
     """
     ranks = ranks_of(model)
-    with ranks.together():
-        unfinished = Unfinished(out, resume, overwrite, writes=ranks.rank == 0)
+    folder = Path(out) if out is not None and ranks.rank == 0 else None
     plan = make_plan(model, settings)
     chosen = plan.settings
-    with ranks.together():
-        checkpoint = checkpoint_of(model, revision)
-        windows, own = read_windows(model, tokenizer, texts, plan, checkpoint)
-    settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
-    empty = Calibration(fingerprint(model, checkpoint, own), settings_dict, (), windows.numel())
-    ranks.require_same({"settings": str(settings_dict), "resume": str(resume)})
     with ExitStack() as held:
         with ranks.together():
-            held.enter_context(unfinished.open())
-        if planned is not None:
-            planned(plan._replace(settings=replace(chosen, windows=len(windows))))
+            if folder is not None:
+                refuse_folder(folder, overwrite)
+                held.enter_context(one_writer(folder, LOCK))
+                # another run may have ended in between
+                refuse_folder(folder, overwrite)
+            checkpoint = checkpoint_of(model, revision)
+            windows, own = read_windows(model, tokenizer, texts, plan, checkpoint)
+        settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
+        ranks.require_same({"settings": str(settings_dict)})
         done: dict[int, LayerCalibration] = {}
         share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
-        for number, group in enumerate(plan.groups):
+        for group in plan.groups:
             step = _advance(progress, f"layers {group.layers[0]} to {group.layers[-1]}", share)
-            with ranks.together():
-                layers = unfinished.find(number, empty)
-            # what one rank has to do needs all of them
-            if not bool(ranks.most(torch.tensor(layers is None))) and layers is not None:
-                step(_work(group, plan, len(windows)))
-            else:
-                layers = _calibrate_group(model, group, plan, windows, step)
-                with ranks.together():
-                    unfinished.keep(number, empty, layers)
-            done |= {layer.index: layer for layer in layers}
+            done |= {layer.index: layer for layer in _calibrate_group(model, group, plan, windows, step)}
         release = getattr(torch.accelerator, "empty_host_cache", None)
         if model.device.type == "cuda" and release is not None:
             # otherwise pinned memory would be kept until the process ends
@@ -214,10 +199,23 @@ def calibrate(
             for index in range(plan.layers)
             if index not in done
         }
-        found = replace(empty, layers=tuple(layer for _, layer in sorted((done | rest).items())))
+        layers = tuple(layer for _, layer in sorted((done | rest).items()))
+        found = Calibration(fingerprint(model, checkpoint, own), settings_dict, layers, windows.numel())
         with ranks.together():
-            unfinished.close(found)
+            if folder is not None:
+                found.save_pretrained(folder)
         return found
+
+
+def refuse_folder(out: Path, overwrite: bool) -> None:
+    """ValueError: a run must not write its result there."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out must be a folder, or the name of a new one; {str(out)!r} is a file.")
+    if (out / FACTS).exists() and not overwrite:
+        raise ValueError(
+            f"out: {str(out)!r} holds a calibration already. Name another folder, or pass overwrite=True "
+            "(--overwrite) to replace it once the new one is done."
+        )
 
 
 def read_windows(
@@ -234,13 +232,10 @@ def read_windows(
     """
     if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
         raise ValueError(f"tokenizer must be the model's own, as of AutoTokenizer; got {type(tokenizer).__name__}.")
-    doubt = checkpoint.doubt(*TOKENIZER_FILES)
-    if doubt is not None:
-        warn(doubt)
     own = own_tokenizer(checkpoint, warn)
     wrong = None if own is None else other_tokenizer(tokenizer, own)
     if wrong is not None:
-        raise ValueError(f"the tokenizer is not the model's own: {wrong}.{checkpoint.unsure}")
+        raise ValueError(f"the tokenizer is not the model's own: {wrong}.{checkpoint.assumed}")
     chosen = plan.settings
     windows = token_windows(texts, tokenizer, chosen.window, chosen.windows)
     if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
@@ -378,48 +373,3 @@ def _centroids(
         for windows in layers
     ]
     return k_means(torch.cat(keys), clusters, settings.iterations, seeded)
-
-
-def estimate(model: PreTrainedModel, plan: CalibrationPlan) -> dict[str, float]:
-    """Bytes and floating-point operations that a run with `plan.settings.windows` windows would take.
-
-    "host_bytes": keys and queries of a group of layers. "device_bytes": what making their index takes at once, besides
-    the model and one pass. "pass_flops": all passes, in the model's dtype. "index_flops": k-means, training and the
-    search for long-range queries. "file_bytes": size of the result.
-
-    Raises:
-        ValueError: too few keys for the clusters.
-    """
-    settings, itemsize = plan.settings, model.dtype.itemsize
-    windows, learned = settings.windows, _learned(settings.windows)
-    pinned = model.device.type == "cuda"
-    weights = sum(p.numel() for p in model.parameters())
-    host = device = passes = flops = stored = 0.0
-    for group in plan.groups:
-        heads, groups, dim = group.shape
-        attention = 2 * (max(group.layers) + 1) * heads * groups * dim * settings.window**2
-        passes += windows * (2 * weights * _depth(group, plan) * settings.window + attention)
-        if not group.indexed:
-            continue
-        clusters, count = _clusters(settings, windows), len(group.layers) * heads
-        kept = [2 * n * heads * dim * itemsize for n in (settings.window, groups * settings.queries)]
-        # torch allocates pinned memory in powers of two
-        kept = [power_of_two(n) if pinned else n for n in kept]
-        host = max(host, windows * len(group.layers) * sum(kept))
-        one = (dim + clusters) * settings.hidden
-        # scores, shares, keys by bucket; weights, their gradients and moments; which key is in which bucket
-        training = settings.batch * (settings.window * 13 + clusters * 16) + one * 16 + settings.window * clusters * 3
-        looked_at = min(learned * (settings.window - 1), KEYS_EACH * clusters)
-        means = looked_at * dim * (2 * itemsize + 4) + COMPARED * clusters * 9
-        device = max(device, count * max(training + 8 * windows * settings.window, means))
-        search = windows * count * groups * settings.queries * settings.window * dim * 2
-        learning = settings.steps * settings.batch * count * (6 * one + 2 * settings.window * dim)
-        flops += search + learning + 8 * settings.iterations * looked_at * count * clusters * dim
-        stored += count * 2 * ((dim + clusters + 1) * settings.hidden + clusters * (2 * dim + 1))
-    return {
-        "host_bytes": host,
-        "device_bytes": device,
-        "pass_flops": passes,
-        "index_flops": flops,
-        "file_bytes": stored,
-    }

@@ -1,23 +1,19 @@
 """`turbo-hf calibrate`: calibration from the command line."""
 
 import json
-import math
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.box import SIMPLE
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from turbo_hf.calibration.artifacts import Calibration
-from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.quality import SELECTIVITY, WAYS, mean_recall
-from turbo_hf.calibration.run import CalibrationPlan, calibrate, estimate, make_plan, read_windows
+from turbo_hf.calibration.run import calibrate, refuse_folder
 from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
-from turbo_hf.calibration.unfinished import Unfinished, finished_groups
 from turbo_hf.console import (
     Device,
     GgufFile,
@@ -30,14 +26,6 @@ from turbo_hf.console import (
     remark,
     show_table,
 )
-from turbo_hf.ops.host_device import input_device
-
-TRIAL = {"cuda": 8192}
-"""Side length of the matrices whose product measures a device's speed; elsewhere 1024."""
-PASSES = 0.8
-"""Share of that speed that passes in the model's dtype are assumed to reach."""
-INDEX = {"cuda": 0.11}
-"""The same for everything else, in float32: on an H200, memory-bound; elsewhere 0.25 (two CPU cores)."""
 
 
 def calibrate_command(
@@ -69,14 +57,8 @@ def calibrate_command(
     far: Annotated[int | None, typer.Option(help="Tokens to a long-range query's best key; default 1024.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub, instead of main.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the layers finished by an interrupted run.")
-    ] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the calibration in --out at the end.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the memory and time it would take, and what each layer gets.")
     ] = False,
     gguf_file: GgufFile = None,
     device: Device = "auto",
@@ -87,15 +69,11 @@ def calibrate_command(
     of_index = {"clusters": clusters, "steps": steps, "local": local, "far": far}
     with mistakes_end_the_command():
         chosen = _settings(preset, own, of_index, heads_only)
-        if not dry_run:
-            # refuses what the run would refuse, before the model is loaded
-            Unfinished(out_folder, resume, overwrite, writes=processes()[0] == 0)
+        # before the model is loaded
+        if processes()[0] == 0:
+            refuse_folder(out_folder, overwrite)
         loaded, tokenizer = load(model, device, revision, gguf_file)
-        plan = make_plan(loaded, _cut(chosen, loaded, window))
-        if dry_run:
-            facts = _dry_run(loaded, tokenizer, plan, texts, revision)
-        else:
-            facts = _run(loaded, tokenizer, plan, texts, out_folder, resume, overwrite, revision)
+        facts = _run(loaded, tokenizer, _cut(chosen, loaded, window), texts, out_folder, overwrite, revision)
     if json_line:
         print(json.dumps(facts))  # noqa: T201
 
@@ -114,13 +92,6 @@ def _settings(preset: str, own: dict[str, Any], of_index: dict[str, Any], heads_
     return replace(resolve_settings(preset), **given)
 
 
-def _interrupted(folder: Path) -> typer.Exit:
-    done = finished_groups(folder)
-    kept = f"groups of layers done and kept in {folder}: {done}; the same command with --resume goes on with the rest"
-    err.print(f"interrupted: {kept if done else 'no group of layers was done, so that nothing is kept'}.", markup=False)
-    return typer.Exit(130)
-
-
 def _cut(chosen: Settings, model: Any, window: int | None) -> Settings:
     """A preset's windows are cut to what the model was made for; those of `--window` are not."""
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -130,43 +101,22 @@ def _cut(chosen: Settings, model: Any, window: int | None) -> Settings:
 
 
 def _run(
-    model: Any,
-    tokenizer: Any,
-    plan: CalibrationPlan,
-    texts: str,
-    folder: Path,
-    resume: bool,
-    overwrite: bool,
-    revision: str | None,
+    model: Any, tokenizer: Any, settings: Settings, texts: str, folder: Path, overwrite: bool, revision: str | None
 ) -> dict[str, Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     begun = time.perf_counter()
-    if resume and not finished_groups(folder):
-        err.print(f"{folder} holds no interrupted run: this one begins anew.", markup=False, highlight=False)
-    try:
-        with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as progress:
-            task = progress.add_task("reading texts", total=1.0)
-
-            def say(found: CalibrationPlan) -> None:
-                # a progress bar captures printed lines, which would be missing in a pipe
-                progress.stop()
-                _say_estimate(found, _needs(model, found))
-                progress.start()
-
-            found = calibrate(
-                model,
-                tokenizer,
-                texts,
-                settings=plan.settings,
-                out=folder,
-                resume=resume and finished_groups(folder) > 0,
-                overwrite=overwrite,
-                progress=lambda word, share: progress.update(task, advance=share, description=word),
-                planned=say,
-                revision=revision,
-            )
-    except KeyboardInterrupt as error:
-        raise _interrupted(folder) from error
+    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as progress:
+        task = progress.add_task("reading texts", total=1.0)
+        found = calibrate(
+            model,
+            tokenizer,
+            texts,
+            settings=settings,
+            out=folder,
+            overwrite=overwrite,
+            progress=lambda word, share: progress.update(task, advance=share, description=word),
+            revision=revision,
+        )
     seconds = time.perf_counter() - begun
     _print(found, seconds, folder)
     facts: dict[str, Any] = {"out": str(folder), "tokens": found.tokens, "seconds": round(seconds, 1)}
@@ -203,68 +153,3 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
         if layer.note:
             out.print(f"Layer {layer.index}: {layer.note}", markup=False, highlight=False)
     out.print(f"Written to {folder}. turbo_hf.patch(model, ..., calibration={str(folder)!r}) uses it.", markup=False)
-
-
-def _dry_run(model: Any, tokenizer: Any, plan: CalibrationPlan, texts: str, revision: str | None) -> dict[str, Any]:
-    windows, _ = read_windows(model, tokenizer, texts, plan, checkpoint_of(model, revision))
-    plan = plan._replace(settings=replace(plan.settings, windows=len(windows)))
-    needs = _needs(model, plan)
-    out.print(f"{len(windows)} windows of {plan.settings.window:,} tokens, {len(plan.groups)} groups of layers:")
-    for group in plan.groups:
-        kind = "head priorities and index" if group.indexed else "head priorities"
-        out.print(f"  layers {', '.join(map(str, group.layers))}: {kind}", highlight=False)
-    for index, note in sorted(plan.notes.items()):
-        out.print(f"  layer {index}: {note}", markup=False, highlight=False)
-    for name, what in (
-        ("host_bytes", "memory of the host, for samples"),
-        ("device_bytes", "memory of the device, besides the model and one pass"),
-        ("file_bytes", "result"),
-    ):
-        out.print(f"  {what}: {needs[name] / 1e9:.2f} GB", highlight=False)
-    out.print(f"  time, roughly: {_time(needs['seconds'])}", highlight=False)
-    return {**needs, "windows": len(windows), "notes": plan.notes}
-
-
-def _needs(model: Any, plan: CalibrationPlan) -> dict[str, float]:
-    """`estimate`, and "seconds" at the speed that this device is measured to have; NaN if there is no memory for it."""
-    needs, device = estimate(model, plan), input_device(model)
-    try:
-        passes, index = (_speed(device, dtype) for dtype in (model.dtype, torch.float32))
-    except torch.OutOfMemoryError:
-        return {**needs, "seconds": math.nan}
-    seconds = needs["pass_flops"] / (PASSES * passes)
-    seconds += needs["index_flops"] / (INDEX.get(device.type, 0.25) * index)
-    return {**needs, "seconds": seconds}
-
-
-def _say_estimate(plan: CalibrationPlan, needs: dict[str, float]) -> None:
-    """Print one line, also without a progress bar. For a resumed run, the estimate covers the whole run."""
-    gigabytes = (f"{needs[name] / 1e9:.2f} GB" for name in ("host_bytes", "device_bytes"))
-    out.print(
-        f"estimate: {_time(needs['seconds'])} for {plan.settings.windows} windows of {plan.settings.window:,} tokens, "
-        f"groups of layers: {len(plan.groups)}; {' of the host, '.join(gigabytes)} of the device besides the model.",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _time(seconds: float) -> str:
-    if math.isnan(seconds):
-        return "unknown"
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of a matrix product on this device."""
-    size = TRIAL.get(device.type, 1024)
-    x = torch.randn(size, size, device=device, dtype=dtype)
-    float((x @ x)[0, 0])  # the first one loads what it needs
-    rounds, begun = 0, time.perf_counter()
-    while rounds < 3 or time.perf_counter() - begun < 0.2:
-        x = torch.nn.functional.normalize(x @ x, dim=-1)
-        float(x[0, 0])  # waits for the device
-        rounds += 1
-    return rounds * 2 * size**3 / (time.perf_counter() - begun)

@@ -2,8 +2,8 @@
 
 import json
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +12,7 @@ from turbo_hf.console import Device, GgufFile, Json, err, fail, load_model, load
 
 if TYPE_CHECKING:
     from turbo_hf.cache.memory import Memory
+    from turbo_hf.cache.turbo_cache import TurboCache
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -34,7 +35,6 @@ def generate_command(
     temperature: Annotated[
         float | None, typer.Option(help="0: greedy; above: sample. Default: as the model's generation config says.")
     ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens of this total.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=(1 << 32) - 1, help="Random seed of sampling.")] = None,
     gguf_file: GgufFile = None,
     device: Device = "auto",
@@ -54,15 +54,13 @@ def generate_command(
     import torch  # noqa: PLC0415
     from transformers import set_seed  # noqa: PLC0415
 
-    from turbo_hf.cli.conversation import Conversation, sampling  # noqa: PLC0415
     from turbo_hf.config.turbo_config import DEFAULT_PRESET, resolve_config  # noqa: PLC0415
     from turbo_hf.errors import out_of_memory  # noqa: PLC0415
     from turbo_hf.patching.patch_model import patch  # noqa: PLC0415
     from turbo_hf.ranks import ranks_of  # noqa: PLC0415
 
-    replies = []
     try:
-        options = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p)}
+        options = {"max_new_tokens": max_new_tokens, **_sampling(temperature)}
         chosen = resolve_config(config or DEFAULT_PRESET)
         tokenizer = load_tokenizer(model, gguf_file=gguf_file)
         if chat and not tokenizer.chat_template:
@@ -71,15 +69,16 @@ def generate_command(
         # a checkpoint's generation config may choose what one streamed reply on a compressed cache does not support
         loaded.generation_config.update(use_cache=True, cache_implementation=None, num_beams=1, num_return_sequences=1)
         with patch(loaded, chosen) as handle:
-            talk = Conversation(loaded, tokenizer, handle, options)
             # ranks that sample must draw alike
             ranks = ranks_of(loaded)
             if seed is not None or ranks:
                 set_seed(int(ranks.most(torch.randint(1 << 31, (1,)))) if seed is None else seed)
-            for text in _texts(prompt):
-                replies.append(talk.answer(text) if chat else talk.complete(text))
-                _note_positions(loaded, replies[-1].prompt_tokens + replies[-1].new_tokens)
-        taken = talk.cache.memory()
+            replies: list[dict[str, Any]] = []
+            taken = handle.new_cache().memory()
+            for ids in _prompts(prompt, tokenizer, replies, chat):
+                cache = handle.new_cache()
+                replies.append(_continue(loaded, tokenizer, ids, cache, options))
+                taken = cache.memory()
     except BrokenPipeError:
         # the reader of stdout has closed it (`| head`); click ends the command silently
         raise
@@ -94,7 +93,38 @@ def generate_command(
     if json_line:
         facts = {"model": model, "device": str(loaded.device), "dtype": str(loaded.dtype), "config": chosen.to_dict()}
         facts["memory"] = {"tokens": taken.tokens, "bytes": taken.all_ranks, "compression": taken.compression}
-        print(json.dumps({**facts, "replies": [asdict(reply) for reply in replies]}), flush=True)  # noqa: T201
+        print(json.dumps({**facts, "replies": replies}), flush=True)  # noqa: T201
+
+
+def _sampling(temperature: float | None) -> dict[str, Any]:
+    """Options of `generate`; none where the model's own generation config decides. ValueError: no temperature."""
+    if temperature is None:
+        return {}
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"the temperature must be 0 (greedy) or a number above; got {temperature}.")
+    if temperature == 0:
+        return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    return {"do_sample": True, "temperature": temperature}
+
+
+def _prompts(prompt: str | None, tokenizer: Any, replies: list[dict[str, Any]], chat: bool) -> Iterator[list[int]]:
+    """Tokens of what is to be answered, in a chat after all before it and their replies.
+
+    Raises:
+        ValueError: it is not UTF-8 text, or the chat template refuses it.
+    """
+    said: list[dict[str, str]] = []
+    for text in _texts(prompt):
+        if not chat:
+            yield tokenizer(text)["input_ids"]
+            continue
+        said.append({"role": "user", "content": text})
+        try:
+            ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except Exception as error:  # a template is the model's own code, and may raise anything
+            raise ValueError(f"the chat template of this model refuses the conversation: {error}") from error
+        yield ids
+        said.append({"role": "assistant", "content": replies[-1]["text"]})
 
 
 def _texts(prompt: str | None) -> Iterator[str]:
@@ -125,10 +155,36 @@ def _typed(prompt: str | None) -> Iterator[str]:
             yield line
 
 
-def _note_positions(model: Any, tokens: int) -> None:
-    trained = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if trained and tokens > trained:
-        err.print(f"note: these are {tokens:,} tokens; the model was made for {trained:,} positions.", markup=False)
+def _continue(
+    model: Any, tokenizer: Any, ids: list[int], cache: "TurboCache", options: dict[str, Any]
+) -> dict[str, Any]:
+    """Stream what follows these tokens to stdout; the text without special tokens, and figures, for JSON.
+
+    Raises:
+        ValueError: there are no tokens.
+    """
+    import torch  # noqa: PLC0415
+    from transformers import TextStreamer  # noqa: PLC0415
+
+    from turbo_hf.models.versions import CACHE  # noqa: PLC0415
+
+    if not ids:
+        raise ValueError("the prompt has no tokens: there is nothing to continue.")
+    began = time.perf_counter()
+    tokens = torch.tensor([ids], device=model.device)
+    spoken = model.generate(
+        input_ids=tokens,
+        attention_mask=torch.ones_like(tokens),
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        # for stop strings
+        tokenizer=tokenizer,
+        pad_token_id=tokenizer.pad_token_id,
+        **options,
+        **{CACHE: cache},
+    )
+    new = spoken[0, len(ids) :].tolist()
+    figures = {"prompt_tokens": len(ids), "new_tokens": len(new), "seconds": round(time.perf_counter() - began, 3)}
+    return {"text": tokenizer.decode(new, skip_special_tokens=True), **figures}
 
 
 def _line(taken: "Memory") -> str:

@@ -158,11 +158,10 @@ def layer_costs(
         indexed = sparse is not None and at.window is None and at.index not in sparse.dense_layers
         index_bytes = sparse.index_bytes if sparse is not None and indexed else 0
         # the cache splits the heads that it gets, whatever the config says
-        groups = (
-            ((8, layer.heads),) if at.kept_int8 else of_layer(report.config, at.index, count).head_groups(layer.heads)
-        )
+        own = of_layer(report.config, at.index, count)
+        groups = ((8, layer.heads),) if at.kept_int8 else own.head_groups(layer.heads)
         rotary_dim = layer.value_dim if at.latent else None
-        cost = turbo_cost(report.config, groups, layer.head_dim, at.window, index_bytes, rotary_dim)
+        cost = turbo_cost(own, groups, layer.head_dim, at.window, index_bytes, rotary_dim)
         costs.append(replace(cost, constant=cost.constant + layer.cost.constant))
     return costs
 

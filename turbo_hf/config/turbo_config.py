@@ -239,7 +239,8 @@ class TurboConfig(Options):
             warning; `report()` has the reason.
         int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range, and of
             latent attention (MLA) the one in 20, at least one, whose scores 4 bit would disturb most, if that is much.
-        dense_layers: layers left to Hugging Face, in full precision.
+        dense_layers: layers that are not rounded: whatever the other options say, they have pages of 16 bit, as with
+            bits=16, and attention "native". Of a float32 model, pages are float16, which rounds to 11 bits.
         sparse: decode steps attend to a few percent of the keys; None: to all of them.
         sparse_prompt: the queries of long prompts read the keys that `PromptSparsity` chooses; None: all of them. Not
             with sas.
@@ -551,7 +552,10 @@ def at_8_bit(config: TurboConfig) -> TurboConfig:
 
 
 def of_layer(config: TurboConfig, index: int, layers: int) -> TurboConfig:
-    """The options of one layer of so many: with `layer_bits`, those with the bits of its depth."""
+    """The options of one layer of so many: with `layer_bits`, those with the bits of its depth; of `dense_layers` such
+    as round nothing."""
+    if index in config.dense_layers:
+        return TurboConfig(bits=UNQUANTIZED, attention="fp16", block_size=config.block_size, backend=config.backend)
     if config.layer_bits is None:
         return config
     # from the end: of fewer layers than shares, the last one has the last bits

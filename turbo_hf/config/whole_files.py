@@ -1,9 +1,8 @@
-"""Files that are whole or not there, JSON whose faults are named, and one writer at a time in a folder."""
+"""Files that are replaced as a whole, JSON whose faults are named, and one writer at a time in a folder."""
 
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import reprlib
 import stat
@@ -15,11 +14,8 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
-logger = logging.getLogger(__name__)
 PARTIAL = ".partial"
 """End of the name of a file that is being written; one that stays is from a process that was killed."""
-
-
 MOST_JSON, MOST_LINES = 1 << 24, 1 << 28
 """Bytes of a JSON file, and of one that holds an object in each line, that are read at most."""
 
@@ -57,7 +53,7 @@ def read_file(path: Path, most: int | None = None) -> bytes:
 
 
 def write_whole(path: Path, content: str | bytes | Iterable[Any]) -> None:
-    """Write a file that exists either in full or not at all: a reader never finds a partial one, nor do writers meet.
+    """Write a file beside its place, and move it there: readers find what was there before, or all of it.
 
     content: or its parts, bytes each, which are taken one by one.
 
@@ -65,49 +61,35 @@ def write_whole(path: Path, content: str | bytes | Iterable[Any]) -> None:
         OSError: it cannot be written, on a full disk for example; the message names it. What was there before stays.
     """
     partial = path.with_name(f"{path.name}.{uuid4().hex[:12]}{PARTIAL}")
-    with _named(path):
-        try:
-            with partial.open("xb") as file:
-                whole: Any = content.encode() if isinstance(content, str) else content
-                file.writelines([whole] if isinstance(whole, bytes) else whole)
-                file.flush()
-                # otherwise the new name may reach the disk before the content does
-                os.fsync(file.fileno())
-            partial.replace(path)
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+    whole: Any = content.encode() if isinstance(content, str) else content
+    try:
+        with partial.open("xb") as file:
+            file.writelines([whole] if isinstance(whole, bytes) else whole)
+        partial.replace(path)
+    except OSError as error:
+        # a write names no file
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Append a line of JSON to a file, after its last whole line: half a line is what a killed process leaves.
-
-    Raises:
-        OSError: it cannot be written; the message names it.
-    """
-    with _named(path), path.open("a+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - 1))
-        if file.read(1) not in (b"", b"\n"):
-            file.seek(0)
-            file.truncate(len(_whole_lines(path, file.read())))
+    """Append a line of JSON to a file. OSError: it cannot be written."""
+    with path.open("ab") as file:
         file.write(json.dumps(row).encode() + b"\n")
 
 
 def read_lines(path: Path, remedy: str, *, growing: bool = False) -> list[dict[str, Any]]:
-    """The JSON objects of a file that holds one in each line.
-
-    growing: the file is written by `append_line`: it may be missing, and half a line at its end is left out.
+    """The JSON objects of a file that holds one in each line. growing: it may be missing.
 
     Raises:
         ValueError: a line is no JSON object; the message names file and line and ends with `remedy`.
         OSError: it cannot be read.
     """
-    content = b"" if growing and not path.exists() else read_file(path, MOST_LINES)
-    lines = (_whole_lines(path, content) if growing else content).split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    return [_parsed(line, f"line {number} of {str(path)!r}", remedy) for number, line in enumerate(lines, 1)]
+    lines = b"" if growing and not path.exists() else read_file(path, MOST_LINES)
+    found = enumerate(lines.removesuffix(b"\n").split(b"\n") if lines else (), 1)
+    return [_parsed(line, f"line {number} of {str(path)!r}", remedy) for number, line in found]
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
@@ -171,15 +153,17 @@ def one_writer(folder: Path, name: str, wait: float = 0.0) -> Iterator[None]:
         InUse: another process has it.
         OSError: the folder cannot be made or written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / name)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=wait)
     except Timeout as error:
         raise InUse(
             f"{str(folder)!r} is in use: another process is writing there. Wait until it is done, or choose another "
             "folder."
         ) from error
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be made, or not be written: {error.strerror}", str(folder)) from error
     try:
         yield
     finally:
@@ -188,25 +172,6 @@ def one_writer(folder: Path, name: str, wait: float = 0.0) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
         lock.release()
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors name this file: those of a write name none, or a partial one."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None:
-            raise
-        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
-
-
-def _whole_lines(path: Path, content: bytes) -> bytes:
-    """What ends with a line's end."""
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        logger.warning("%s: half a line at its end, of a process that was killed, is left out.", path)
-    return whole
 
 
 def _parsed(content: bytes, name: str, remedy: str) -> dict[str, Any]:

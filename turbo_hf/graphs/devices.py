@@ -10,8 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from turbo_hf.attention.cuts import cutting
-from turbo_hf.errors import Unsupported, out_of_memory
+from turbo_hf.errors import out_of_memory
 
 
 class Device(Protocol):
@@ -92,61 +91,25 @@ class CudaDevice:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        pieces = Pieces(self)
+        graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             try:
-                pieces.begin()
-                with cutting(pieces):
-                    out = step()
-                pieces.end()
+                self.begin(graph)
+                out = step()
+                graph.capture_end()
             except BaseException:
                 # a stream that still captures would abort the process later; an error in ending it is less informative
                 # than the first one
                 with suppress(RuntimeError):
-                    pieces.end()
+                    graph.capture_end()
                 raise
-        calls = pieces.calls
 
         def replay() -> Any:
-            for call in calls:
-                call()
+            graph.replay()
             return out
 
         return replay
-
-
-class Pieces:
-    """A step on one GPU, as calls: graphs, and what the host does between them (`turbo_hf.graphs.asides`)."""
-
-    def __init__(self, device: CudaDevice):
-        self.calls: list[Callable[[], Any]] = []
-        self._device = device
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def begin(self) -> None:
-        """Begin a graph."""
-        self._graph = torch.cuda.CUDAGraph()
-        self._device.begin(self._graph)
-        self.calls.append(self._graph.replay)
-
-    def end(self) -> None:
-        """End the graph that is recorded."""
-        graph, self._graph = self._graph, None
-        if graph is None:
-            return
-        try:
-            if len(self.calls) > 1:
-                # torch warns of a graph without work, as one between two hooks may be
-                torch.zeros(1, device=self._device._stream.device)
-        finally:
-            graph.capture_end()
-
-    def aside(self, call: Callable[[], object]) -> None:
-        """As `Cut.aside`."""
-        self.end()
-        self.calls.append(call)
-        self.begin()
 
 
 class Part(NamedTuple):
@@ -173,10 +136,6 @@ class Parts(TorchDispatchMode):
         self._empty = True
         # by source and kind: a source, and its copy, as long as neither has been written to
         self._copied: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def aside(self, call: Callable[[], object]) -> None:
-        """As `Cut.aside`: refused."""
-        raise Unsupported("uncompressed layers over several GPUs run without CUDA graphs")
 
     def go_to(self, device: torch.device) -> Part:
         """End the part, and begin one on this device, unless that has just begun."""
@@ -305,7 +264,7 @@ class CudaDevices(CudaDevice):
                 each._stream.wait_stream(torch.cuda.current_stream(each._stream.device))
                 streams.enter_context(torch.cuda.stream(each._stream))
             try:
-                with parts, cutting(parts):
+                with parts:
                     out = step()
                 parts.end()
             except BaseException:

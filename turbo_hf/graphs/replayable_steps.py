@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from turbo_hf.attention.turbo_attention import sas_threshold
 from turbo_hf.cache.guards import storing
@@ -45,9 +44,6 @@ BLOCKS = 2
 
 STEPS = "a decode step"
 
-BESIDE = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Transformers' own layers that may lie between compressed ones: they store and attend between two graphs."""
-
 
 @dataclass(slots=True)
 class _Group:
@@ -58,18 +54,18 @@ class _Group:
     arrived: as in `ReplayState`.
     plans: as in `KVStore`, for each number of tokens per row that a step stores.
     sealed, open: the device's counts of each layer, int64 [layers, B].
-    in_step: whether the launch that appends can seal in all layers: it reads INT8 open tokens, or latents.
+    in_step: whether the launch that appends can seal: it reads INT8 open tokens, or latents.
     """
 
     layers: list[TurboLayer]
     window: int | None
     state: RowState
     arrived: torch.Tensor
+    in_step: bool
     reserved: list[int] = field(default_factory=list)
     plans: dict[int, dict[Any, Any]] = field(default_factory=dict)
     sealed: torch.Tensor = field(default_factory=torch.Tensor)
     open: torch.Tensor = field(default_factory=torch.Tensor)
-    in_step: bool = True
 
     @property
     def seals_in_step(self) -> bool:
@@ -130,8 +126,6 @@ def why_never_replayed(cache: TurboCache) -> str | None:
         return "a pass over this cache was computed in full precision, and its steps may be, too"
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, TurboLayer):
-            if type(layer) in BESIDE and _alone(cache):
-                continue
             return f"layer {index} is not compressed"
         reason = why_no_replay_under(layer.config, layer.latent)
         if reason is not None:
@@ -150,23 +144,14 @@ def why_never_replayed(cache: TurboCache) -> str | None:
     return None
 
 
-def _alone(cache: TurboCache) -> bool:
-    """Whether one device of one process holds the cache."""
-    devices = {layer.device for layer in cache.turbo_layers() if layer.is_initialized}
-    return len(devices) <= 1 and cache.context is None and cache.integrity.ranks.count == 1
-
-
 def why_no_replay(cache: TurboCache) -> str | None:
     """Why the next step of a cache cannot be replayed as it is now; None if it can."""
     lasting = why_never_replayed(cache)
     if lasting is not None:
         return lasting
-    dense = next((n for n, layer in enumerate(cache.layers) if not isinstance(layer, TurboLayer)), None)
     for index, layer in enumerate(cache.turbo_layers()):
         if not (layer.is_initialized and layer.seen):
             return f"layer {index} holds no tokens"
-        if layer.state.recording and dense is not None:
-            return f"layer {dense} is not compressed, and blocks wait for a crop"
         if layer.seen != cache.get_seq_length():
             return f"layer {index} holds {layer.seen} columns, and the first layer {cache.get_seq_length()}"
         room = BLOCKS * layer.state.block + layer.state.recent
@@ -232,16 +217,16 @@ class ReplayableSteps:
 
     def _join(self, layer: TurboLayer) -> None:
         """Add the layer to the group whose state equals its own, which it then shares."""
-        known = (layer.window, layer.device, layer.state)
-        alike = (x for x in self._groups if (x.window, x.arrived.device, x.state) == known)
+        in_step = layer.latent or layer.buffer.k.dtype == torch.int8
+        known = (layer.window, layer.device, layer.state, in_step)
+        alike = (x for x in self._groups if (x.window, x.arrived.device, x.state, x.in_step) == known)
         group = next(alike, None)
         if group is None:
             arrived = torch.zeros(layer.rows, dtype=torch.int32, device=layer.device)
             # a new object: earlier `ReplayableSteps` of the cache are no longer intact, and their `close` does nothing
-            group = _Group([], layer.window, layer.state._replace(), arrived)
+            group = _Group([], layer.window, layer.state._replace(), arrived, in_step)
             self._groups.append(group)
         group.layers.append(layer)
-        group.in_step = group.in_step and (layer.latent or layer.buffer.k.dtype == torch.int8)
 
     def _reserve(self, group: _Group, cropped: bool = False) -> None:
         """Reserve pages for blocks to come; first free those of blocks that have left the window.
@@ -371,7 +356,7 @@ class ReplayableSteps:
         lengths = [self.cache.get_seq_length(index) for index in range(len(self.cache.layers))]
         reached = {(index, ""): seen for index, length in enumerate(lengths) if length > seen}
         if len(reached) < len(lengths):
-            # a hook between two graphs: a replay has noted nothing of what `roll_back` is to take back
+            # between the graphs of two devices: a replay has noted nothing of what `roll_back` is to take back
             self.integrity.last.done.update(reached)
         # the exception may have come before `running` ended
         self._no_step()
@@ -485,9 +470,6 @@ class ReplayableSteps:
         bucketed = any(layer.bucket_index.bucketed for layer in self.layers)
         if unequal or bucketed or not self.intact() or any(layer.given_mask is not None for layer in self.layers):
             return False
-        for beside in self.cache.layers:
-            if not isinstance(beside, TurboLayer):
-                beside.reorder_cache(torch.tensor(rows))
         # each mask with what becomes of it: layers may share one
         masks = dict[int, tuple[torch.Tensor, torch.Tensor]]()
         for layer in self.layers:

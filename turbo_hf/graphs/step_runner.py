@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
-from turbo_hf.attention.cuts import NOW, current, cutting
 from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
 from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.integrity import STEP
@@ -26,7 +26,6 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import CALIBRATED, TurboConfig
 from turbo_hf.errors import Unsupported, warn
-from turbo_hf.graphs.asides import Asides, foreign_hooks, modules_of, name_of
 from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.devices import Device, only_moves
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_never_replayed, why_no_replay, why_no_replay_under
@@ -84,8 +83,8 @@ class StepRunner:
         compiled: the compiled step; None: steps are not compiled. The first step, whose mask is checked, never is.
         forward: the model's `forward`, if it is called from within the model's call, behind its hooks (beam search,
             assisted decoding); None: it takes the place of that call.
-        why_not: why no step of the model can be captured, None if it can; called once, at the first step.
-        asides: hooks of the user, which are called between graphs; None: there are none.
+        why_not: why no step of the model can be captured, None if it can; called at the first step, and whenever
+            somebody has made a hook since.
     """
 
     def __init__(
@@ -97,10 +96,11 @@ class StepRunner:
         compiled: CompiledStep | None = None,
         forward: Callable[..., Any] | None = None,
         why_not: Callable[[], str | None] | None = None,
-        asides: Asides | None = None,
     ):
         self.captures = 0
-        self._why_not, self._asides = why_not, asides
+        self._why_not = why_not
+        # how many hooks torch had made when `why_not` was called last
+        self._hooks: int | None = None
         self._pass: Callable[..., Any] = model if forward is None else forward
         self._depth = STEP if forward is None else STEP + 1
         self._compiled = compiled
@@ -117,9 +117,11 @@ class StepRunner:
     def __call__(self, **kwargs: Any) -> Any:
         """`model(**kwargs)`."""
         tokens = 0 if self._off else self._tokens_of(kwargs)
-        if tokens and self._why_not is not None:
+        if tokens and self._why_not is not None and self._hooks != RemovableHandle.next_id:
             # here and not before the prompt, which would wait for it
-            self._off, self._why_not = self._why_not() is not None, None
+            self._hooks, reason = RemovableHandle.next_id, self._why_not()
+            if reason is not None:
+                self._turn_off(reason)
         if not tokens or self._off:
             return self._pass(**kwargs)
         if self._device is None:
@@ -155,6 +157,14 @@ class StepRunner:
             kept = min(kwargs.get("logits_to_keep") or tokens, tokens)
             out["logits"] = out["logits"][:, tokens - kept : tokens]
         return out
+
+    def _turn_off(self, reason: str) -> None:
+        """From now on the model runs normally. Raises `Unsupported` if steps must be captured."""
+        self._off = True
+        if self._demanded and self._device is not None:
+            raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
+        if self._compiled is not None:
+            self._compiled.refuse(reason, lasting=False)
 
     def grown(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """`generate` has appended a column of ones to the mask `before`: if that has been read, `after` need not be."""
@@ -303,8 +313,6 @@ class StepRunner:
         if capture.replay is None:
             steps.used[size] = steps.tensors(size)
             try:
-                if self._asides is not None:
-                    self._asides.require_fit()
                 # sums over ranks must be captured on all of them, or on none
                 with steps.integrity.ranks.together():
                     capture.replay = device.capture(step)
@@ -332,8 +340,7 @@ class StepRunner:
         casts: AbstractContextManager[Any] = nullcontext()
         if capture.autocast is not None:
             casts = torch.autocast(device, capture.autocast, cache_enabled=False)
-        hooks: AbstractContextManager[Any] = nullcontext() if self._asides is None else self._asides.called()
-        with self._steps.running(size), casts, hooks, cutting(current() or NOW):
+        with self._steps.running(size), casts:
             # no mask: no new token is padding, and the cache knows its own padding
             return self._pass(attention_mask=None, **capture.inputs)
 
@@ -344,15 +351,13 @@ class StepRunner:
             return self._compiled(self._model, capture.inputs)
 
     def _compiles(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a step of one token may be compiled. Under autocast, and with hooks, none is, which is told."""
+        """Whether a step of one token may be compiled. Under autocast none is, which is told."""
         if self._compiled is None:
             return False
-        reason = "autocast is on" if _autocast(kwargs["input_ids"].device) is not None else None
-        if self._asides is not None and self._asides.found():
-            reason = f"{self._asides.found()[0].name} has hooks, which a replay would not call"
-        if reason is not None:
-            self._compiled.refuse(reason, lasting=False)
-        return reason is None
+        casts = _autocast(kwargs["input_ids"].device) is not None
+        if casts:
+            self._compiled.refuse("autocast is on", lasting=False)
+        return not casts
 
     def _launch(self, kwargs: dict[str, Any]) -> Any:
         """A step that is compiled and not captured. The first one over a cache is the model's own."""
@@ -436,24 +441,49 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def why_no_replay_of(
-    model: Any,
-    is_own: Callable[[Any], bool],
-    captured: bool = True,
-    walk: bool = True,
-    inside: bool = False,
-    asks: bool = False,
-) -> str | None:
-    """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's.
+def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """All modules of a model, each once. Asked in each `generate`, where torch's own walk would take milliseconds."""
+    modules, known = [model], {model}
+    for module in modules:
+        # a module may occur in several places, or in a cycle
+        held = [x for x in module._modules.values() if x is not None and x not in known]
+        modules += held
+        known.update(held)
+    return modules
+
+
+def _name_of(model: torch.nn.Module, module: torch.nn.Module) -> str:
+    names = (name or "the model" for name, held in model.named_modules() if held is module)
+    return next(names, type(module).__name__)
+
+
+def _has_hook(module: torch.nn.Module) -> bool:
+    """Whether a module has a hook of the user's."""
+    # Transformers' own record outputs, which a keyword asks for; those of this package run around a step, or in it
+    return any(
+        not (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(("transformers.", "turbo_hf."))
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in hooks.values()
+    )
+
+
+def hooked_module(model: torch.nn.Module) -> str | None:
+    """The name of a module of this model that has a hook of the user's; None: none has."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "every module"
+    found = next((module for module in _modules_of(model) if _has_hook(module)), None)
+    return None if found is None else _name_of(model, found)
+
+
+def why_no_replay_of(model: Any, captured: bool = True, walk: bool = True) -> str | None:
+    """Why no pass of this model may be replayed; None if it may.
 
     captured: if False, why none may be compiled. walk: if False, only what is known without a walk over all modules.
-    inside: whether the passes are within the model's call, whose hooks then run around them. asks: whether the user's
-    hooks are called between graphs (`Asides`); those that are called after an error, too, are not.
     """
     reason = _why_no_replay_there(model, captured)
     if reason is not None or not walk:
         return reason
-    modules = modules_of(model)
+    modules = _modules_of(model)
     places = {held.device for module in modules for held in module._parameters.values() if held is not None}
     apart = why_no_replay_over(places, captured and is_dispatched(model))
     if apart is not None:
@@ -468,12 +498,9 @@ def why_no_replay_of(
         reason = why_not_captured(model, module)
         if reason is not None:
             return reason
-        foreign = foreign_hooks(module, is_own)
-        if asks and captured and not is_dispatched(model):
-            foreign = [each for each in foreign if each[1] in module._forward_hooks_always_called]
         moves = "_hf_hook" in module.__dict__ and not (captured and only_moves(module.__dict__["_hf_hook"]))
-        if (foreign and not (inside and module is model)) or moves:
-            return f"{name_of(model, module)} has hooks, which a replay would not call"
+        if moves or _has_hook(module):
+            return f"{_name_of(model, module)} has hooks, which a replay would not call"
     return None
 
 

@@ -1,6 +1,6 @@
 """Whether continuous batching can serve a patched model, and the method that begins it."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -131,8 +131,8 @@ def words(why_not: str | None) -> str:
     return "continuous batching: yes" if why_not is None else f"continuous batching: no ({why_not.rpartition('. ')[0]})"
 
 
-def begin(maker: Maker, is_own: Callable[[Any], bool], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of `init_continuous_batching`: a manager whose cache is compressed. is_own: as in `why_no_replay_of`."""
+def begin(maker: Maker, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `init_continuous_batching`: a manager whose cache is compressed."""
     # again, as it may have been moved since the patch
     latent = any(sizes.rotary_dim is not None for sizes in maker.sizes)
     reason = maker.why_not_served or unchecked(model, maker.groups, latent)
@@ -144,7 +144,7 @@ def begin(maker: Maker, is_own: Callable[[Any], bool], model: Any, *args: Any, *
 
     if maker.serving is None:
         maker.serving = serving_of(maker, model)
-    launched = maker.why_not_captured or why_no_replay_of(model, is_own)
+    launched = maker.why_not_captured or why_no_replay_of(model)
     if launched is not None and maker.config.cuda_graphs is True:
         raise Unsupported(f'cuda_graphs=True: {launched}. Choose TurboConfig(cuda_graphs="auto") or False.')
     with torch.no_grad():

@@ -16,7 +16,6 @@ from transformers.utils.generic import ModelOutput
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported, warn
-from turbo_hf.graphs.asides import Asides
 from turbo_hf.graphs.devices import CudaDevice, cuda_device
 from turbo_hf.graphs.step_runner import HandOff, StepRunner, is_compiled, is_dispatched, why_no_replay_of
 from turbo_hf.models.versions import CACHE
@@ -24,7 +23,6 @@ from turbo_hf.patches.families import Family
 from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.cache_hooks import by_name, say_replaced, uses_turbo
 from turbo_hf.patching.handle import CacheMaker
-from turbo_hf.patching.hooks import is_own
 
 PREPARE, INPUTS = "_prepare_cache_for_generation", "prepare_inputs_for_generation"
 CANDIDATES = "_get_candidate_generator"
@@ -73,7 +71,7 @@ def replace_methods(
         (model, PREPARE, functools.partial(_prepare_cache, maker, bring, model.__dict__.get(PREPARE))),
         (model, INPUTS, functools.partial(_prepare_inputs, maker, strict, model.__dict__.get(INPUTS))),
         (model, CANDIDATES, functools.partial(_candidates, bring, model.__dict__.get(CANDIDATES))),
-        (model, "init_continuous_batching", functools.partial(continuous_batching.begin, maker, is_own)),
+        (model, "init_continuous_batching", functools.partial(continuous_batching.begin, maker)),
     ]
     if hand_off is not None:
         methods += [
@@ -267,7 +265,7 @@ def _candidates(
     # what needs more outputs than logits is not replayed. A drafter has taken a copy of these keywords
     if bring is not None and isinstance(passed.get(CACHE), TurboCache):
         needs = generator.requires_model_outputs
-        runner = None if needs else bring(model, named["generation_config"], asks=False)
+        runner = None if needs else bring(model, named["generation_config"])
         if runner is not None:
             passed[RUNNER] = runner
     return generator
@@ -324,9 +322,9 @@ def _may_replay(
 
 def _compiling_runner(hand_off: HandOff, before: Any, model: Any, generation_config: Any) -> StepRunner | None:
     """A runner whose steps are compiled, if they may be, and captured, if they may be; None if neither."""
-    compiled, reason = hand_off.compiled, _why_no_replay(hand_off, model, asks=True)
-    # what may be captured may be compiled, unless the model is in several places, or hooks are called between graphs
-    uncompiled = why_no_replay_of(model, is_own, captured=False) if compiled and (reason or _apart(model)) else None
+    compiled, reason = hand_off.compiled, _why_no_replay(hand_off, model)
+    # what may be captured may be compiled, unless the model is in several places
+    uncompiled = why_no_replay_of(model, captured=False) if compiled and (reason or _apart(model)) else None
     if compiled is not None and uncompiled is not None:
         compiled.refuse(uncompiled, lasting=False)
         compiled = None
@@ -334,8 +332,8 @@ def _compiling_runner(hand_off: HandOff, before: Any, model: Any, generation_con
     if not graphs and compiled is None:
         return None
     device = _place(model) if graphs else None
-    asides = Asides(model, is_own) if graphs else None
-    return StepRunner(model, generation_config.max_length, device, hand_off.demanded, compiled, asides=asides)
+    why_not = functools.partial(why_no_replay_of, model, captured=graphs)
+    return StepRunner(model, generation_config.max_length, device, hand_off.demanded, compiled, why_not=why_not)
 
 
 def _apart(model: Any) -> bool:
@@ -351,10 +349,9 @@ def _place(model: Any) -> CudaDevice:
     return cuda_device(*devices)
 
 
-def _why_no_replay(hand_off: HandOff, model: Any, inside: bool = False, asks: bool = False) -> str | None:
+def _why_no_replay(hand_off: HandOff, model: Any) -> str | None:
     """As `why_no_replay_of`. Ranks that share the model get one answer: captured steps wait for each other's sums."""
-    reason = why_no_replay_of(model, is_own, inside=inside, asks=asks and not hand_off.ranks)
-    return next(filter(None, hand_off.ranks.texts(reason or "")), None)
+    return next(filter(None, hand_off.ranks.texts(why_no_replay_of(model) or "")), None)
 
 
 def _may_run(generation_config: Any) -> bool:
@@ -381,9 +378,8 @@ def _bring_runner(
     drafts: _Drafts | None = getattr(_of_thread, "drafts", None) if generation_config.is_assistant else None
     runner = None if drafts is None else drafts.runner
     if runner is None and (drafts is not None or (generation_config.num_beams or 1) > 1):
-        # a pass over a draft is filled up, which hooks would see
         fused = drafts is None or drafts.config is None
-        runner = bring(model, generation_config, fused=fused, asks=drafts is None)
+        runner = bring(model, generation_config, fused=fused)
     if drafts is not None:
         drafts.runner = runner
     if runner is not None:
@@ -391,18 +387,12 @@ def _bring_runner(
 
 
 def _new_runner(
-    hand_off: HandOff,
-    before: Any,
-    model: Any,
-    generation_config: Any,
-    fused: bool = True,
-    inside: bool = True,
-    asks: bool = True,
+    hand_off: HandOff, before: Any, model: Any, generation_config: Any, fused: bool = True, inside: bool = True
 ) -> StepRunner | None:
     """A runner whose steps are captured, if they may be.
 
     before: `forward` before the patch, as in `_forward`. fused: whether steps may be compiled. inside: as `forward` in
-    `StepRunner`. asks: whether hooks of the user are called between graphs.
+    `StepRunner`.
     """
     if not (hand_off.graphs and _may_run(generation_config)):
         return None
@@ -412,16 +402,15 @@ def _new_runner(
         return None
     # what the walk over all modules says is not needed before the first step, unless it is an error, or ranks agree
     at_once = hand_off.demanded or hand_off.ranks
-    why_not = None if at_once else functools.partial(_why_no_replay, hand_off, model, inside, asks)
-    reason = _why_no_replay(hand_off, model, inside, asks) if at_once else why_no_replay_of(model, is_own, walk=False)
+    reason = _why_no_replay(hand_off, model) if at_once else why_no_replay_of(model, walk=False)
     if not _may_capture(hand_off, reason):
         return None
     forward = (before or functools.partial(type(model).forward, model)) if inside else None
     # a draft's own limit is that of its few tokens
     limit = None if generation_config.is_assistant else generation_config.max_length
     compiled = hand_off.compiled if fused and not _apart(model) else None
-    asides = Asides(model, is_own, inside) if asks else None
-    return StepRunner(model, limit, _place(model), hand_off.demanded, compiled, forward, why_not, asides)
+    why_not = functools.partial(why_no_replay_of, model)
+    return StepRunner(model, limit, _place(model), hand_off.demanded, compiled, forward, why_not)
 
 
 def _forward(before: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.graphs.compiled_step import CompiledStep
+from turbo_hf.graphs.step_runner import hooked_module
 from turbo_hf.layout import HeadGroups, in_words
 from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.continuous_batching import HeadSizes
@@ -161,7 +162,7 @@ class CacheMaker:
     Args:
         layers: number of the model's layers.
         config: the options of the patch.
-        int8_layers, dense_layers: layers kept at 8 bit, and in full precision.
+        int8_layers, uncompressed_layers: layers kept at 8 bit, and in Transformers' own cache.
         head_orders: KV heads by their need of bits, for each layer that a calibration covers.
         selectors: the selectors of the sparse layers, by number.
         made: number of caches made so far.
@@ -184,7 +185,7 @@ class CacheMaker:
     layers: int
     config: TurboConfig
     int8_layers: tuple[int, ...]
-    dense_layers: tuple[int, ...]
+    uncompressed_layers: tuple[int, ...]
     head_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     selectors: Mapping[int, Selector] = field(default_factory=dict)
     made: int = 0
@@ -207,14 +208,15 @@ class CacheMaker:
         """A cache with the choices of this patch; for the first layers only, if the config has fewer layers."""
         count = model_config.get_text_config(decoder=True).num_hidden_layers
         config = self.config
-        if any(index >= count for index in (*self.int8_layers, *self.dense_layers)):
-            # the layers that the config names are in the patch's own lists
-            config = replace(config, dense_layers=(), int8_layers=())
+        if any(index >= count for index in (*self.int8_layers, *config.dense_layers)):
+            # the layers at 8 bit that the config names are in the patch's own list
+            dense = tuple(index for index in config.dense_layers if index < count)
+            config = replace(config, dense_layers=dense, int8_layers=())
         cache = TurboCache(
             model_config,
             config,
             int8_layers=[index for index in self.int8_layers if index < count],
-            dense_layers=[index for index in self.dense_layers if index < count],
+            uncompressed_layers=[index for index in self.uncompressed_layers if index < count],
             head_orders={index: order for index, order in self.head_orders.items() if index < count},
             selectors={index: selector for index, selector in self.selectors.items() if index < count},
         )
@@ -289,14 +291,14 @@ class CacheMaker:
         # a copied or pickled model makes its own caches, and needs the names in its config to be registered
         rules = {index: tally.heads for index, tally in self.prompt_tallies.items()}
         kept = (dict(self.head_orders), dict(self.selectors), self.ranks, rules)
-        return _maker_of_a_copy, (self.layers, self.config, self.int8_layers, self.dense_layers, *kept)
+        return _maker_of_a_copy, (self.layers, self.config, self.int8_layers, self.uncompressed_layers, *kept)
 
 
 def _maker_of_a_copy(
     layers: int,
     config: TurboConfig,
     int8_layers: tuple[int, ...],
-    dense_layers: tuple[int, ...],
+    uncompressed_layers: tuple[int, ...],
     head_orders: dict[int, tuple[int, ...]],
     selectors: dict[int, Selector],
     ranks: Ranks,
@@ -305,7 +307,7 @@ def _maker_of_a_copy(
     register()
     tallies = {index: PromptTally(heads) for index, heads in rules.items()}
     # a copy has no handle, so no message can name one
-    kept = (layers, config, int8_layers, dense_layers, head_orders, selectors)
+    kept = (layers, config, int8_layers, uncompressed_layers, head_orders, selectors)
     return CacheMaker(*kept, active=False, ranks=ranks, prompt_tallies=tallies)
 
 
@@ -365,6 +367,9 @@ class Handle:
         `generate` has stored its tokens."""
         read = tuple(selector.tally.selectivity(layer) for layer, selector in self._maker.selectors.items())
         steps = self._report.steps + (f"; {self._compiled.words()}" if self._compiled is not None else "")
+        hooked = hooked_module(self._model)
+        if hooked is not None and self._maker.why_not_captured is None:
+            steps = f"decode steps: launched, since {hooked} has a hook"
         serving = self._report.serving
         if self._maker.serving is not None:
             serving = self._maker.serving.words() or serving

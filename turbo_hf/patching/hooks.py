@@ -11,7 +11,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from turbo_hf.attention.cuts import NOW, current
 from turbo_hf.attention.masks import forget_windows, require_window
 from turbo_hf.attention.step_operator import outside_of_steps, step_view
 from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
@@ -22,7 +21,6 @@ from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported
-from turbo_hf.graphs.replayable_steps import BESIDE
 from turbo_hf.models.model_layers import CACHE_KEYWORDS, given_cache
 from turbo_hf.patches.generic import chooses_attention
 from turbo_hf.patching.cache_hooks import CACHE_HOOKS, add_cache_hooks
@@ -190,14 +188,6 @@ def _claim_layer(
             )
         view = claimed(cache, spec.layer)
         layer.integrity.claim(spec.layer)
-    elif (
-        isinstance(cache, TurboCache)
-        and (cut := current()) is not None
-        and type(cache.all_layers[spec.layer]) in BESIDE
-    ):
-        # a layer of Transformers' own, in a step that may be captured
-        view = claimed(cache, spec.layer, stores=cut is NOW)
-    if view is not None:
         for name in CACHE_KEYWORDS:
             if kwargs.get(name) is cache:
                 kwargs[name] = view

@@ -139,7 +139,7 @@ def patch(
     if unpatched is not None:
         try:
             with ranks.together():
-                require_agreement(model, unpatched, chosen, planned.maker.dense_layers, context)
+                require_agreement(model, unpatched, chosen, planned.maker.uncompressed_layers, context)
                 words = judged(text, model, handle, notices)
         except BaseException:
             handle.remove()
@@ -201,7 +201,7 @@ def _plan(
         notices.note(f"{type(model).__name__} has no generate: pass handle.new_cache() when you call it.")
     loaded = load_calibration(model, config, calibration, notices, revision)
     words = loaded.words
-    widths = [at.groups for at in layers if at.groups and not at.kept_int8]
+    widths = [at.groups for at in layers if at.groups and not at.kept_int8 and at.index not in config.dense_layers]
     found = {widths_of(width)[0] for groups in widths for width, _ in groups}
     if config.low_heads and widths and config.low_bits not in found:
         each = " on each rank" if split else ""
@@ -218,14 +218,14 @@ def _plan(
         )
     digest = loaded.found.digest() if ranks and loaded.found is not None else "none"
     loaded = loaded.of_heads({index: sharing.heads(heads[index][1]) for index in split}, config.head_metric)
-    windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
-    selectors, sparse = choose_selectors(config, windowed, loaded, len(layers), notices)
+    unread = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
+    unread |= {index: "by TurboConfig.dense_layers" for index in unread if index in config.dense_layers}
+    selectors, sparse = choose_selectors(config, unread, loaded, len(layers), notices)
     rules = prompt_rules(config, loaded.found)
     uncompressed = tuple(at.index for at in layers if not at.groups)
     steps, no_graphs = describe(
         config,
-        # those asked for lie between graphs
-        [index for index in uncompressed if index not in config.dense_layers],
+        uncompressed,
         family is not None,
         model.device,
         latent=bool(latents),

@@ -11,7 +11,7 @@ from turbo_hf.attention.registration import text_key
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.config.turbo_config import TurboConfig, of_layer, withdrawn
 from turbo_hf.errors import Notices, Unsupported
-from turbo_hf.layout import UNQUANTIZED
+from turbo_hf.layout import UNQUANTIZED, type_16bit
 from turbo_hf.models.model_layers import kv_heads, stray_window
 from turbo_hf.models.quantized_weights import refuse_fused_attention
 from turbo_hf.models.sources import generates_by
@@ -148,15 +148,16 @@ def choose_layers(
             biases.get(at.index, 0.0),
             ranks if at.index in split else 1,
             at.index in disturbed,
+            at.index in config.dense_layers,
         )
         for at in every
     ]
 
 
-def _choose(at: AttentionLayer, config: TurboConfig, bias_step: float, ranks: int, disturbed: bool) -> LayerReport:
+def _choose(
+    at: AttentionLayer, config: TurboConfig, bias_step: float, ranks: int, disturbed: bool, dense: bool
+) -> LayerReport:
     uncompressed = functools.partial(LayerReport, at.index, (), at.window)
-    if at.index in config.dense_layers:
-        return uncompressed("asked for by dense_layers")
     if at.reason:
         return uncompressed(at.reason, refused=not at.by_design)
     latent = is_latent(at.module)
@@ -165,6 +166,8 @@ def _choose(at: AttentionLayer, config: TurboConfig, bias_step: float, ranks: in
     # one latent for all heads
     heads = 1 if latent else kv_heads(at.module.config, at.index) // ranks
     int8 = functools.partial(LayerReport, at.index, ((8, heads),), at.window, kept_int8=True, latent=latent)
+    if dense:
+        return LayerReport(at.index, config.head_groups(heads), at.window, "asked for by dense_layers", latent=latent)
     if config.int8_layers != "auto" and at.index in config.int8_layers:
         return int8("asked for by int8_layers")
     if bias_step > BIAS_STEP:
@@ -253,21 +256,22 @@ def refuse_layers(layers: list[LayerReport], notices: Notices) -> None:
     if refused:
         notices.refuse(
             f"layers {', '.join(map(str, refused))} cannot be compressed: {layers[refused[0]].reason}.",
-            f'Pass strict="warn" or TurboConfig(dense_layers={refused}) to leave them dense.',
+            'Pass strict="warn" to leave them in Transformers\' own cache.',
         )
     for at in layers:
         if at.bias_step:
             notices.note(
                 f"layer {at.index}: its key bias alone makes an INT8 step of {at.bias_step:.1f} standard deviations of "
-                "a key channel; it is kept at 8 bit, and may still lose accuracy. Evaluate, or leave it dense "
-                "(TurboConfig.dense_layers)."
+                "a key channel; it is kept at 8 bit, and may still lose accuracy. Evaluate, or leave it "
+                "unrounded (TurboConfig.dense_layers)."
             )
 
 
 def forecast(
     config: TurboConfig, devices: Iterable[torch.device], dtype: torch.dtype, dims: set[int], notices: Notices
 ) -> None:
-    """Note a preset that is not recommended, and each part of a model's attention that no kernel serves.
+    """Note a preset that is not recommended, each part of a model's attention that no kernel serves, and unrounded layers
+    that are rounded a little.
 
     Args:
         devices: of the weights. dtype: of keys. dims: head dims.
@@ -278,6 +282,8 @@ def forecast(
     not_recommended = withdrawn(config)
     if not_recommended is not None:
         notices.note(not_recommended)
+    if config.dense_layers and type_16bit(dtype) != dtype:
+        notices.note(f"dense_layers are kept in float16, which rounds the {str(dtype)[6:]} of this model to 11 bits.")
     if config.backend == "reference":
         return
     lines = [line for device in devices if device.type == "cuda" for line in _lines(config, device, dtype, dims)]
@@ -315,7 +321,7 @@ def _lines(config: TurboConfig, device: torch.device, dtype: torch.dtype, dims: 
     if why_not is not None:
         yield f"attention runs in plain torch, which is slow: {why_not}."
         return
-    mode = "fp16" if config.bits == UNQUANTIZED else config.decode_attention
+    mode = "fp16" if config.bits == UNQUANTIZED or config.dense_layers else config.decode_attention
     for dim in sorted(dims):
         x = _example(dim, dtype, device)
         prompts = None if config.prompt_attention == "auto" else why_no_kernel(x, config.prompt_attention)

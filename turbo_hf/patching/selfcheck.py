@@ -307,7 +307,7 @@ def require_agreement(
     mask does more.
     """
     exact = TurboConfig(bits=16, attention="fp16", block_size=config.block_size, backend=config.backend)
-    unrounded = TurboCache(model.config, exact, dense_layers=uncompressed)
+    unrounded = TurboCache(model.config, exact, uncompressed_layers=uncompressed)
     if context is not None:
         spread(unrounded, context)
     for case, got, want, rounding in (

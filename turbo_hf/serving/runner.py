@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import stream_context
 
-from turbo_hf.errors import warn
+from turbo_hf.errors import Unsupported, warn
 from turbo_hf.graphs.devices import CudaDevice, Device
+from turbo_hf.graphs.step_runner import hooked_module
 from turbo_hf.layout import power_of_two
 from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import require_finite
@@ -84,6 +86,8 @@ class TurboModelRunner(ModelRunner):
         self._shared = SharedInputs()
         # by layout; None: that was launched once
         self._replays: dict[tuple[int, ...], Callable[[], Any] | None] = {}
+        # how many hooks torch had made when those of the model were looked for last
+        self._hooks: int | None = None
         # the layout of the last pass, if it was replayed
         self.replayed: tuple[int, ...] | None = None
         self.captures = 0
@@ -111,6 +115,7 @@ class TurboModelRunner(ModelRunner):
     def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
         """See Transformers."""
         with stream_context(self.inputs_and_outputs.compute_stream):
+            self._look_for_hooks(model)
             rows = self.cache.begin_pass()
             key, self.replayed = self._key(rows), None
             if key is None:
@@ -119,6 +124,16 @@ class TurboModelRunner(ModelRunner):
             else:
                 self._fixed(model, batch_data, rows, key)
             self._flags[self._pair].copy_(self.cache.storage.nonfinite, non_blocking=True)
+
+    def _look_for_hooks(self, model: Any) -> None:
+        """Steps are launched once the model has a hook of the user's. Raises `Unsupported` if they must be captured."""
+        if self._device is None or self._hooks == RemovableHandle.next_id:
+            return
+        self._hooks, hooked = RemovableHandle.next_id, hooked_module(model)
+        if hooked is not None and self._demanded:
+            raise Unsupported(f"cuda_graphs=True: {hooked} has hooks, which a replay would not call. Remove them.")
+        if hooked is not None:
+            self.launch()
 
     def require_finite(self) -> None:
         """ValueError, if NaN or Inf was stored by the pass that has been waited for last."""

@@ -27,7 +27,7 @@ def check_float(name: str, x: torch.Tensor) -> None:
     if x.shape[-1] % HEAD_DIM_MULTIPLE or not x.shape[-1]:
         raise ValueError(
             f"{name} has head dim {x.shape[-1]}; packed blocks need a multiple of {HEAD_DIM_MULTIPLE}. "
-            "Leave such layers dense (TurboConfig.dense_layers)."
+            "Leave such layers to Transformers (TurboCache(uncompressed_layers=...))."
         )
 
 
