@@ -17,9 +17,8 @@ from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET
 from turbo_hf.config.whole_files import write_whole
-from turbo_hf.console import Device, GgufFile, Json, choose_device, err, fail, load, out, processes
+from turbo_hf.console import Device, GgufFile, Json, choose_device, err, fail, load, out
 from turbo_hf.eval.bench.options import as_json
-from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.methods import (
     AGAIN,
     BASELINE,
@@ -37,15 +36,14 @@ from turbo_hf.eval.methods import (
 )
 from turbo_hf.eval.output import EvalReport, show, write_report
 from turbo_hf.eval.run_identity import BY_METHOD, CONFIGS, META, identity, only_run
-from turbo_hf.eval.serve_command import TRACE, Workload, serve
 from turbo_hf.eval.suites import SUITES, Limits, build
 from turbo_hf.eval.token_cache import Prompts
 from turbo_hf.eval.without_cudnn_plans import NO_PLANS
 from turbo_hf.models.model_layers import kv_heads, layer_windows
 from turbo_hf.ranks import Ranks, ranks_of
 
-LONGEST = {"smoke": 1024, "core": 4096, "reasoning": 4096, "serve": 4096}
-"""Tokens of the longest prompt (serve: with its reply) for suites that do not go to 16384."""
+LONGEST = {"smoke": 1024, "core": 4096, "reasoning": 4096}
+"""Tokens of the longest prompt for suites that do not go to 16384."""
 
 SMOKE_ITEMS = 8
 """Items per task of the suite smoke, which is meant to be quick."""
@@ -57,9 +55,6 @@ SIMULATION = (
 
 REPLY_ROOM = 4096
 """Tokens beyond the longest prompt: long answers, few-shot tasks' replies, prompts that cannot be chosen shorter."""
-
-
-SERVE = "Options of --suite serve"
 
 
 def _explain(wanted: bool) -> None:
@@ -102,23 +97,13 @@ def eval_command(
     gguf_file: GgufFile = None,
     device: Device = "auto",
     json_line: Json = False,
-    context: Annotated[
-        list[str] | None, typer.Option(help="Tokens per prompt, such as 1k; may be repeated.", rich_help_panel=SERVE)
-    ] = None,
-    new: Annotated[int, typer.Option(min=2, help="Tokens per reply.", rich_help_panel=SERVE)] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians are shown.", rich_help_panel=SERVE)] = 3,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help=f"A length trace in Azure's format; default: {TRACE} of --data.", rich_help_panel=SERVE),
-    ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests taken from the trace.", rich_help_panel=SERVE)] = 256,
 ) -> None:
     """Accuracy, perplexity, KV bytes and speed of each method, paired item by item with the unpatched model.
 
     Tasks run through lm-evaluation-harness. Repeating the command resumes a killed run where it stopped; the folder of
     another model, version, or option is refused.
     """
-    for package in ("matplotlib",) if suite == "serve" else ("lm_eval", "datasets", "matplotlib"):
+    for package in ("lm_eval", "datasets", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise fail(f'turbo-hf eval needs {package}: pip install "turbo_hf[eval]".')
     chosen = folder or Path("eval-results") / f"{Path(gguf_file or model).name.replace(':', '-')}-{suite}"
@@ -131,15 +116,6 @@ def eval_command(
         if suite not in SUITES:
             raise ValueError(f"unknown suite {suite}; suites are {', '.join(SUITES)}.")
         items = limit or (SMOKE_ITEMS if suite == "smoke" else None)
-        if suite == "serve":
-            _require_servable(bool(task or shortest or calibration != "auto"))
-            own = trace or (data / TRACE if data is not None else None)
-            sized = tuple(parse_tokens(text) for text in context or ["1k"])
-            workload = Workload(sized, batch or 8, new, rounds, own, requests, longest or LONGEST["serve"])
-            result = serve(model, wanted, workload, chosen, device, gguf_file)
-            if json_line:
-                print(as_json(result))  # noqa: T201
-            return
         sizes = _batch_sizes(batch, batch_tokens, device)
         most = longest or LONGEST.get(suite, 16384)
         if shortest > most:
@@ -154,14 +130,6 @@ def eval_command(
         print(as_json(found))  # noqa: T201
 
 
-def _require_servable(of_tasks: bool) -> None:
-    """ValueError unless the suite serve can run. of_tasks: whether an option names tasks, or what they need."""
-    if processes()[1] > 1:
-        raise ValueError("the suite serve runs in one process; start it without torchrun.")
-    if of_tasks:
-        raise ValueError("the suite serve takes no --task, --shortest or --calibration; it has no tasks.")
-
-
 def _own_folder(folder: Path, ranks: Ranks) -> Path:
     """Where this process writes: ranks that do not speak go on with a copy of what is there, and leave none of it."""
     own = folder
@@ -172,7 +140,7 @@ def _own_folder(folder: Path, ranks: Ranks) -> Path:
             if folder.is_dir():
                 shutil.copytree(folder, own, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.lock"))
     there = sorted((str(x.relative_to(own)), x.stat().st_size) for x in own.rglob("*") if x.suffix != ".lock")
-    if len(set(ranks.texts(json.dumps([it for it in there if it[0].endswith((".db", ".json", ".jsonl"))])))) > 1:
+    if len(set(ranks.texts(json.dumps([it for it in there if it[0].endswith((".json", ".jsonl"))])))) > 1:
         raise ValueError(
             f"the ranks find different files in {folder}: --out must be a folder that all of them can read."
         )

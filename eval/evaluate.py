@@ -119,8 +119,8 @@ def run_method(
         label: its name in the table and of its folder. method: what the model is patched with.
         model: the loaded model. prompts: of its tokenizer, which pads on the left.
         tasks: from `load_tasks`.
-        folder: folder of the whole run. Below `folder/label`: items.db (answers as they come, as JSON in an SQLite
-            file), batches.jsonl, and, when all is done, samples_TASK.jsonl and results.json.
+        folder: folder of the whole run. Below `folder/label`: answers.jsonl (as they come), batches.jsonl, and, when
+            all is done, samples_TASK.jsonl and results.json.
         batch: maximum rows per batch. batch_tokens: maximum tokens per batch; None: no limit.
         limits: what the tasks were built with.
         calibration: for methods that need one.
@@ -133,6 +133,7 @@ def run_method(
     own.mkdir(parents=True, exist_ok=True)
     if not (own / "results.json").is_file():
         torch.manual_seed(SEED)
+        answers = Answers(own / "answers.jsonl")
         if label == AGAIN:
             # of the same batches nothing would differ: other sums, as any change of the batch size makes
             batch, batch_tokens = max(1, batch * 5 // 8), batch_tokens and max(1, batch_tokens * 5 // 8)
@@ -141,7 +142,6 @@ def run_method(
             append_line(own / "batches.jsonl", asdict(taken))
 
         with (
-            closing(Answers(own / "items.db")) as answers,
             closing(
                 TurboLM(
                     model,

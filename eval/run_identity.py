@@ -21,7 +21,7 @@ from turbo_hf.eval.bench.environment import facts
 from turbo_hf.models.versions import version_of
 
 META, LOCK = "run_meta.json", "run.lock"
-RESULTS = ("*/items.db", "*/results.json", "levels.jsonl", "replay_*.json")
+RESULTS = ("*/answers.jsonl", "*/results.json")
 """What only a run with a `META` leaves in its folder."""
 BY_METHOD = "calibrations"
 CONFIGS = "config_files"

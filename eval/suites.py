@@ -30,7 +30,6 @@ SUITES = {
     "long": "to the longest context: needles at every depth, RULER, InfiniteBench's retrieval, perplexity of windows",
     "ruler": "RULER's eleven synthetic tasks with its 500 items per length, from 4k on",
     "answers": "tables written in another form, row by row: answers of 2k tokens and more",
-    "serve": "memory and tokens/s of generate, and a length trace replayed; MODEL may be random:llama3-8b",
     "lab": "every family of --data/lab_tasks, and needles, for the lab models",
 }
 
@@ -115,8 +114,6 @@ def build(suite: str, tokenizer: Any, limits: Limits, data: Path | None = None) 
     """
     if suite not in SUITES:
         raise ValueError(f"unknown suite {suite}; suites are {', '.join(SUITES)}.")
-    if suite == "serve":
-        raise ValueError("the suite serve holds no tasks.")
     if data is not None and not data.is_dir():
         raise ValueError(f"expected the data folder at {data}; there is none. Leave --data out to use the Hub.")
     specs: list[Spec] = []

@@ -11,12 +11,10 @@ import pytest
 import torch
 from all_pairs import in_one_test
 from bench_support import CPU, check_refused
-from budgets import largest
-from models import LAB_MODEL
 from stores import tokens
 
 from turbo_hf.eval.bench.options import as_json
-from turbo_hf.eval.bench.oracle import attend, errors, to_e4m3
+from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, parse_size, parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import Call, Ceilings, Stopwatch, side_by_side, speedup, spread
 
@@ -97,25 +95,6 @@ def test_the_oracle_is_a_loop_over_keys(options: dict[str, Any], monkeypatch: py
         torch.testing.assert_close(float(got.lse[head, at]), math.log(total), rtol=1e-12, atol=1e-12)
 
 
-def test_the_three_errors() -> None:
-    want = torch.tensor([1.0, -2.0, 4.0, 0.0], dtype=torch.float64)
-    norm, mre, elementwise = errors(torch.tensor([1.5, -2.0, 3.0, 0.0]), want)
-    assert norm == pytest.approx((1.25 / 21) ** 0.5)
-    assert mre == pytest.approx(1.5 / 7)
-    assert elementwise == pytest.approx((0.5 + 0.25) / 3)
-
-
-def test_e4m3_keeps_the_largest_value_and_three_bits() -> None:
-    x = tokens(4, 100, 64).double()
-    rounded = to_e4m3(x)
-    assert largest(rounded) == pytest.approx(largest(x), rel=1e-6)
-    normal = x.abs() > largest(x) / 448 * 2**-6
-    # three bits after the point, half of the last one, and the float32 scale
-    off = ((rounded - x).abs() / x.abs())[normal].max()
-    assert off <= 2**-4 * (1 + torch.finfo(torch.float32).eps * 4)
-    assert not to_e4m3(torch.zeros(3)).any()
-
-
 @in_one_test(
     ("words", "message"),
     [
@@ -126,11 +105,6 @@ def test_e4m3_keeps_the_largest_value_and_three_bits() -> None:
         (["prefill", "--dtype", "float32"], "unknown dtype float32; choose from float16, bfloat16."),
         (["prefill", "--v-scale", "row"], "unknown v-scale row; choose from block, channel, tensor."),
         (["prefill", "--device", "nowhere"], "no device 'nowhere'"),
-        (["error", "--mode", "int4"], "unknown mode int4; choose from turbo, int8, half, fp8, fp16."),
-        (["error", "--length", "many"], "expected a number of tokens like 4096 or 4k; got 'many'."),
-        (["error", "--text", "x.txt"], "--text needs --model."),
-        (["error", "--model", str(LAB_MODEL), "--text", "no.txt"], "there is no file no.txt."),
-        (["error", "--model", "no/such-folder", "--device", "cpu"], "cannot load 'no/such-folder'"),
     ],
 )
 def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:
@@ -141,6 +115,6 @@ def test_json_has_no_nan() -> None:
     assert json.loads(as_json({"a": [float("nan"), 1.5, {"b": float("inf")}]})) == {"a": [None, 1.5, {"b": None}]}
 
 
-@pytest.mark.parametrize("words", [["prefill"], ["decode"], ["sparse"], ["generate"]])
+@pytest.mark.parametrize("words", [["prefill"], ["decode"], ["decode", "--selector", "saap"], ["generate"]])
 def test_a_cpu_does_not_run_what_is_sized_for_a_gpu(words: list[str]) -> None:
     check_refused("the defaults are sized for a GPU, and this is a CPU. Choose", *words, "--device", "cpu")

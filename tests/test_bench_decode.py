@@ -1,7 +1,6 @@
 """`turbo-hf bench decode` at toy size on the CPU: caches, checks, figures, files, refusals."""
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from bench_support import CPU, check_not_timed, check_refused, last_json, run
 
 from turbo_hf.eval.bench import decode as bench
 from turbo_hf.eval.bench import random_cache
-from turbo_hf.eval.bench.decode import DecodeRow, check_decode, new_row, steps
+from turbo_hf.eval.bench.decode import check_decode
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, Case, choose_cases, groups_of, make_case
 from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
@@ -48,7 +47,6 @@ def test_the_default_cases() -> None:
     assert (16384,) * 64 in {case.lengths for case in cases}
     assert all(case.ragged for case in choose_cases([], [], True, 0))
     assert [str(case) for case in choose_cases(["lean-16"], ["2x100"], True, 0)] == ["2x100 ragged"]
-    assert [case.outputs for case in choose_cases([], [], False, 0, occupancy=True)] == [128, 136, 160]
 
 
 def test_latents_are_timed_beside_torch_and_our_own_16_bit() -> None:
@@ -268,19 +266,6 @@ def test_a_rival_that_cannot_run_has_a_note_and_no_clock(monkeypatch: pytest.Mon
         bench._rotation([runs], CPU)
 
 
-def test_steps_compare_batches_of_one_length() -> None:
-    def row(batch: int, us: float | None, *, ragged: bool = False) -> DecodeRow:
-        case = replace(make_case("llama3-8b", f"{batch}x8k", False, 0), ragged=ragged)
-        return replace(new_row(case, "4 bit", True, 0), us=us)
-
-    (line,) = steps([row(16, 100.0), row(17, 105.0), row(20, 130.0), row(18, None), row(19, 7.0, ragged=True)])
-    assert line == (
-        "llama3-8b, 8192 tokens, 4 bit: 128 outputs 100.0 us; 136 1.05 x for 1.06 x the work; "
-        "160 1.30 x for 1.25 x the work"
-    )
-    assert not list(steps([row(16, 100.0), row(17, 105.0)]))
-
-
 @pytest.mark.gpu
 def test_decode_on_a_gpu_replays_graphs() -> None:
     words = ["decode", "--device", "cuda", "--shape", "llama3-8b", "--size", "2x1k", "--width", "4", "--seconds", "0"]
@@ -302,7 +287,10 @@ def test_decode_on_a_gpu_replays_graphs() -> None:
         (["decode", "--backend", "cuda"], "unknown backend cuda; choose from auto, triton, reference."),
         (["decode", "--shape", "lean-16", "--ragged"], "no default case of lean-16 is ragged; give --size."),
         (["decode", "--device", "nowhere"], "no device 'nowhere'"),
-        (["decode", "--occupancy", "--size", "1x1k"], "--occupancy has its own sizes; leave out --size and --ragged."),
+        (["decode", "--selector", "mean"], "unknown selector mean; choose from saap, kmeans, kmeans-rotated, means."),
+        (["decode", "--share", "0"], "a share must be above 0 and at most 1; got [0.0]."),
+        (["decode", "--share", "0.1"], "--share is of sparse steps: add --selector saap."),
+        (["decode", "--selector", "saap", "--shape", "deepseek-v2-lite"], "steps over latents are not sparse: leave o"),
     ],
 )
 def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from all_pairs import in_one_test
 from bench_support import CPU, check_refused, complaint, last_json, run
+from models import LAB_MODEL
 
 from turbo_hf import PromptSparsity, TurboConfig
 from turbo_hf.eval.bench import clock, generate
@@ -58,7 +59,8 @@ def test_generate_of_tiny_models(tmp_path: Path) -> None:
 
 
 def test_every_way_to_decode_is_compared_with_itself() -> None:
-    report = last_json(run(*TINY, "--context", "40", "--json"))
+    # longer than what repeats itself: prompt lookup finds tokens to draft
+    report = last_json(run(*TINY, "--context", "100", "--json"))
     figures = {row["method"]: row for row in report["rows"] if row["tokens_s"]}
     ways = ("", ", 4 beams", ", assisted", ", prompt lookup")
     assert {f"{name}{way}" for name in ("SDPA", "turbo4") for way in ways} <= set(figures)
@@ -76,7 +78,16 @@ def test_the_first_token_alone_by_mode_of_attention() -> None:
     rows = [row for row in last_json(run(*words, "--rounds", "3", "--json"))["rows"] if row["tokens_s"]]
     assert [row["method"] for row in rows[:3]] == ["SDPA", "turbo4/auto", "turbo4/fp16"]
     assert all(row["first_ms"] > 0 and row["first_spread"] >= 0 and row["step_ms"] is None for row in rows)
-    check_refused("bench first-token is now bench generate --new 1", "first-token", "--tiny", "--length", "32k")
+
+
+def test_a_model_of_ones_own() -> None:
+    words = ["generate", "--model", str(LAB_MODEL), "--context", "100", *TINY[1:3], *TINY[4:]]
+    words += ["--decoding", "greedy", "--decoding", "assisted"]
+    rows = [row for row in last_json(run(*words, "--json"))["rows"] if row["tokens_s"]]
+    assert {row["shape"] for row in rows} == {"lab-llama-4m"}
+    assert {"SDPA", "turbo4", "turbo4, assisted"} <= {row["method"] for row in rows}
+    assert all(row["error"] < 0.2 for row in rows)
+    check_refused("leave out --shape, --layers and --tiny.", *words, "--layers", "1")
 
 
 def test_sparse_prompts_at_a_density() -> None:

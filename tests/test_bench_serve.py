@@ -1,27 +1,36 @@
 """`turbo-hf bench serve`: what is asked for, what is made of the times, and the command on tiny models."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 from bench_support import check_refused, last_json, run
 
 pytest.importorskip("transformers", minversion="5.19")
 
-from turbo_hf.eval.bench.serve import AZURE, Job, _note_hits, jobs_of, summed
-from turbo_hf.eval.serve import Request, read_trace
+from turbo_hf.eval.bench.serve import Job, Request, azure_requests, jobs_of, percentiles, summed
 
 
-def test_prompts_have_the_lengths_of_the_trace_and_begin_alike() -> None:
-    requests = read_trace(AZURE)
-    assert len(requests) == 1000
+def test_requests_of_the_trace_that_fit() -> None:
+    requests = azure_requests(10_000, 1 << 20)
+    assert 900 < len(requests) <= 1000
+    assert requests[0].arrival == 0
     assert [one.arrival for one in requests] == sorted(one.arrival for one in requests)
+    fit = [one for one in requests if one.context + one.generated <= 500][:7]
+    assert azure_requests(7, 500) == [replace(one, arrival=one.arrival - fit[0].arrival) for one in fit]
+    with pytest.raises(ValueError, match=r"no request of the trace has 5 tokens or fewer"):
+        azure_requests(2, 5)
+
+
+def test_percentiles_are_by_nearest_rank() -> None:
+    assert percentiles([float(n) for n in range(100, 0, -1)]) == {"p50": 50, "p90": 90, "p99": 99}
+    assert percentiles([7.0]) == {"p50": 7, "p90": 7, "p99": 7}
+
+
+def test_prompts_begin_alike() -> None:
     first, second = jobs_of([Request(0.0, 9, 2), Request(1.0, 7, 3)], 5, 100, seed=0)
     assert (len(first.prompt), len(second.prompt), second.new, second.arrival) == (9, 7, 3, 1.0)
     assert first.prompt[:5] == second.prompt[:5]
     assert first.prompt[5:7] != second.prompt[5:]
-    begins = [job.prompt[:5] for job in jobs_of([Request(0.0, 9, 2)] * 5, 5, 100, seed=0, own_every=3)]
-    assert begins[1] == begins[2] == begins[4] != begins[0]
-    assert len({tuple(begin) for begin in begins}) == 3
 
 
 def test_waits_are_counted_from_the_arrival() -> None:
@@ -41,13 +50,6 @@ def test_the_command_serves_in_every_way() -> None:
     assert all(row["tokens_s"] > 0 and not row["note"] for row in rows)
 
 
-def test_requests_that_find_a_prefix_are_noted() -> None:
-    cache = SimpleNamespace(search_prefix_match=lambda request_id, prompt_ids: 64 * (len(prompt_ids) > 64))
-    hits = _note_hits(cache)
-    assert [cache.search_prefix_match(name, [1] * count) for name, count in (("0", 9), ("1", 70))] == [0, 64]
-    assert hits == {"1"}
-
-
 def test_mistakes_are_one_sentence() -> None:
-    check_refused("unknown workload odd; choose from azure, shared, even, copied", "serve", "--workload", "odd")
-    check_refused("Choose what it shall run: --layers 1, or --tiny", "serve", "--device", "cpu")
+    check_refused("unknown workload odd; choose from azure, shared, even", "serve", "--workload", "odd")
+    check_refused("Choose what it shall run: --model, --layers 1, or --tiny", "serve", "--device", "cpu")

@@ -1,4 +1,4 @@
-"""`turbo-hf bench sparse` at toy size on the CPU: layers, checks, figures, refusals."""
+"""Sparse steps of `turbo-hf bench decode` at toy size on the CPU: layers, checks, figures."""
 
 import json
 from dataclasses import replace
@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test
-from bench_support import CPU, check_refused, last_json, run
+from bench_support import CPU, last_json, run
 
 from turbo_hf.eval.bench import sparse as bench
 from turbo_hf.eval.bench.decode_cases import Case, make_case
 from turbo_hf.eval.bench.random_cache import packed_stores
 from turbo_hf.eval.bench.sparse import (
-    NO_INDEX,
     SELECTORS,
     Choice,
     attention,
     check_sparse,
-    index_shares,
     make_layers,
     select,
 )
@@ -27,9 +24,10 @@ from turbo_hf.eval.bench.sparse_means import check_means, step, with_means
 from turbo_hf.layout import AlwaysRead, AttentionOutput
 from turbo_hf.ops.store.quantize import dequantize
 
-SMALL = Choice(buckets=16, hidden=8, sink=1, window=20)
-TOY = ["sparse", "--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "2x150", "--seconds", "0"]
+SMALL = Choice("saap", (0.25,), buckets=16, hidden=8, always=AlwaysRead(1, 20))
+TOY = ["decode", "--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "2x150", "--seconds", "0"]
 TOY += ["--buckets", "16", "--hidden", "8", "--window", "20", "--share", "0.25"]
+SAAP = [*TOY, "--selector", "saap"]
 
 
 def toy() -> Case:
@@ -59,7 +57,6 @@ def test_a_right_step_passes_and_a_wrong_one_does_not(backend: str, width: str, 
     assert (layer.classifier is None, layer.rotary is None) == (selector != "saap", selector == "kmeans-rotated")
     q = torch.randn(2, 14, 1, 64).half()
     visited = select(layer, q, torch.randn(2, 2, 1, 64).half(), 4, backend)
-    assert torch.equal(visited, select(layer, q, None, 4, backend))
     assert visited.shape == (2, 2, 1, 16)
     assert bool((visited.sum(-1) == 4).all())
     got = attention(layer, q, visited, SMALL, backend)
@@ -69,11 +66,11 @@ def test_a_right_step_passes_and_a_wrong_one_does_not(backend: str, width: str, 
 
 
 def test_the_table_the_json_and_the_file(tmp_path: Path) -> None:
-    result = run(*TOY, "--share", "0.5", "--out", str(tmp_path / "new"), "--json")
+    result = run(*SAAP, "--share", "0.5", "--out", str(tmp_path / "new"), "--json")
     report = last_json(result)
-    assert report == json.loads((tmp_path / "new" / "sparse.json").read_text())
+    assert report == json.loads((tmp_path / "new" / "decode.json").read_text())
     rows, steps = {row["method"]: row for row in report["rows"]}, ("4 bit, saap, 25.00%", "4 bit, saap, 50.00%")
-    assert list(rows) == ["SDPA math", "4 bit", *(name + part for name in steps for part in ("", NO_INDEX))]
+    assert list(rows) == ["SDPA math", "4 bit", *steps]
     for row in rows.values():
         assert row["us"] > 0
     for name in steps:
@@ -81,7 +78,6 @@ def test_the_table_the_json_and_the_file(tmp_path: Path) -> None:
         assert set(rows[name]["speedup"]) == {"SDPA math"}
     assert "4 of 16 buckets" in rows["4 bit, saap, 25.00%"]["note"]
     assert rows["4 bit, saap, 25.00%"]["bytes"] < rows["4 bit, saap, 50.00%"]["bytes"]
-    assert "4 bit, saap, 25.00%: indexing the new token is" in result.stdout
     assert "On a CPU" in result.stdout
 
 
@@ -104,7 +100,7 @@ def test_the_table_of_several_selectors() -> None:
     options = ["--selector", "means", "--selector", "kmeans", "--size", "1x700", "--json"]
     rows = {row["method"]: row for row in last_json(run(*TOY, *options))["rows"]}
     by_means, by_buckets = "4 bit, means, 25.00%", "4 bit, kmeans, 25.00%"
-    assert list(rows) == ["SDPA math", "4 bit", by_means, by_buckets, by_buckets + NO_INDEX]
+    assert list(rows) == ["SDPA math", "4 bit", by_means, by_buckets]
     assert rows[by_means]["bytes"] < rows["4 bit"]["bytes"]
     assert "of the keys, always-read blocks included" in rows[by_means]["note"]
 
@@ -117,25 +113,8 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         return AttentionOutput(out * 1.5, lse)
 
     monkeypatch.setattr(bench, "attention", wrong)
-    result = run(*TOY, "--json", code=1)
+    result = run(*SAAP, "--json", code=1)
     rows = {row["method"]: row for row in last_json(result)["rows"]}
     assert rows["4 bit, saap, 25.00%"]["us"] is None
     assert "wrong: a query is off by" in rows["4 bit, saap, 25.00%"]["note"]
     assert rows["4 bit"]["us"] > 0
-    assert "4 bit, saap, 25.00%" + NO_INDEX not in rows
-    assert index_shares([]) == []
-
-
-@in_one_test(
-    ("words", "message"),
-    [
-        (["--shape", "llama9"], "unknown shape llama9; choose from llama3-8b"),
-        (["--size", "1k"], "expected a size like 16x1k (rows x tokens); got '1k'."),
-        (["--width", "5"], "unknown width 5; choose from 16, 8, 4, 3, 2, mixed, k4v3, k4v2."),
-        (["--selector", "mean"], "unknown selector mean; choose from saap, kmeans, kmeans-rotated, means."),
-        (["--share", "0"], "a share must be above 0 and at most 1; got [0.0]."),
-        (["--backend", "cuda"], "unknown backend cuda; choose from auto, triton, reference."),
-    ],
-)
-def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:
-    check_refused(message, "sparse", *words)

@@ -49,7 +49,7 @@ def test_benches(mine: Path) -> None:
     "words",
     [
         ("demo", "--method"),
-        ("eval", str(LAB_MODEL), "--suite", "serve", "--methods"),
+        ("eval", str(LAB_MODEL), "--methods"),
         ("bench", "generate", "--tiny", "--preset"),
         ("generate", str(LAB_MODEL), "hello", "--preset"),
     ],
@@ -67,16 +67,18 @@ def test_files_that_are_wrong_get_one_sentence(words: tuple[str, ...], tmp_path:
 
 
 def test_a_run_of_a_file_is_of_what_the_file_said(mine: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason='matplotlib is not installed: pip install -e ".[eval]"')
-    words = ["eval", str(LAB_MODEL), "--suite", "serve", "--context", "40", "--new", "2", "--rounds", "1"]
-    words += ["--batch", "1", "--out", str(tmp_path / "out"), "--methods", str(mine)]
+    for package in ("lm_eval", "datasets", "matplotlib"):
+        pytest.importorskip(package, reason=f'{package} is not installed: pip install -e ".[eval]"')
+    words = ["eval", str(LAB_MODEL), "--task", "prose", "--limit", "1", "--longest", "512"]
+    words += ["--out", str(tmp_path / "out"), "--methods", str(mine)]
     found = command(*words)
-    assert [row["method"] for row in found["levels"]] == ["fp16", "fp16 again", str(mine)]
+    assert set(found["serving"]) == {"fp16", "fp16 again", str(mine)}
     want = TurboConfig(bits=2, dense_layers=(0,), attention="fp16").to_dict()
     assert found["meta"]["identity"]["config_files"] == {str(mine): want}
     # the same options in other words, and another method beside it
     mine.write_text("bits: 2\nattention: fp16\ndense_layers: [0]\n")
-    assert command(*words[:-1], f"{mine},turbo4")["levels"][:3] == found["levels"]
+    again = command(*words[:-1], f"{mine},turbo4")["perplexity"][0]["methods"]
+    assert again.items() > found["perplexity"][0]["methods"].items()
     mine.write_text("bits: 3\nattention: fp16\ndense_layers: [0]\n")
     told = command(*words, code=1)
     assert f"config_files.{mine}.bits was 2, now 3." in told

@@ -4,8 +4,7 @@ import errno
 import json
 import math
 import os
-import pickle
-import sqlite3
+import resource
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,11 +17,10 @@ pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e 
 pytest.importorskip("datasets", reason='datasets is not installed: pip install -e ".[eval]"')
 
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import CachingLM
 
 from turbo_hf.cli.main import app
 from turbo_hf.config.whole_files import InUse, one_writer
-from turbo_hf.eval.answers import MAKE, TABLE, AnsweredLM, Answers
+from turbo_hf.eval.answers import AnsweredLM, Answers
 from turbo_hf.eval.evaluate import Outcome, load_tasks, run_method
 from turbo_hf.eval.model import TurboLM
 from turbo_hf.eval.run_identity import LOCK, META, open_run
@@ -41,24 +39,6 @@ GIVEN: dict[str, Any] = {
 }
 
 
-class Harmful:
-    """Unpickling it makes a file."""
-
-    def __init__(self, proof: Path):
-        self.proof = proof
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.proof,)
-
-
-def change(path: Path, *statements: str, values: tuple[Any, ...] = ()) -> None:
-    """Change a file of answers as anyone could."""
-    with sqlite3.connect(path) as file:
-        for statement in statements:
-            file.execute(statement, values)
-    file.close()
-
-
 @pytest.fixture(autouse=True)
 def little_prose(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of the suites are short."""
@@ -66,88 +46,49 @@ def little_prose(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answers_come_back_as_they_were(tmp_path: Path) -> None:
-    path = tmp_path / "items.db"
+    path = tmp_path / "answers.jsonl"
     answers = Answers(path)
     for key, answer in GIVEN.items():
         assert key not in answers
-        answers.add(key, answer)
-    # there before the file is closed: the process may be killed
-    other = Answers(path)
-    for kept in (answers, other):
+        answers[key] = answer
+    for kept in (answers, Answers(path)):
         assert {key: kept[key] for key in GIVEN} == GIVEN
-    answers.close()
-    other.close()
-    assert [found.name for found in tmp_path.iterdir()] == ["items.db"]
-
-
-def test_pickles_of_the_harness_are_refused_and_not_read(tmp_path: Path) -> None:
-    model = type("Model", (), {"set_cache_hook": lambda self, hook: None})()
-    path, proof = tmp_path / "items.db", tmp_path / "proof"
-    theirs = CachingLM(model, str(path))
-    theirs.dbdict["key"] = Harmful(proof)
-    theirs.dbdict.close()
-    with pytest.raises(
-        ValueError, match=r"items.db', the answers so far, .* holds pickles, as those of earlier version"
-    ):
-        Answers(path)
-    assert not proof.exists()
-    # what is said to be text is not unpickled either
-    change(path, f'UPDATE "{TABLE}" SET value = ?', values=(pickle.dumps(Harmful(proof), 0).decode(),))
-    with pytest.raises(
-        ValueError, match=r"an answer is no JSON .* Delete it, and the same command asks its items anew"
-    ):
-        Answers(path)
-    assert not proof.exists()
-
-
-@in_one_test("value", ["[1.0]", "[1, true]", "[1.0, 1]", "null", "true", "{}", "[", "[" * 100_000, "[[]]"])
-def test_what_is_no_answer_is_refused(value: str, tmp_path: Path) -> None:
-    path = tmp_path / "items.db"
-    change(path, MAKE)
-    change(path, f'INSERT INTO "{TABLE}" VALUES (?, ?)', values=("key", value))
-    with pytest.raises(ValueError, match=r"items.db', the answers so far, is torn or was changed: .* Delete it"):
-        Answers(path)
+    assert [found.name for found in tmp_path.iterdir()] == ["answers.jsonl"]
+    # a process that was killed leaves half a line: its answer is asked for again
+    path.write_bytes(path.read_bytes()[:-5])
+    half = Answers(path)
+    assert "f" not in half
+    half["f"] = 3.5
+    assert {key: Answers(path)[key] for key in GIVEN} == {**GIVEN, "f": 3.5}
 
 
 @in_one_test(
-    "statements",
+    "line",
     [
-        (f'CREATE VIEW "{TABLE}" AS SELECT 1 AS key, 2 AS value',),
-        (MAKE, f'CREATE TRIGGER t AFTER INSERT ON "{TABLE}" BEGIN DELETE FROM "{TABLE}"; END'),
-        (MAKE, "CREATE TABLE other (a)"),
-        (f'CREATE TABLE "{TABLE}" (key TEXT PRIMARY KEY, value BLOB, c AS (abs(1)))',),
-        ("CREATE TABLE other (a)",),
+        *(f'{{"key": "a", "answer": {value}}}' for value in ("[1.0]", "[1, true]", "[1.0, 1]", "null", "true", "{}")),
+        *('{"key": 1, "answer": "b"}', '{"key": "a"}', '{"key": "a", "answer": "b", "c": 1}', "[]", "{", "[" * 100_000),
+        *("SQLite format 3\0", '{"key": "a", "answer": NaN}'),
     ],
 )
-def test_a_file_with_more_than_answers_is_refused(statements: tuple[str, ...], tmp_path: Path) -> None:
-    path = tmp_path / "items.db"
-    change(path, *statements)
-    with pytest.raises(ValueError, match=r"it has other tables than 'unnamed'. Delete it"):
+def test_what_is_no_answer_is_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"answers.jsonl' (is torn, or )?was changed: .* Delete it"):
         Answers(path)
 
 
-def test_a_torn_file_of_answers_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "items.db"
-    answers = Answers(path)
-    for number in range(200):
-        answers.add(str(number), "a reply" * 10)
-    answers.close()
-    whole = path.read_bytes()
-    for torn in (whole[:3000], whole[: len(whole) // 2], b"no database" * 1000):
-        path.write_bytes(torn)
-        with pytest.raises(ValueError, match=r"items.db', the answers so far, is torn or was changed: .* Delete it"):
-            Answers(path)
-
-
 def test_answers_that_do_not_fit_the_disk_are_told(tmp_path: Path) -> None:
-    answers = Answers(tmp_path / "items.db")
-    answers._file.execute("PRAGMA max_page_count = 4")
-    with pytest.raises(
-        OSError, match=r"items.db', the answers so far, cannot be written: .*full.* What is there stays"
-    ):
-        answers.add("key", "x" * 100_000)
+    answers = Answers(tmp_path / "answers.jsonl")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot be written: .*answers.jsonl'"):
+            answers["key"] = "x" * 100_000
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "key" not in answers
-    answers.close()
+    answers["key"] = "y"
+    assert Answers(tmp_path / "answers.jsonl")["key"] == "y"
 
 
 class Model:
@@ -192,33 +133,25 @@ def test_a_killed_call_goes_on_at_its_next_request(
 ) -> None:
     requests = [Instance(kind, {}, (text, *more), at) for at, text in enumerate("abcde")]
     model = Model(3)
-    first = Answers(tmp_path / "items.db")
+    first = Answers(tmp_path / "answers.jsonl")
     with pytest.raises(KeyboardInterrupt):
         getattr(AnsweredLM(model, first), kind)(requests)
-    first.close()
     model.left = 10
-    again = Answers(tmp_path / "items.db")
+    again = Answers(tmp_path / "answers.jsonl")
     lm = AnsweredLM(model, again)
     assert lm.left == 10
     assert getattr(lm, kind)(requests) == [answer] * 5
     assert model.asked == list("abcde")
     assert getattr(lm, kind)(requests) == [answer] * 5
     assert len(model.asked) == 5
-    again.close()
 
 
 def test_requests_that_sample_are_asked_each_time(tmp_path: Path) -> None:
     request = Instance("generate_until", {}, ("a", {"do_sample": True}), 0)
-    model, answers = Model(10), Answers(tmp_path / "items.db")
+    model, answers = Model(10), Answers(tmp_path / "answers.jsonl")
     for _ in range(2):
         assert AnsweredLM(model, answers).generate_until([request]) == ["reply"]
     assert model.asked == ["a", "a"]
-    answers.close()
-
-
-def test_answers_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=r"items.db', the answers so far, cannot be opened"):
-        Answers(tmp_path / "nowhere" / "items.db")
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
@@ -275,10 +208,8 @@ def test_a_method_is_read_from_whole_files_alone(tmp_path: Path, monkeypatch: py
     assert again.samples == outcome.samples
     assert again.results["results"] == outcome.results["results"]
     assert again.batches == outcome.batches
-    with sqlite3.connect(own / "items.db") as file:
-        kinds = {type(json.loads(value)) for (value,) in file.execute(f'SELECT value FROM "{TABLE}"')}
-    file.close()
-    assert kinds == {str, float}
+    lines = (own / "answers.jsonl").read_text("utf-8").splitlines()
+    assert {type(json.loads(line)["answer"]) for line in lines} == {str, float}
 
 
 def test_a_full_disk_ends_a_run_with_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +221,7 @@ def test_a_full_disk_ends_a_run_with_the_name_of_the_file(tmp_path: Path, monkey
         patched.setattr(Path, "replace", full)
         with pytest.raises(OSError, match=r"No space left on device: .*samples_"):
             small_run(tmp_path)
-    assert {path.name for path in (tmp_path / "int8").iterdir()} == {"items.db", "batches.jsonl"}
+    assert {path.name for path in (tmp_path / "int8").iterdir()} == {"answers.jsonl", "batches.jsonl"}
     assert small_run(tmp_path).samples["needle"]
 
 
@@ -312,7 +243,7 @@ def test_a_folder_that_does_not_say_what_it_is_of_is_refused(tmp_path: Path) -> 
     open_run(tmp_path, about)
     (tmp_path / META).unlink()
     (tmp_path / "turbo4").mkdir()
-    (tmp_path / "turbo4" / "items.db").write_bytes(b"")
+    (tmp_path / "turbo4" / "answers.jsonl").write_bytes(b"")
     with pytest.raises(ValueError, match=rf"holds results, but no {META}. It says which model"):
         open_run(tmp_path, about)
 

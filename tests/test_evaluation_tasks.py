@@ -282,8 +282,6 @@ def test_items_without_room_for_their_reply_are_left_out_and_told(tokenizer: Any
 def test_suites_refuse_and_tell(tokenizer: Any, data: Path) -> None:
     with pytest.raises(ValueError, match="unknown suite all; suites are smoke, core, reasoning, long, ruler, answers"):
         build("all", tokenizer, LIMITS)
-    with pytest.raises(ValueError, match="the suite serve holds no tasks"):
-        build("serve", tokenizer, LIMITS)
     with pytest.raises(ValueError, match=r"expected the data folder at .*nowhere; there is none"):
         build("smoke", tokenizer, LIMITS, data / "nowhere")
     with pytest.raises(ValueError, match="the suite lab needs --data"):
@@ -299,4 +297,4 @@ def test_suites_refuse_and_tell(tokenizer: Any, data: Path) -> None:
     assert notes == ["needle: lengths 1024 left out (--longest 512, 8192 positions)."]
     specs, _ = build("reasoning", tokenizer, LIMITS)
     assert {"gsm8k_cot", "agieval_aqua_rat"} <= {spec.name for spec in specs}
-    assert set(SUITES) == {"smoke", "core", "reasoning", "long", "ruler", "answers", "serve", "lab"}
+    assert set(SUITES) == {"smoke", "core", "reasoning", "long", "ruler", "answers", "lab"}

@@ -9,10 +9,10 @@ import torch
 from all_pairs import all_pairs, in_one_test
 from gpu_support import NO_FP8, has_fp8
 from op_calls import prefill
+from oracle import dropped_mass as exact_dropped_mass
 from torch import Tensor
 
 from turbo_hf.eval.bench.check import judge
-from turbo_hf.eval.bench.tile_choice import dropped_mass as exact_dropped_mass
 from turbo_hf.layout import PROMPT_TILE as TILE
 from turbo_hf.layout import AttentionOutput, Scoring, TileRule
 from turbo_hf.ops.prefill.launch_tiles import launch_list_tiles

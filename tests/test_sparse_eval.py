@@ -119,7 +119,6 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
         ),
         (["--suite", "lab", "--data", "DATA", "--calibration", "nowhere"], "none of these methods takes anything from"),
         (["--suite", "lab", "--data", "DATA", "--calibration", "nowhere", "--methods", "saap"], "no calibration in 'n"),
-        (["--suite", "serve", "--task", "made"], "the suite serve takes no --task, --shortest or --calibration"),
         (
             ["--suite", "lab", "--data", "DATA", "--shortest", "900", "--longest", "800"],
             "--shortest 900 is above the longest prompt, 800.",

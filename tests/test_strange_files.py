@@ -14,7 +14,6 @@ import os
 import random
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -237,12 +236,10 @@ def test_results_of_a_stranger(tmp_path: Path) -> None:
         (tmp_path / META).write_text(json.dumps(meta))
         read_or_refused(lambda: open_run(tmp_path, what), meta)
     for n, answer in enumerate([*STRANGE, [1, 2], [0.5, 3], [math.nan, True], 10**400]):
-        with closing(Answers(tmp_path / f"{n}.db")) as answers:
-            answers.add("key", answer)
-        read = read_or_refused(functools.partial(Answers, tmp_path / f"{n}.db"), answer)
+        Answers(tmp_path / f"{n}.jsonl")["key"] = answer
+        read = read_or_refused(functools.partial(Answers, tmp_path / f"{n}.jsonl"), answer)
         if read is not None:
             assert isinstance(read["key"], str) or math.inf > read["key"] >= -math.inf
-            read.close()
 
 
 @in_one_test("content", [b"[" * 60_000, b"bits: 4\n" * 9000, b"a: &a [1]\n" + b"b: [" + b"*a, " * 17 + b"]", b"\xff"])
@@ -265,7 +262,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
         FACTS: lambda: Calibration.from_pretrained(tmp_path),
         TENSORS: lambda: Calibration.from_pretrained(tmp_path),
         META: lambda: open_run(tmp_path, {}),
-        "items.db": lambda: Answers(tmp_path / "items.db"),
+        "answers.jsonl": lambda: Answers(tmp_path / "answers.jsonl"),
         "c.json": lambda: read_mapping(tmp_path / "c.json"),
     }
     for name, read in ends.items():

@@ -1,4 +1,4 @@
-"""One `generate` of random prompts under a clock: what `bench generate` and the suite serve time."""
+"""One `generate` of random prompts under a clock: what `bench generate` and `bench serve` time."""
 
 import statistics
 import time
@@ -36,8 +36,8 @@ class Clock(LogitsProcessor):
         if self._of_drafter:
             self._of_drafter = False
             return scores
-        if self._looks_up and bool((scores[0, :8] == 1).all()):
-            # prompt lookup asks with ones which tokens are allowed
+        if self._looks_up and bool(((scores[0] == 1) | (scores[0] == -torch.inf)).all()):
+            # prompt lookup asks with ones which tokens are allowed: all but ends, here
             return scores
         self.mark()
         if self.record and len(self.first_logits) < CHECKED:
@@ -94,11 +94,17 @@ def speed(clocks: Sequence[Clock], rows: int, new: int) -> Speed:
     )
 
 
+def vocabulary_of(model: Any) -> int:
+    """Tokens that the model knows."""
+    size: int = model.config.get_text_config(decoder=True).vocab_size
+    return size
+
+
 def random_prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask, int64 [rows, max(lengths)] on the model's device, padded at the left."""
     generator = torch.Generator().manual_seed(seed)
-    width, vocabulary = max(lengths), model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(10, vocabulary, (len(lengths), width), generator=generator)
+    width = max(lengths)
+    ids = torch.randint(10, vocabulary_of(model), (len(lengths), width), generator=generator)
     mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
     return (ids * mask).to(model.device), mask.to(model.device)
 

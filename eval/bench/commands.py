@@ -4,12 +4,9 @@ import typer
 
 from turbo_hf.console import fail, processes
 from turbo_hf.eval.bench.decode import decode_command
-from turbo_hf.eval.bench.density import density_command
-from turbo_hf.eval.bench.error import error_command
 from turbo_hf.eval.bench.generate import generate_command
 from turbo_hf.eval.bench.prefill import prefill_command
 from turbo_hf.eval.bench.serve import serve_command
-from turbo_hf.eval.bench.sparse import sparse_command
 
 bench = typer.Typer(help="Speed and error of attention, on shapes of real models.", no_args_is_help=True)
 
@@ -24,13 +21,4 @@ def options(context: typer.Context) -> None:
 bench.command("generate")(generate_command)
 bench.command("prefill")(prefill_command)
 bench.command("decode")(decode_command)
-bench.command("sparse")(sparse_command)
-bench.command("error")(error_command)
-bench.command("density")(density_command)
 bench.command("serve")(serve_command)
-
-
-@bench.command("first-token", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-def first_token_command() -> None:
-    """Named what is now part of `bench generate`."""
-    raise fail("bench first-token is now bench generate --new 1, also with --mode; see turbo-hf bench generate --help.")

@@ -20,8 +20,10 @@ DECODE_SHAPES = SHAPES | {"lean-16": Heads(16, 16, 64), "lean-24": Heads(24, 24,
 WIDTHS = ("16", "8", "4", "3", "2", "mixed", "k4v3", "k4v2")
 """Bits of keys and values; half of the heads at 4 bit and half at 2; bits of keys and bits of values."""
 
+# 16x8k to 20x8k are 128, 136 and 160 outputs: just below and above the 132 SMs of an H100 or H200
 SIZES = {
-    "llama3-8b": "1x1k 1x4k 1x8k 1x32k 1x131k 1x524k 1x1M 4x4k 4x32k 16x1k 16x4k 16x32k 64x1k 64x4k 64x16k",
+    "llama3-8b": "1x1k 1x4k 1x8k 1x32k 1x131k 1x524k 1x1M 4x4k 4x32k 16x1k 16x4k 16x32k 64x1k 64x4k 64x16k"
+    " 16x8k 17x8k 20x8k",
     "phi3-medium": "1x4k 1x32k 1x131k 16x4k 16x16k 64x1k",
     "qwen2.5-0.5b": "1x4k 1x32k 1x131k 16x4k 16x32k 64x2k",
     "lean-16": "1x32k 1x524k",
@@ -30,9 +32,6 @@ SIZES = {
     "deepseek-v3-tp8": "1x131k",
 }
 RAGGED_SIZES = {"llama3-8b": "8x32k 32x16k 64x4k", "phi3-medium": "32x8k", "qwen2.5-0.5b": "32x8k"}
-
-OCCUPANCY = ("llama3-8b", "16x8k 17x8k 20x8k")
-"""128, 136 and 160 outputs (a row and KV head each): below, just above and above the 132 SMs of an H100 or H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +78,10 @@ def make_case(shape: str, size: str, ragged: bool, seed: int) -> Case:
     return Case(shape, heads, tuple(lengths), ragged)
 
 
-def choose_cases(shapes: list[str], sizes: list[str], ragged: bool, seed: int, occupancy: bool = False) -> list[Case]:
+def choose_cases(shapes: list[str], sizes: list[str], ragged: bool, seed: int) -> list[Case]:
     """`sizes` for every one of `shapes`; without sizes the default cases, of `shapes` if there are any.
 
-    ragged: only ragged batches. occupancy: OCCUPANCY alone, in the shapes asked for.
+    ragged: only ragged batches.
 
     Raises:
         ValueError: as `make_case`.
@@ -91,20 +90,12 @@ def choose_cases(shapes: list[str], sizes: list[str], ragged: bool, seed: int, o
         find_shape(shape, DECODE_SHAPES)
         if ragged and shape in LATENT_SHAPES:
             raise ValueError(f"rows of {shape} have one length here; leave out --ragged.")
-    if occupancy:
-        if sizes or ragged:
-            raise ValueError("--occupancy has its own sizes; leave out --size and --ragged.")
-        return [
-            make_case(shape, size, False, seed) for shape in shapes or OCCUPANCY[:1] for size in OCCUPANCY[1].split()
-        ]
     wanted = shapes or [shape for shape in DECODE_SHAPES if not (ragged and shape in LATENT_SHAPES)]
     if sizes:
         return [make_case(shape, size, ragged, seed) for shape in wanted for size in sizes]
     found = []
     for shape in wanted:
         even = "" if ragged else SIZES[shape]
-        if not ragged and shape == OCCUPANCY[0]:
-            even += f" {OCCUPANCY[1]}"
         found += [make_case(shape, size, False, seed) for size in even.split()]
         found += [make_case(shape, size, True, seed) for size in RAGGED_SIZES.get(shape, "").split()]
     return found

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, cast
 
 import torch
@@ -16,12 +17,22 @@ import typer
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, TurboConfig, resolve_config
 from turbo_hf.console import Device, Json, err, mistakes_end_the_command, processes, remark, show_table
+from turbo_hf.eval.bench.checked_rows import print_notes
 from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, speed
-from turbo_hf.eval.bench.options import Folder, Seed, Tiny, figure, find_device, one_of, prepare_folder, require_choice
-from turbo_hf.eval.bench.random_models import KINDS, random_drafter, random_model, shared_out
+from turbo_hf.eval.bench.options import (
+    Folder,
+    ModelPlace,
+    Seed,
+    Tiny,
+    figure,
+    find_device,
+    one_of,
+    prepare_folder,
+    require_choice,
+)
+from turbo_hf.eval.bench.random_models import KINDS, bench_model, random_drafter, require_one_model
 from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import largest, parse_tokens, tokens_label
-from turbo_hf.eval.bench.tables import print_notes
 from turbo_hf.eval.bench.tile_choice import at_density
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import BACKENDS, installed
@@ -331,6 +342,7 @@ def _generate(
 
 def generate_command(
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; may be repeated.")] = None,
+    model_place: ModelPlace = None,
     context: Annotated[list[str] | None, typer.Option(help="Tokens of the prompts, such as 1k; may be repeated.")] = (
         None
     ),
@@ -378,7 +390,7 @@ def generate_command(
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
-    """Tokens per second, first token and peak memory of models with random weights: patched, and as fast as unpatched.
+    """Tokens per second, first token and peak memory of random weights or --model: patched, and as fast as unpatched.
 
     Default: Llama-3-8B's shape, 1k prompts, batch 1. Ratios are to SDPA, and to the best unpatched row of the same
     decoding. The drafter of assisted decoding is random too: nothing that it drafts is accepted; nor, but by chance,
@@ -389,6 +401,7 @@ def generate_command(
         if paper and (context or batch or new):
             raise ValueError("--paper sets --context, --batch and --new; omit them.")
         own = PAPER if paper else ("1k", "1", 128)
+        require_one_model(shape, model_place, layers, tiny)
         shapes = [one_of("shape", name, KINDS) for name in shape or ("llama3-8b",)]
         contexts = [parse_tokens(text) for text in context or (own[0],)]
         batches = [_parse_batch(text) for text in batch or (own[1],)]
@@ -403,7 +416,7 @@ def generate_command(
         where = find_device(device)
         if None in batches and where.type != "cuda" and not tiny:
             raise ValueError(f"--batch {LARGEST} needs a GPU: on a CPU the system, not an error, says what fits.")
-        require_choice(where, tiny or layers is not None, "--layers 1, or --tiny to try the command")
+        require_choice(where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command")
         together = processes()
         if together[1] > 1:
             if None in batches or {*DECODINGS[2:]} & {*decodings}:
@@ -413,20 +426,26 @@ def generate_command(
             torch.manual_seed(seed)
         prepare_folder(folder)
     bench = BenchRun[GenerateRow]("generate", where, folder)
-    given: dict[str, Any] = {"layers": layers, "chunk": chunk, "rounds": rounds, "most": most, "seed": seed}
+    given: dict[str, Any] = {
+        "model": model_place,
+        "layers": layers,
+        "chunk": chunk,
+        "rounds": rounds,
+        "most": most,
+        "seed": seed,
+    }
     given["densities"] = densities
     shown = {name: config.to_dict() for name, config in configs.items()}
     given |= {"cuda_graphs": cuda_graphs, "ranks": together[1], "configs": shown}
-    for name in shapes:
+    for name in shapes if model_place is None else [Path(model_place).name]:
         with err.status(f"making {name}"):
-            model = random_model(name, layers, where, tiny=tiny)
-            model = shared_out(model) if together[1] > 1 else model
+            model = bench_model(name, model_place, layers, where, tiny=tiny)
             drafter = random_drafter(model, DRAFTED) if "assisted" in decodings else None
         measure = partial(compare, model, name, methods(configs, decodings, drafter, densities))
         bench.each(
             [(work, rows) for work in works for rows in batches],
             lambda case, tell, measure=measure: measure(*case, most, tell),  # type: ignore[misc]
-            partial(_print, model.config.num_hidden_layers),
+            partial(_print, model.config.get_text_config(decoder=True).num_hidden_layers),
             options={**given, "tiny": tiny},
         )
         del model, drafter, measure

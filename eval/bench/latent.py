@@ -10,12 +10,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import PRESETS
-from turbo_hf.eval.bench.check import Check, judge, poisoned
+from turbo_hf.eval.bench.check import Check, judge
 from turbo_hf.eval.bench.decode_cases import BLOCK, Case
 from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import draw
 from turbo_hf.eval.bench.rivals import LATENT_16, PRODUCTS
+from turbo_hf.eval.bench.steps import Found, Prepared, new_row, our_step
+from turbo_hf.eval.bench.timing import Conditions
 from turbo_hf.layout import AttentionOutput, KVStore, page_bytes
 from turbo_hf.ops.latent.contract import latent_decode
 from turbo_hf.ops.latent.reference import reference_latent_decode
@@ -39,17 +41,13 @@ def latent_bytes(case: Case, width: str) -> int:
     return sum(case.lengths) // BLOCK * page_bytes(case.heads.dim, int(width), BLOCK, ROTARY)
 
 
-def latent_name(width: str) -> str:
-    """The name of a width's row."""
-    return LATENT_16 if width == "16" else f"latent {width} bit"
-
-
-def latent_call(
-    case: Case, width: str, backend: str, device: torch.device, seed: int
-) -> tuple[Check, Callable[[], Rotation]]:
-    """The check of a step over latents of one width, and what makes the rotation to time."""
-    generator = torch.Generator(device).manual_seed(seed)
-    batch, tokens = len(case.lengths), max(case.lengths)
+def latent_step(case: Case, width: str, how: Conditions) -> Found:
+    """The row of a step over latents of one width with its check, and what to time if the result is right."""
+    name, device = LATENT_16 if width == "16" else f"latent {width} bit", how.device
+    if width not in LATENT_WIDTHS:
+        return new_row(case, name, True, 0, f"a latent has 16, 8 or 4 bit here; not {width}"), None
+    generator = torch.Generator(device).manual_seed(how.seed + 1)
+    batch, tokens, size = len(case.lengths), max(case.lengths), latent_bytes(case, width)
     q, q_rotary = (_draw(generator, batch, case.heads.query, 1, n) for n in (case.heads.dim, ROTARY))
 
     def store() -> KVStore:
@@ -60,12 +58,13 @@ def latent_call(
         return layer.kv_store()
 
     def step(own: KVStore) -> AttentionOutput:
-        return latent_decode(q, q_rotary, own, SCALING, backend=backend)
+        return latent_decode(q, q_rotary, own, SCALING, backend=how.backend)
 
-    stores = [store() for _ in range(cold_copies(latent_bytes(case, width), device))]
-    with poisoned():
-        got = step(stores[0])
-    return _check(q, q_rotary, stores[0], got), lambda: Rotation([partial(step, own) for own in stores], device)
+    def prepare() -> Prepared:
+        stores = [store() for _ in range(cold_copies(size, device))]
+        return [partial(step, own) for own in stores], partial(_check, q, q_rotary, stores[0])
+
+    return our_step(case, name, size, device, prepare)
 
 
 def _check(q: torch.Tensor, q_rotary: torch.Tensor, store: KVStore, got: AttentionOutput) -> Check:

@@ -21,6 +21,9 @@ Hadamard = Annotated[bool, typer.Option("--hadamard", help="Rotate queries and k
 Backend = Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")]
 Dtype = Annotated[str, typer.Option(help=f"Dtype of random inputs: {', '.join(DTYPES)}.")]
 Seed = Annotated[int, typer.Option(help="Random seed of the inputs.")]
+ModelPlace = Annotated[
+    str | None, typer.Option("--model", help="A folder or a Hub id, with its own weights, instead of --shape.")
+]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Tiny models: tests the command, measures nothing.")]
 Folder = Annotated[Path | None, typer.Option("--out", help="A folder for the JSON (and the plot); created if missing.")]
 

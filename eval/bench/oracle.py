@@ -1,38 +1,16 @@
-"""The oracle of attention, of benches and tests alike: softmax in float64, written out, and distances from it.
+"""The oracle of attention, of benches and tests alike: softmax in float64, written out.
 
 It imports torch and `layout` alone: nothing of what it judges.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from turbo_hf.layout import E4M3_MAX, AttentionOutput
+from turbo_hf.layout import AttentionOutput
 
 TILE_SCORES = 1 << 24
 """Scores held at a time, 128 MiB of float64: bounds the memory at any length."""
-
-
-class Errors(NamedTuple):
-    """How far a result o is from the reference r, as shares.
-
-    norm: |o - r| / |r|, Euclidean.
-    mre: mean |o - r| / mean |r|. INT-FlashAttention sec. 4.2 names its figure "Mean Relative Error (MRE)" and prints no
-        formula; on normal data its figures are of the size of `norm` and `mre`.
-    elementwise: mean of |o - r| / |r|, which elements near 0 dominate.
-    """
-
-    norm: float
-    mre: float
-    elementwise: float
-
-
-def errors(out: torch.Tensor, want: torch.Tensor) -> Errors:
-    """The errors of `out` against float64 `want` of the same shape; exact zeros of `want` stay out of `elementwise`."""
-    off, size = (out.double() - want).abs(), want.abs()
-    norm, mre = off.norm() / size.norm(), off.mean() / size.mean()
-    return Errors(norm.item(), mre.item(), (off / size)[size > 0].mean().item())
 
 
 def attend(
@@ -46,7 +24,6 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    round_p: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> AttentionOutput:
     """Dense softmax attention of one row of a batch, tile by tile, in float64.
 
@@ -54,7 +31,6 @@ def attend(
         q: [Hq, R, D], some of the queries. k, v: [Hkv, N, D], all tokens; Hq a multiple of Hkv.
         scaling, causal, window, softcap, sinks: as in `turbo_hf.ops.prefill.prefill`.
         places: int64 [R], where in the row the queries stand; None: at 0, 1, ...
-        round_p: what becomes of exp(score - row maximum) before it meets V; the denominator stays exact.
 
     Returns:
         out float64 [Hq, R, D]; lse float64 [Hq, R], natural log.
@@ -70,8 +46,7 @@ def attend(
             q[:, here].double(), keys, place[here], scaling=scaling, causal=causal, window=window, softcap=softcap,
             sinks=sinks,
         )  # fmt: skip
-        p = found.p if round_p is None else round_p(found.p)
-        outs.append(by_kv_head(p, values) / found.total)
+        outs.append(by_kv_head(found.p, values) / found.total)
         lses.append(found.lse)
     return AttentionOutput(torch.cat(outs, 1), torch.cat(lses, 1))
 
@@ -135,24 +110,3 @@ def _hidden(place: torch.Tensor, tokens: int, causal: bool, window: int | None) 
     if window is not None:
         hidden |= key <= place[:, None] - window
     return hidden
-
-
-def to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """x rounded to FP8 e4m3 under one scale per tensor, max|x| / 448, and back, in x's dtype."""
-    scale = x.abs().amax().float() / E4M3_MAX
-    codes = (x.float() / torch.where(scale > 0, scale, 1.0)).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).to(x.dtype)
-
-
-def fp8_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
-    """FlashAttention in FP8 with tensor-level scales, simulated: e4m3 Q, K, V and P, products and sums exact.
-
-    P's largest value in a row becomes 448, e4m3's largest. Shapes and options as in `attend`.
-    Source: the baseline of INT-FlashAttention sec. 4.2 (the paper does not say how its P is scaled).
-    """
-    q, k, v = (to_e4m3(x.double()) for x in (q, k, v))
-
-    def round_p(p: torch.Tensor) -> torch.Tensor:
-        return (p * E4M3_MAX).to(torch.float8_e4m3fn).double() / E4M3_MAX
-
-    return attend(q, k, v, round_p=round_p, **options).out  # type: ignore[arg-type]

@@ -5,8 +5,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import product
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -15,7 +13,7 @@ import typer
 from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS, V_SCALES
 from turbo_hf.console import Device, Json, mistakes_end_the_command, out
 from turbo_hf.eval.bench.check import Check, Sample, poisoned, verify
-from turbo_hf.eval.bench.checked_rows import CheckedRow, checked, timed
+from turbo_hf.eval.bench.checked_rows import CheckedRow, checked, plot_rows, print_rows, timed, untimed
 from turbo_hf.eval.bench.options import (
     DTYPES,
     Backend,
@@ -34,10 +32,8 @@ from turbo_hf.eval.bench.random_cache import draw
 from turbo_hf.eval.bench.rivals import BASELINES, Rival, rivals
 from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size, tokens_label
-from turbo_hf.eval.bench.tables import print_rows, untimed
 from turbo_hf.eval.bench.tile_choice import random_tiles
 from turbo_hf.eval.bench.timing import Call, Ceilings, Conditions, Stopwatch, ceilings, side_by_side
-from turbo_hf.eval.output import write_png
 from turbo_hf.layout import (
     MODES,
     PROMPT_TILE,
@@ -285,7 +281,15 @@ def prefill_command(
     def show(case: PromptCase, rows: Sequence[PrefillRow]) -> None:
         _print_case(case, rows, stopwatch.device)
         if folder is not None:
-            plot([*bench.rows, *rows], bench.headline, folder / "prefill.png")
+            plot_rows(
+                [*bench.rows, *rows],
+                "tflops",
+                bench.headline,
+                folder / "prefill.png",
+                ("rows x tokens", "TFLOP/s, quantization included"),
+                panel=lambda row: f"{row.shape}, {'causal' if row.causal else 'full'}",
+                case=lambda row: ((row.tokens, row.batch), f"{row.batch}x{tokens_label(row.tokens)}"),
+            )
 
     bench.each(
         cases,
@@ -313,34 +317,3 @@ def _print_case(case: PromptCase, rows: Sequence[PrefillRow], device: torch.devi
     print_rows(title, "method", rows, columns)
     if device.type != "cuda":
         out.print("On a CPU: plain torch by the wall clock. It says nothing of a GPU.", style="dim")
-
-
-def plot(rows: list[PrefillRow], title: str, path: Path) -> None:
-    """Write a PNG with a panel for each model shape (down) and mask (across); rows without a time are left out."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only drawing needs it
-
-    timed = [row for row in rows if row.tflops is not None]
-    if not timed:
-        return
-    shapes, masks, methods = (
-        list(dict.fromkeys(getattr(row, field) for row in timed)) for field in ("shape", "causal", "method")
-    )
-    figure = Figure(figsize=(1.5 + 4.5 * len(masks), 0.5 + 3.5 * len(shapes)), layout="constrained")
-    figure.suptitle(title, fontsize="small")
-    panels = figure.subplots(len(shapes), len(masks), squeeze=False, sharey=True)
-    for axis, (shape, causal) in zip(panels.flat, product(shapes, masks), strict=True):
-        here = [row for row in timed if (row.shape, row.causal) == (shape, causal)]
-        sizes = sorted({(row.tokens, row.batch) for row in here})
-        for colour, method in enumerate(methods):
-            own = {(row.tokens, row.batch): row.tflops for row in here if row.method == method}
-            at = [i for i, size in enumerate(sizes) if size in own]
-            axis.plot(at, [own[sizes[i]] for i in at], marker="o", color=f"C{colour}", label=method)
-        axis.set_xticks(range(len(sizes)), [f"{batch}x{tokens_label(tokens)}" for tokens, batch in sizes])
-        axis.set_title(f"{shape}, {'causal' if causal else 'full'}")
-        axis.grid(alpha=0.3)
-    # the axes share their range: fixed once all lines are drawn
-    panels[0, 0].set_ylim(bottom=0)
-    figure.supxlabel("rows x tokens")
-    figure.supylabel("TFLOP/s, quantization included")
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
-    write_png(path, figure)

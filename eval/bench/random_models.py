@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_model
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
-from turbo_hf.console import load_model
+from turbo_hf.console import load_model, processes, remark
 from turbo_hf.eval.bench.timing import free_memory
 
 KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] = {
@@ -95,6 +95,24 @@ def random_model(shape: str, layers: int | None, device: torch.device, *, tiny: 
     return model.eval()
 
 
+def require_one_model(shape: object, model: str | None, layers: int | None, tiny: bool) -> None:
+    """ValueError where --model stands beside an option of models with random weights."""
+    if model is not None and (shape or layers is not None or tiny):
+        raise ValueError("--model has a shape and layers of its own: leave out --shape, --layers and --tiny.")
+
+
+def bench_model(shape: str, model: str | None, layers: int | None, device: torch.device, *, tiny: bool) -> Any:
+    """The model of that folder or Hub id; None: `random_model`, shared among torchrun's processes."""
+    if model is not None:
+        loaded = load_model(model, "auto" if processes()[1] > 1 else str(device))
+        own = loaded.config._attn_implementation
+        if own != "sdpa":
+            remark(f"Transformers runs {model} with {own}, not with SDPA: so do the rows that are named SDPA.")
+        return loaded
+    drawn = random_model(shape, layers, device, tiny=tiny)
+    return shared_out(drawn) if processes()[1] > 1 else drawn
+
+
 def shared_out(model: Any) -> Any:
     """The same model, shared among torchrun's processes, each of which has drawn it and now stores it for itself."""
     with tempfile.TemporaryDirectory(prefix="turbo-bench-") as folder:
@@ -108,10 +126,9 @@ def shared_out(model: Any) -> Any:
 
 def random_drafter(model: Any, drafted: int) -> Any:
     """A small Llama of random weights with the vocabulary of `model`, which drafts `drafted` tokens at a time."""
-    sizes = {"hidden_size": min(512, model.config.hidden_size), "num_attention_heads": 4, "num_hidden_layers": 2}
-    config = LlamaConfig(
-        **sizes, intermediate_size=1024, vocab_size=model.config.vocab_size, max_position_embeddings=1 << 20
-    )
+    text = model.config.get_text_config(decoder=True)
+    sizes = {"hidden_size": min(512, text.hidden_size), "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, intermediate_size=1024, vocab_size=text.vocab_size, max_position_embeddings=1 << 20)
     with torch.device(model.device):
         drafter: Any = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
     # the same number each time, or an adaptive schedule would draft less and less for a random drafter

@@ -1,18 +1,19 @@
-"""The part of `turbo-hf bench sparse` for selector "means": caches whose means make the rule choose a given share."""
+"""Sparse steps of `bench decode` by selector "means": caches whose means make the rule choose a given share."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-from turbo_hf.eval.bench.check import Check, poisoned
-from turbo_hf.eval.bench.checked_rows import checked
-from turbo_hf.eval.bench.decode import Found, check_heads, new_row
+from turbo_hf.eval.bench.check import Check
 from turbo_hf.eval.bench.decode_cases import BLOCK, Case, groups_of
-from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
+from turbo_hf.eval.bench.graph_rotation import cold_copies
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import one_head, packed_stores
-from turbo_hf.eval.bench.timing import Call, Conditions
+from turbo_hf.eval.bench.sparse import Choice
+from turbo_hf.eval.bench.steps import Found, Prepared, check_heads, our_step
+from turbo_hf.eval.bench.timing import Conditions
 from turbo_hf.layout import AlwaysRead, AttentionOutput, ByMeans, KVStore, PageMeans, Scoring, empty_means, page_bytes
 from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.sparse.reference import reference_sparse_decode
@@ -78,28 +79,26 @@ def means_bytes(case: Case, width: str, share: float, always: AlwaysRead) -> int
     return kept * page + sum(blocks) * heads.kv * (heads.dim + 4)
 
 
-def means_steps(
-    case: Case, width: str, shares: list[float], q: torch.Tensor, always: AlwaysRead, how: Conditions
-) -> list[Found]:
-    """The rows of these shares with their checks, and what to time if the results are right."""
+def means_steps(case: Case, width: str, q: torch.Tensor, choice: Choice, how: Conditions) -> list[Found]:
+    """The rows of a choice's shares of the blocks with their checks, and what to time if the results are right."""
     found, generator, groups = [], torch.Generator(how.device).manual_seed(how.seed), groups_of(width, case.heads.kv)
-    sizes = {share: means_bytes(case, width, share, always) for share in shares}
-    timed = torch.zeros(3, dtype=torch.int64, device=how.device)
+    always, sizes = choice.always, {share: means_bytes(case, width, share, choice.always) for share in choice.shares}
     stores = packed_stores(case, groups, cold_copies(min(sizes.values()), how.device), how.device, how.seed + 1)
-    for share in shares:
+    for share in choice.shares:
         how.tell(f"{case}: {width} bit, means, {share:.2%} of the blocks")
-        layers = [with_means(store, q, share, generator) for store in stores]
-        counts = torch.zeros_like(timed)
+        first, timed = (torch.zeros(3, dtype=torch.int64, device=how.device) for _ in range(2))
 
-        def prepare(layers: list[KVStore] = layers, counts: torch.Tensor = counts) -> tuple[Check, partial[Rotation]]:
-            with poisoned():
-                got = step(layers[0], q, always, how.backend, counts)
-            calls: list[Call] = [partial(step, layer, q, always, how.backend, timed) for layer in layers]
-            return check_means(case, q, layers[0], always, got), partial(Rotation, calls, how.device)
+        def prepare(share: float = share, first: torch.Tensor = first, timed: torch.Tensor = timed) -> Prepared:
+            layers = [with_means(store, q, share, generator) for store in stores]
+            step(layers[0], q, always, how.backend, first)
+            calls: list[Callable[[], AttentionOutput]] = [
+                partial(step, layer, q, always, how.backend, timed) for layer in layers
+            ]
+            return calls, partial(check_means, case, q, layers[0], always)
 
-        row, rotation = checked(new_row(case, f"{width} bit, means, {share:.2%}", True, sizes[share]), prepare)
+        row, rotation = our_step(case, f"{width} bit, means, {share:.2%}", sizes[share], how.device, prepare)
         if rotation is not None:
-            density = int(counts[0]) / sum(case.lengths) / case.heads.kv
+            density = int(first[0]) / sum(case.lengths) / case.heads.kv
             row = replace(row, note=f"{density:.2%} of the keys, always-read blocks included")
         found.append((row, rotation))
     return found

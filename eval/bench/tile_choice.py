@@ -1,4 +1,4 @@
-"""What the key tiles that a long prompt reads leave out, exactly: the judge of `ops.prefill.tiles`."""
+"""Random key tiles of long prompts: what a density is worth, whatever would be chosen."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,18 +6,10 @@ from typing import Any
 
 import torch
 
-from turbo_hf.eval.bench.oracle import weights
-from turbo_hf.layout import PROMPT_TILE
 from turbo_hf.sparse import prompts
 
 MOST_SHAPES = 64
 """Of prompts or chunks whose random tiles are kept."""
-
-
-def density(kept: torch.Tensor) -> torch.Tensor:
-    """float [Hq]: share of the causal tiles that are read."""
-    tiles = kept.shape[-1]
-    return kept.sum((1, 2)) / (tiles * (tiles + 1) / 2)
 
 
 def random_tiles(like: torch.Tensor, share: float, seed: int) -> torch.Tensor:
@@ -49,29 +41,3 @@ def at_density(share: float) -> Iterator[None]:
         yield
     finally:
         ops.choose_tiles, ops.dropped_mass = choose, audit
-
-
-def dropped_mass(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    kept: torch.Tensor,
-    places: torch.Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """float [Hq, R]: the exact share of the softmax of the rows at `places` (int64 [R]) that falls on unread tiles.
-
-    q, k, kept: as of `reference_choose_tiles`. An output differs from the dense one by at most twice
-    this share times max |v|.
-    """
-    parts = []
-    # 64 rows at a time bound the memory
-    for here in places.split(64):
-        found = weights(
-            q[:, here].double(), k.double(), here, scaling=scaling, causal=True, softcap=softcap, sinks=sinks
-        )
-        unread = ~kept[:, here // PROMPT_TILE].repeat_interleave(PROMPT_TILE, -1)[..., : k.shape[1]]
-        parts.append((found.p * unread).sum(-1) / found.total[..., 0])
-    return torch.cat(parts, -1)
