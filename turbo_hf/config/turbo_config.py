@@ -416,6 +416,14 @@ class TurboConfig(Options):
             )
 
     @property
+    def begins(self) -> int:
+        """Tokens that a prompt has at least where anything is stored below 8 bit, or not read by all queries; a shorter
+        one tells nothing of the config."""
+        sealed = 0 if self.bits >= 8 else self.recent_tokens + self.block_size
+        steps = self.sparse.sink_tokens + self.sparse.window_tokens + 1 if self.sparse is not None else 0
+        return max(sealed, steps, self.sparse_prompt.from_tokens if self.sparse_prompt is not None else 0)
+
+    @property
     def prompt_attention(self) -> str:
         """The `attention` of prompts: what is stored unrounded is not rounded before, either."""
         return "fp16" if self.bits == UNQUANTIZED else self.attention

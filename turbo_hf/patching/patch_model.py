@@ -107,6 +107,11 @@ def patch(
     with ranks.together():
         if strict not in get_args(Strict):
             raise ValueError(f"strict must be one of {', '.join(get_args(Strict))}; got {strict!r}.")
+        if tokenizer is not None and not (check and callable(tokenizer)):
+            raise ValueError(
+                f"tokenizer is a tokenizer that check=True reads a text with; got a {type(tokenizer).__name__} and "
+                f"check={check!r}. Pass both, or leave it out."
+            )
         chosen = resolve_config(config)
         require_model(model)
         notices = Notices(strict, speaks=ranks.speaks)
@@ -132,7 +137,9 @@ def patch(
         with ranks.together():
             if check:
                 unpatched = unpatched_logits(model, planned.modules.values())
-                own = tokenizer or own_tokenizer(checkpoint_of(model, revision), notices.note)
+                own = (
+                    tokenizer if tokenizer is not None else own_tokenizer(checkpoint_of(model, revision), notices.note)
+                )
                 text = check_text(model, chosen, own)
             stack.enter_context(alone(model, "patch()"))
         handle = _apply(model, planned, strict)
