@@ -492,9 +492,16 @@ same with keys of 4 in the last eighth of the layers; sparse prompts. All but th
 checkpoints."""
 
 
+def _lost_by(config: TurboConfig) -> tuple[object, ...]:
+    """What decides how much a config loses; the rest of it does not mend that."""
+    low = (config.low_bits, config.low_heads) if config.low_heads else None
+    return config.bits, config.value_bits, config.layer_bits, low, config.sparse_prompt
+
+
 def withdrawn(config: TurboConfig) -> str | None:
-    """Why a config is not recommended, as a sentence with figures; None: it is none of `WITHDRAWN`."""
-    name, found = next(((name, it) for name, it in WITHDRAWN.items() if it.config == config), (None, None))
+    """Why a config is not recommended, as a sentence with figures; None: it rounds as none of `WITHDRAWN`."""
+    same = ((name, it) for name, it in WITHDRAWN.items() if _lost_by(it.config) == _lost_by(config))
+    name, found = next(same, (None, None))
     if name is None or found is None:
         return None
     if found.kl is None:
