@@ -25,7 +25,7 @@ from turbo_hf.layout import BITS
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import version_of
 from turbo_hf.patches.layers import attention_layers
-from turbo_hf.patching.divergence import BOUNDS, NEVER
+from turbo_hf.patching.divergence import BOUNDS, NEVER, UNSTEADY
 
 DEFAULT = ("int8", "turbo4")
 """Methods that are read if none is named, with those of `RIVALS` that are installed."""
@@ -53,7 +53,7 @@ WHAT = (
     "the model's own continuation, in steps.",
     "Verdicts by mean KL: "
     + ", ".join(f"up to {bound:g} {words}" for bound, words in BOUNDS)
-    + f", above {NEVER}; up to twice the noise is like 16 bit, too.",
+    + f", above {NEVER}; up to twice the noise, but no more than {UNSTEADY:g}, is like 16 bit, too.",
 )
 
 

@@ -83,8 +83,8 @@ def patch(
             rounds nothing, and the distributions of a text that is read through the preset's own cache. `report()`
             shows their mean KL. Up to 0.01 nats nothing is said; from there on there is a warning; from 0.1 on the
             patch is refused, as `strict` says. An error removes the patch.
-        tokenizer: for the text of `check`, which the package carries; None: the one beside the checkpoint, or without
-            one a text that the model samples itself.
+        tokenizer: for the text of `check`, which the package carries, or a processor that has one; None: the one beside
+            the checkpoint, or without one a text that the model samples itself. Only with `check`.
         context_group: a process group of torch.distributed over whose ranks the sealed blocks of each context are
             spread. Every rank of it holds the whole model, calls this with the same arguments, and makes the same calls
             over the same tokens.
