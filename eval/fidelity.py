@@ -19,6 +19,7 @@ from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.host_device import input_device
 from turbo_hf.patching.divergence import (
     LIKE,
+    UNSTEADY,
     Divergence,
     Positions,
     Reading,
@@ -131,7 +132,11 @@ def measure(
     for case in cases:
         found: dict[str, list[Positions]] = {method.name: [] for method in every}
         sizes: dict[str, float] = {}
-        failed: dict[str, str] = {}
+        failed = {
+            at.name: f"a prompt of {case.tokens} tokens shows nothing of it; from {at.config.begins} on it does"
+            for at in every
+            if at.config is not None and at.config.begins > case.tokens
+        }
         for window in windows:
             reading = _reading(model, window, case, tail)
             base = DynamicCache(config=model.config)
@@ -212,6 +217,17 @@ def continued(model: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
         **{CACHE: DynamicCache(config=model.config)},
     )
     return out
+
+
+def unsteady(rows: Iterable[Fidelity]) -> str | None:
+    """A sentence if the unpatched model gives other distributions in other passes; None: it does not."""
+    most = max((row.figures.kl for row in rows if row.method == AGAIN and row.figures is not None), default=0.0)
+    if most <= UNSTEADY:
+        return None
+    return (
+        f"The unpatched model differs from itself by {most:.4f} nats where the same tokens come in other passes: its "
+        "layers do not carry all state over passes of several tokens. The figures compare caches in the same passes."
+    )
 
 
 def suggestion(rows: Sequence[Fidelity]) -> str:

@@ -17,7 +17,7 @@ from turbo_hf.console import Device, GgufFile, Json, counting, fail, load, out, 
 from turbo_hf.errors import out_of_memory
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
-from turbo_hf.eval.fidelity import STEP, Case, Fidelity, grid, layer_map, measure, named, suggestion
+from turbo_hf.eval.fidelity import STEP, Case, Fidelity, grid, layer_map, measure, named, suggestion, unsteady
 from turbo_hf.eval.methods import BACKENDS, installed, known_methods
 from turbo_hf.eval.output import EvalReport, Table, write_report
 from turbo_hf.eval.without_cudnn_plans import without_plans
@@ -25,7 +25,7 @@ from turbo_hf.layout import BITS
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import version_of
 from turbo_hf.patches.layers import attention_layers
-from turbo_hf.patching.divergence import BOUNDS, NEVER
+from turbo_hf.patching.divergence import BOUNDS, NEVER, UNSTEADY
 
 DEFAULT = ("int8", "turbo4")
 """Methods that are read if none is named, with those of `RIVALS` that are installed."""
@@ -39,7 +39,7 @@ FEW = 4
 """Texts of --grid and --map, which have many methods."""
 
 QUICK = ("512", 2, 64)
-"""Length, texts and tail of a short run."""
+"""Length, texts and tail of a short run, where they are not given."""
 
 FULL = (
     "method", "bytes/token", "KL", "± error", "median", "99 %", "99.9 %", "max", "RMS of change of p", "99 % of it",
@@ -53,7 +53,7 @@ WHAT = (
     "the model's own continuation, in steps.",
     "Verdicts by mean KL: "
     + ", ".join(f"up to {bound:g} {words}" for bound, words in BOUNDS)
-    + f", above {NEVER}; up to twice the noise is like 16 bit, too.",
+    + f", above {NEVER}; up to twice the noise, but no more than {UNSTEADY:g}, is like 16 bit, too.",
 )
 
 
@@ -63,19 +63,25 @@ def fidelity_command(
         list[str] | None,
         typer.Option(help=f"Comma-separated or repeated, as for eval; default: {', '.join((*DEFAULT, *RIVALS))}."),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompt, comma-separated, such as 2k,16k.")] = "1k",
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens of the prompt, comma-separated, such as 2k,16k; default: 1k.")
+    ] = None,
     texts: Annotated[
         str | None, typer.Option(help="A file, a folder of .txt or .jsonl files, a Hub dataset; default: four books.")
     ] = None,
-    count: Annotated[int, typer.Option(min=2, help="Maximum number of texts.")] = COUNT,
-    tail: Annotated[int, typer.Option(min=STEP, help="Tokens after the prompt that are compared.")] = TAIL,
+    count: Annotated[int | None, typer.Option(min=2, help=f"Maximum number of texts; default: {COUNT}.")] = None,
+    tail: Annotated[
+        int | None, typer.Option(min=STEP, help=f"Tokens after the prompt that are compared; default: {TAIL}.")
+    ] = None,
     generate: Annotated[
         int, typer.Option(min=0, help="Also read the model's own greedy answer of so many tokens to each prompt.")
     ] = 0,
     with_grid: Annotated[bool, typer.Option("--grid", help="Also widths of keys by widths of values.")] = False,
     with_map: Annotated[bool, typer.Option("--map", help="Also each layer's keys and values alone.")] = False,
     map_bits: Annotated[int, typer.Option(help="Bits of the layer that --map rounds.")] = 4,
-    quick: Annotated[bool, typer.Option("--quick", help="Two short texts, in seconds on a GPU.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two texts of 512 tokens by default, in seconds on a GPU.")
+    ] = False,
     calibration: Annotated[
         str, typer.Option(help="For methods that need one: a folder or Hub id; auto: beside the checkpoint.")
     ] = "auto",
@@ -90,11 +96,14 @@ def fidelity_command(
     """
     if folder is not None and importlib.util.find_spec("matplotlib") is None:
         raise fail('--out draws pictures with matplotlib: pip install "turbo_hf[eval]".')
-    if quick:
-        lengths, count, tail = QUICK
+    usual = QUICK if quick else ("1k", COUNT, TAIL)
+    lengths = usual[0] if lengths is None else lengths
+    count, tail = count or usual[1], tail or usual[2]
     try:
         if map_bits not in BITS:
             raise ValueError(f"--map-bits must be one of {', '.join(map(str, BITS))}; got {map_bits}.")
+        if map_bits != 4 and not with_map:
+            raise ValueError(f"--map-bits {map_bits} is for --map. Pass both, or leave it out.")
         sizes = sorted({parse_tokens(text.strip()) for text in lengths.split(",")})
         wanted = [name.strip() for words in methods or [",".join(_default())] for name in words.split(",") if name]
         chosen = named(wanted)
@@ -127,6 +136,7 @@ def fidelity_command(
     if all(row.figures is None for row in rows["table"] if row.method in wanted):
         raise fail("; ".join(dict.fromkeys(f"{row.method}: {row.verdict}" for row in rows["table"] if not row.figures)))
     told = suggestion([row for row in rows["table"] if row.method in {at.name for at in chosen if at.config}])
+    told = " ".join(filter(None, (unsteady(rows["table"]), told)))
     facts = _facts(loaded, gguf_file or model, windows, texts, tail)
     _show(rows, told, facts)
     found = {**facts, "suggestion": told, **{name: [row.to_dict() for row in part] for name, part in rows.items()}}

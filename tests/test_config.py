@@ -231,6 +231,17 @@ def test_withdrawn_presets_say_why() -> None:
         assert it.kl is None or all(f"{kl:g}" in told for kl in it.kl)
 
 
+def test_other_ways_to_name_a_withdrawn_preset() -> None:
+    for name in WITHDRAWN:
+        for options in (
+            {"attention": "native"},
+            {"backend": "reference"},
+            {"cuda_graphs": False, "rotate_keys": False},
+        ):
+            assert str(withdrawn(TurboConfig.from_dict({"preset": name, **options}))).startswith(f"{name} "), name
+    assert withdrawn(TurboConfig(low_bits=3, attention="native")) is None
+
+
 def test_a_config_resolves_to_itself() -> None:
     config = TurboConfig(bits=3)
     assert resolve_config(config) is config

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from models import lab_model, tiny_llama
-from transformers import DynamicCache
+from tiny_families import build
+from transformers import DynamicCache, ProcessorMixin
 
 import turbo_hf
-from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.eval.fidelity import AGAIN, PAGES, Case, Fidelity, grid, layer_map, measure, named, suggestion
+from turbo_hf.config.turbo_config import SparseConfig, TurboConfig
+from turbo_hf.eval.fidelity import AGAIN, PAGES, Case, Fidelity, grid, layer_map, measure, named, suggestion, unsteady
 from turbo_hf.eval.methods import Method
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.divergence import (
@@ -99,6 +100,8 @@ def test_impossible_tokens_add_nothing() -> None:
         (0.0031, 0.0, SMALL),
         (0.0031, 0.002, LIKE),
         (0.011, 0.0, EVALUATE),
+        (0.011, 0.13, EVALUATE),
+        (0.2, 0.13, NEVER),
         (0.11, 0.0, NEVER),
         (math.nan, 0.0, NEVER),
         (math.nan, math.nan, NEVER),
@@ -149,13 +152,34 @@ def test_methods_are_read_through_their_caches() -> None:
 
 def test_a_method_that_is_refused_is_a_row_with_the_reason() -> None:
     model = tiny_llama()
-    refused = Method("refused", TurboConfig(dense_layers=(99,)))
+    refused = Method("refused", TurboConfig(bits=8, dense_layers=(99,)))
     rows = measure(model, torch.randint(90, (2, 60)), [Case(40, "steps")], [refused, *named(["int8"])], tail=16)
     by = {row.method: row for row in rows}
     assert by["refused"].figures is None
     assert "names layer 99" in by["refused"].verdict
     assert by["int8"].figures is not None
     assert set(by["refused"].to_dict()) == {"method", "tokens", "path", "verdict", "bytes_per_token"}
+
+
+def test_a_prompt_that_a_method_does_not_round_is_no_verdict() -> None:
+    names = ["int8", "turbo4", "turbo4@window:window_tokens=127"]
+    rows = measure(tiny_llama(), torch.randint(90, (2, 65)), [Case(48, "steps")], named(names), tail=16, noise=False)
+    assert [row.figures is None for row in rows] == [False, True, True]
+    assert [row.verdict for row in rows[1:]] == [
+        f"a prompt of 48 tokens shows nothing of it; from {begins} on it does" for begins in (64, 129)
+    ]
+
+
+def test_a_model_that_loses_its_state_between_passes_excuses_no_cache() -> None:
+    model = build("bamba")
+    rows = measure(model, torch.randint(90, (2, 97)), [Case(64, "steps")], named(["turbo2"]), tail=32)
+    noise, turbo2 = (next(row for row in rows if row.method == name) for name in (AGAIN, "turbo2"))
+    assert noise.figures is not None
+    assert turbo2.figures is not None
+    assert 0.01 < turbo2.figures.kl < 2 * noise.figures.kl
+    assert turbo2.verdict in (EVALUATE, NEVER)
+    assert "differs from itself" in str(unsteady(rows))
+    assert unsteady([row for row in rows if row.method != AGAIN]) is None
 
 
 def test_the_grid_and_the_map_are_what_they_say() -> None:
@@ -216,6 +240,27 @@ def test_the_check_samples_a_text_where_there_is_no_tokenizer() -> None:
 def test_the_check_takes_a_tokenizer() -> None:
     with turbo_hf.patch(tiny_llama(), "int8", check=True, tokenizer=Words()) as handle:
         assert "tokens of moby_dick.txt" in handle.report().check
+
+
+def test_the_check_takes_a_processor() -> None:
+    class Both(ProcessorMixin):  # type: ignore[misc, unused-ignore]
+        def __init__(self) -> None:
+            self.tokenizer = Words()
+
+    with turbo_hf.patch(tiny_llama(), "int8", check=True, tokenizer=Both()) as handle:
+        assert "tokens of moby_dick.txt" in handle.report().check
+
+
+@pytest.mark.parametrize("options", [{"tokenizer": Words()}, {"tokenizer": "gpt2", "check": True}])
+def test_a_tokenizer_that_is_not_used_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="tokenizer is a tokenizer that check=True reads a text with; got a"):
+        turbo_hf.patch(tiny_llama(), "int8", **options)
+
+
+def test_the_check_says_what_it_did_not_read() -> None:
+    sparse = TurboConfig(bits=8, sparse=SparseConfig(selector="window"))
+    with turbo_hf.patch(tiny_llama(), sparse, check=True, strict="warn") as handle:
+        assert "(what is sparse from 2049 tokens on was not read)" in handle.report().check
 
 
 def test_the_check_refuses_the_tokenizer_of_another_model() -> None:

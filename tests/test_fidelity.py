@@ -47,6 +47,12 @@ def test_texts_of_ones_own(tmp_path: Path) -> None:
     assert found["source"] == str(tmp_path)
 
 
+def test_a_short_run_takes_what_is_given() -> None:
+    _, found = fidelity(LAB, "--quick", "--lengths", "64", "--methods", "int8")
+    assert {row["tokens"] for row in found["table"]} == {64}
+    assert (found["texts"], found["tail"]) == (2, 64)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -56,6 +62,8 @@ def test_texts_of_ones_own(tmp_path: Path) -> None:
         (("--lengths", "1M"), "this model has positions for 32768. Pass shorter --lengths."),
         (("--texts", "nowhere"), "error: texts: there is no file or folder 'nowhere'"),
         (("--map-bits", "5"), "error: --map-bits must be one of"),
+        (("--map-bits", "2"), "error: --map-bits 2 is for --map"),
+        (("--methods", "turbo4", "--lengths", "32"), "error: turbo4: a prompt of 32 tokens shows nothing of it"),
         (("--methods", "saap"), "error: saap: "),
     ],
 )

@@ -417,6 +417,14 @@ class TurboConfig(Options):
             )
 
     @property
+    def begins(self) -> int:
+        """Tokens that a prompt has at least where anything is stored below 8 bit, or not read by all queries; a shorter
+        one tells nothing of the config."""
+        sealed = 0 if self.bits >= 8 else self.recent_tokens + self.block_size
+        steps = self.sparse.sink_tokens + self.sparse.window_tokens + 1 if self.sparse is not None else 0
+        return max(sealed, steps, self.sparse_prompt.from_tokens if self.sparse_prompt is not None else 0)
+
+    @property
     def prompt_attention(self) -> str:
         """The `attention` of prompts: what is stored unrounded is not rounded before, either."""
         return "fp16" if self.bits == UNQUANTIZED else self.attention
@@ -485,9 +493,16 @@ same with keys of 4 in the last eighth of the layers; sparse prompts. All but th
 checkpoints."""
 
 
+def _lost_by(config: TurboConfig) -> tuple[object, ...]:
+    """What decides how much a config loses; the rest of it does not mend that."""
+    low = (config.low_bits, config.low_heads) if config.low_heads else None
+    return config.bits, config.value_bits, config.layer_bits, low, config.sparse_prompt
+
+
 def withdrawn(config: TurboConfig) -> str | None:
-    """Why a config is not recommended, as a sentence with figures; None: it is none of `WITHDRAWN`."""
-    name, found = next(((name, it) for name, it in WITHDRAWN.items() if it.config == config), (None, None))
+    """Why a config is not recommended, as a sentence with figures; None: it rounds as none of `WITHDRAWN`."""
+    same = ((name, it) for name, it in WITHDRAWN.items() if _lost_by(it.config) == _lost_by(config))
+    name, found = next(same, (None, None))
     if name is None or found is None:
         return None
     if found.kl is None:

@@ -83,8 +83,8 @@ def patch(
             rounds nothing, and the distributions of a text that is read through the preset's own cache. `report()`
             shows their mean KL. Up to 0.01 nats nothing is said; from there on there is a warning; from 0.1 on the
             patch is refused, as `strict` says. An error removes the patch.
-        tokenizer: for the text of `check`, which the package carries; None: the one beside the checkpoint, or without
-            one a text that the model samples itself.
+        tokenizer: for the text of `check`, which the package carries, or a processor that has one; None: the one beside
+            the checkpoint, or without one a text that the model samples itself. Only with `check`.
         context_group: a process group of torch.distributed over whose ranks the sealed blocks of each context are
             spread. Every rank of it holds the whole model, calls this with the same arguments, and makes the same calls
             over the same tokens.
@@ -107,6 +107,11 @@ def patch(
     with ranks.together():
         if strict not in get_args(Strict):
             raise ValueError(f"strict must be one of {', '.join(get_args(Strict))}; got {strict!r}.")
+        if tokenizer is not None and not (check and callable(tokenizer)):
+            raise ValueError(
+                f"tokenizer is a tokenizer that check=True reads a text with; got a {type(tokenizer).__name__} and "
+                f"check={check!r}. Pass both, or leave it out."
+            )
         chosen = resolve_config(config)
         require_model(model)
         notices = Notices(strict, speaks=ranks.speaks)
@@ -132,7 +137,9 @@ def patch(
         with ranks.together():
             if check:
                 unpatched = unpatched_logits(model, planned.modules.values())
-                own = tokenizer or own_tokenizer(checkpoint_of(model, revision), notices.note)
+                own = (
+                    tokenizer if tokenizer is not None else own_tokenizer(checkpoint_of(model, revision), notices.note)
+                )
                 text = check_text(model, chosen, own)
             stack.enter_context(alone(model, "patch()"))
         handle = _apply(model, planned, strict)

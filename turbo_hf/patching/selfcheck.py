@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, ProcessorMixin
 
 from turbo_hf.cache.context_group import spread
 from turbo_hf.cache.turbo_cache import TurboCache
@@ -219,6 +219,9 @@ def check_text(model: PreTrainedModel, config: TurboConfig, tokenizer: Any) -> C
             f"({config.recent_tokens} newest tokens are not). Patch it without check=True."
         )
     count = prompt + tail + 1
+    if isinstance(tokenizer, ProcessorMixin):
+        # a processor of images takes them first, and has the tokenizer inside
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if tokenizer is None:
         ids, words = _sampled(model, count), "its own sampled text"
     else:
@@ -336,7 +339,9 @@ def judged(text: CheckText | None, model: PreTrainedModel, handle: Any, notices:
         notices.refuse(f"self-check: {found}.", "The patch is off again. Try a preset with more bits.")
     elif found.verdict == EVALUATE:
         notices.note(f"self-check: {found}.")
-    return f"self-check: {found}"
+    begins = handle.report().config.begins
+    unseen = "" if text.reading.passes[0] >= begins else f" (what is sparse from {begins} tokens on was not read)"
+    return f"self-check: {found}{unseen}"
 
 
 def _distance(logits: torch.Tensor, reference: torch.Tensor) -> float:
