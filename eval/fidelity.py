@@ -225,13 +225,15 @@ def unsteady(rows: Iterable[Fidelity]) -> str | None:
     if most <= UNSTEADY:
         return None
     return (
-        f"The unpatched model differs from itself by {most:.4f} nats where the same tokens come in other passes: its "
-        "layers do not carry all state over passes of several tokens. The figures compare caches in the same passes."
+        f"The unpatched model differs from itself by {most:.4f} nats where the same tokens come in other passes, as "
+        "layers do that lose state between passes of several tokens (Mamba 2). Figures compare caches in equal passes."
     )
 
 
 def suggestion(rows: Sequence[Fidelity]) -> str:
     """The smallest of the patched methods that is like 16 bit in every case, as a sentence."""
+    if not rows:
+        return "None of these methods is of a patched model."
     by_name: dict[str, list[Fidelity]] = {}
     for row in rows:
         by_name.setdefault(row.method, []).append(row)

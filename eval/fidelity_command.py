@@ -53,7 +53,7 @@ WHAT = (
     "the model's own continuation, in steps.",
     "Verdicts by mean KL: "
     + ", ".join(f"up to {bound:g} {words}" for bound, words in BOUNDS)
-    + f", above {NEVER}; up to twice the noise, but no more than {UNSTEADY:g}, is like 16 bit, too.",
+    + f", above {NEVER}; up to twice a noise of {UNSTEADY:g} or less is like 16 bit, too.",
 )
 
 
@@ -133,8 +133,9 @@ def fidelity_command(
         }
     except (ValueError, OSError) as mistake:
         raise fail(str(mistake)) from mistake
-    if all(row.figures is None for row in rows["table"] if row.method in wanted):
-        raise fail("; ".join(dict.fromkeys(f"{row.method}: {row.verdict}" for row in rows["table"] if not row.figures)))
+    own = [row for row in rows["table"] if row.method in wanted]
+    if all(row.figures is None for row in own):
+        raise fail("; ".join(dict.fromkeys(f"{row.method}: {row.verdict}" for row in own)))
     told = suggestion([row for row in rows["table"] if row.method in {at.name for at in chosen if at.config}])
     told = " ".join(filter(None, (unsteady(rows["table"]), told)))
     facts = _facts(loaded, gguf_file or model, windows, texts, tail)

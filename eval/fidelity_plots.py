@@ -1,5 +1,6 @@
 """Pictures of `turbo-hf fidelity`: KL by method, by widths of keys and values, and by layer."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def draw(rows: dict[str, list[Fidelity]], title: str, folder: Path) -> list[Path
 
 
 def _kl(row: Fidelity) -> float:
-    return LEAST if row.figures is None else max(LEAST, row.figures.kl)
+    """What is drawn; NaN, which is not, for what is not finite."""
+    kl = math.nan if row.figures is None else row.figures.kl
+    return max(LEAST, kl) if math.isfinite(kl) else math.nan
 
 
 def _methods(figure: Any, rows: list[Fidelity]) -> None:
