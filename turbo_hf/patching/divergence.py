@@ -16,8 +16,8 @@ BOUNDS = ((0.003, LIKE), (0.01, SMALL), (0.1, EVALUATE))
 """Mean KL in nats up to which each verdict holds; above the last one `NEVER`. docs/evaluation.md argues for them."""
 
 UNSTEADY = BOUNDS[1][0] / 2
-"""Mean KL in nats of 16 bit to itself above which other passes are no noise, and excuse no cache: layers that lose state
-between passes of several tokens (Mamba 2) move it by a tenth."""
+"""Mean KL in nats of 16 bit to itself above which other passes are no noise, and excuse no cache: layers that lose
+state between passes of several tokens (Mamba 2) move it by a tenth."""
 
 SPLIT = 256
 """Positions that are compared at a time: of a large vocabulary, each takes megabytes."""
