@@ -335,7 +335,8 @@ def judged(text: CheckText | None, model: PreTrainedModel, handle: Any, notices:
         return "self-check: logits as before; without a head there is no distribution to compare"
     found = text.check(model, handle.new_cache())
     if found.verdict == NEVER:
-        notices.refuse(f"self-check: {found}.", "The patch is off again. Try a preset with more bits.")
+        remedy = 'Try more bits, leave layers dense (turbo-hf fidelity --map), or pass strict="warn" to go on.'
+        notices.refuse(f"self-check: {found}.", f"The patch is off again. {remedy}")
     elif found.verdict == EVALUATE:
         notices.note(f"self-check: {found}.")
     begins = handle.report().config.begins
