@@ -86,18 +86,20 @@ def rounded(keys: int, values: int, **more: Any) -> TurboConfig:
     return TurboConfig(bits=keys, value_bits=None if values == keys else values, **more)
 
 
-def grid(widths: Sequence[int]) -> list[Method]:
-    """Widths of keys by widths of values."""
-    return [Method(f"K{keys} V{values}", rounded(keys, values)) for keys in widths for values in widths]
+def grid(widths: Sequence[int], latent: bool = False) -> list[Method]:
+    """Widths of keys by widths of values; latent: of latents, which have one width."""
+    pairs = [(keys, values) for keys in widths for values in widths if keys == values or not latent]
+    return [Method(f"K{keys} V{values}", rounded(keys, values)) for keys, values in pairs]
 
 
-def layer_map(layers: Sequence[int], bits: int) -> list[Method]:
+def layer_map(layers: Sequence[int], bits: int, latent: bool = False) -> list[Method]:
     """Each of these layers alone: its keys at `bits` and its values at 8 bit, and the other way round; all others are
-    pages of 16 bit."""
+    pages of 16 bit. latent: its latents at `bits`."""
+    sides = {"latents": (bits, bits)} if latent else {"keys": (bits, 8), "values": (8, bits)}
     return [
         Method(f"layer {one} {side}", rounded(*widths, int8_layers=(), dense_layers=tuple(set(layers) - {one})))
         for one in layers
-        for side, widths in (("K", (bits, 8)), ("V", (8, bits)))
+        for side, widths in sides.items()
     ]
 
 
@@ -214,6 +216,8 @@ def continued(model: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
         max_new_tokens=count,
         min_new_tokens=count,
         do_sample=False,
+        num_beams=1,
+        num_return_sequences=1,
         **{CACHE: DynamicCache(config=model.config)},
     )
     return out
@@ -225,13 +229,15 @@ def unsteady(rows: Iterable[Fidelity]) -> str | None:
     if most <= UNSTEADY:
         return None
     return (
-        f"The unpatched model differs from itself by {most:.4f} nats where the same tokens come in other passes: its "
-        "layers do not carry all state over passes of several tokens. The figures compare caches in the same passes."
+        f"The unpatched model differs from itself by {most:.4f} nats where the same tokens come in other passes, as "
+        "layers do that lose state between passes of several tokens (Mamba 2). Figures compare caches in equal passes."
     )
 
 
 def suggestion(rows: Sequence[Fidelity]) -> str:
     """The smallest of the patched methods that is like 16 bit in every case, as a sentence."""
+    if not rows:
+        return "None of these methods is of a patched model."
     by_name: dict[str, list[Fidelity]] = {}
     for row in rows:
         by_name.setdefault(row.method, []).append(row)

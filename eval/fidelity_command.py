@@ -24,6 +24,7 @@ from turbo_hf.eval.without_cudnn_plans import without_plans
 from turbo_hf.layout import BITS
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import version_of
+from turbo_hf.patches.generic import is_latent
 from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.divergence import BOUNDS, NEVER, UNSTEADY
 
@@ -53,7 +54,7 @@ WHAT = (
     "the model's own continuation, in steps.",
     "Verdicts by mean KL: "
     + ", ".join(f"up to {bound:g} {words}" for bound, words in BOUNDS)
-    + f", above {NEVER}; up to twice the noise, but no more than {UNSTEADY:g}, is like 16 bit, too.",
+    + f", above {NEVER}; up to twice a noise of {UNSTEADY:g} or less is like 16 bit, too.",
 )
 
 
@@ -71,7 +72,7 @@ def fidelity_command(
     ] = None,
     count: Annotated[int | None, typer.Option(min=2, help=f"Maximum number of texts; default: {COUNT}.")] = None,
     tail: Annotated[
-        int | None, typer.Option(min=STEP, help=f"Tokens after the prompt that are compared; default: {TAIL}.")
+        int | None, typer.Option(min=STEP + 1, help=f"Tokens after the prompt that are compared; default: {TAIL}.")
     ] = None,
     generate: Annotated[
         int, typer.Option(min=0, help="Also read the model's own greedy answer of so many tokens to each prompt.")
@@ -119,12 +120,13 @@ def fidelity_command(
         cases = [Case(size, path) for size in sizes for path in ("steps", "chunk")]
         answers = [Case(size, "answer") for size in sizes] if generate else []
         first, bare = [Case(sizes[0], "steps")], {"noise": False, "tail": tail}
-        layers = [at.index for at in attention_layers(loaded) if not at.reason] if with_map else []
+        served = [at for at in attention_layers(loaded) if not at.reason]
+        layers, latent = [at.index for at in served], any(is_latent(at.module) for at in served)
         parts = {
             "table": (cases, chosen, {"tail": tail}),
             "answers": (answers, chosen, {"tail": generate}),
-            "grid": (first if with_grid else [], grid(sorted(BITS, reverse=True)), bare),
-            "map": (first if with_map else [], layer_map(layers, map_bits), bare),
+            "grid": (first if with_grid else [], grid(sorted(BITS, reverse=True), latent), bare),
+            "map": (first if with_map else [], layer_map(layers, map_bits, latent), bare),
         }
         rows = {
             name: _measured(name, loaded, windows[: FEW if name in ("grid", "map") else None], *part, made)
@@ -133,8 +135,9 @@ def fidelity_command(
         }
     except (ValueError, OSError) as mistake:
         raise fail(str(mistake)) from mistake
-    if all(row.figures is None for row in rows["table"] if row.method in wanted):
-        raise fail("; ".join(dict.fromkeys(f"{row.method}: {row.verdict}" for row in rows["table"] if not row.figures)))
+    own = [row for row in rows["table"] if row.method in wanted]
+    if all(row.figures is None for row in own):
+        raise fail("; ".join(dict.fromkeys(f"{row.method}: {row.verdict}" for row in own)))
     told = suggestion([row for row in rows["table"] if row.method in {at.name for at in chosen if at.config}])
     told = " ".join(filter(None, (unsteady(rows["table"]), told)))
     facts = _facts(loaded, gguf_file or model, windows, texts, tail)

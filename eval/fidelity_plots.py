@@ -1,5 +1,6 @@
 """Pictures of `turbo-hf fidelity`: KL by method, by widths of keys and values, and by layer."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def draw(rows: dict[str, list[Fidelity]], title: str, folder: Path) -> list[Path
 
 
 def _kl(row: Fidelity) -> float:
-    return LEAST if row.figures is None else max(LEAST, row.figures.kl)
+    """What is drawn; NaN, which is not, for what is not finite."""
+    kl = math.nan if row.figures is None else row.figures.kl
+    return max(LEAST, kl) if math.isfinite(kl) else math.nan
 
 
 def _methods(figure: Any, rows: list[Fidelity]) -> None:
@@ -66,9 +69,9 @@ def _grid(figure: Any, rows: list[Fidelity]) -> None:
 
 def _map(figure: Any, rows: list[Fidelity]) -> None:
     axis = figure.subplots()
-    for side, words in (("K", "keys"), ("V", "values")):
+    for side in dict.fromkeys(row.method.split()[2] for row in rows):
         own = [(int(row.method.split()[1]), _kl(row)) for row in rows if row.method.endswith(side)]
-        axis.plot(*zip(*own, strict=True), "o-", label=words, markersize=4)
+        axis.plot(*zip(*own, strict=True), "o-", label=side, markersize=4)
     axis.set(xlabel="layer that is rounded; all others in 16 bit", ylabel="mean KL to 16 bit, nats", yscale="log")
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from models import LAB_MODEL
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from turbo_hf.cli.main import app
@@ -45,6 +47,16 @@ def test_texts_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
     _, found = fidelity(LAB, "--texts", str(tmp_path), "--lengths", "64", "--tail", "16", "--methods", "int8")
     assert found["source"] == str(tmp_path)
+
+
+def test_a_model_without_keys_and_values_is_refused_by_what_was_asked_for(tmp_path: Path) -> None:
+    model = transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=3072, hidden_size=16, num_hidden_layers=1)
+    )
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(LAB_MODEL).save_pretrained(tmp_path)
+    said, _ = fidelity(str(tmp_path), "--lengths", "64", "--tail", "16", "--methods", "turbo4", code=1)
+    assert "error: turbo4: Unsupported: no layer of MambaForCausalLM (mamba) can be compressed" in said
 
 
 def test_a_short_run_takes_what_is_given() -> None:

@@ -489,7 +489,7 @@ WITHDRAWN: dict[str, Withdrawn] = {
     "turbo4-long": Withdrawn(TurboConfig(bits=4, sparse_prompt=PromptSparsity()), None),
 }
 """Keys of 4 bit with values of 3; half of the heads at 2 bit; keys of 4 bit with values of 2; bits by depth; 2 bit; the
-same with keys of 4 in the last eighth of the layers; sparse prompts. All but the last lose answers of real
+same with keys of 4 in the last eighth of the layers; sparse prompts. All but the last are far from 16 bit on real
 checkpoints."""
 
 
@@ -509,7 +509,7 @@ def withdrawn(config: TurboConfig) -> str | None:
         return f"{name} has not been evaluated on a real checkpoint. Evaluate it, or take {DEFAULT_PRESET}."
     smol, small, large = found.kl
     return (
-        f"{name} loses answers on real checkpoints: mean KL to 16 bit {smol:g} nats on SmolLM2-135M, {small:g} and "
+        f"{name} is far from 16 bit on real checkpoints: mean KL {smol:g} nats on SmolLM2-135M, {small:g} and "
         f"{large:g} on Qwen2.5-Coder-0.5B and -1.5B ({DEFAULT_PRESET}: 0.022, 0.135, 0.022; 16 bit again: 0.001). Take "
         f"{DEFAULT_PRESET} or int8, and see turbo-hf fidelity."
     )

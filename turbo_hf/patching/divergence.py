@@ -15,9 +15,9 @@ LIKE, SMALL, EVALUATE, NEVER = "like 16 bit", "small", "evaluate on your tasks",
 BOUNDS = ((0.003, LIKE), (0.01, SMALL), (0.1, EVALUATE))
 """Mean KL in nats up to which each verdict holds; above the last one `NEVER`. docs/evaluation.md argues for them."""
 
-UNSTEADY = BOUNDS[1][0]
-"""Mean KL in nats of 16 bit to itself above which other passes are no noise: layers that lose their state between
-passes of several tokens (Mamba 2) move it by tenths."""
+UNSTEADY = BOUNDS[1][0] / 2
+"""Mean KL in nats of 16 bit to itself above which other passes are no noise, and excuse no cache: layers that lose
+state between passes of several tokens (Mamba 2) move it by a tenth."""
 
 SPLIT = 256
 """Positions that are compared at a time: of a large vocabulary, each takes megabytes."""
@@ -84,12 +84,12 @@ class Divergence:
 
 
 def verdict(kl: float, noise: float = 0.0) -> str:
-    """The mean KL in words that a user can act on. noise: the mean KL of 16 bit to itself, twice which is like 16 bit,
-    up to the bound of `SMALL`: a model that differs more from itself excuses no cache.
+    """The mean KL in words that a user can act on. noise: the mean KL of 16 bit to itself, twice which is like 16 bit
+    if it is no more than `UNSTEADY`.
 
     NaN is never like 16 bit.
     """
-    if kl <= min(2 * noise, UNSTEADY):
+    if noise <= UNSTEADY and kl <= 2 * noise:
         return LIKE
     return next((words for bound, words in BOUNDS if kl <= bound), NEVER)
 
@@ -117,12 +117,18 @@ def compare_positions(got: torch.Tensor, reference: torch.Tensor, reading: Readi
     return Positions(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _compare(got: torch.Tensor, reference: torch.Tensor, right: torch.Tensor) -> Positions:
-    own, base = got.gather(1, right)[:, 0].double(), reference.gather(1, right)[:, 0].double()
+def divergences(got: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """KL(reference || got) float64 [..., positions] of log-probabilities [..., positions, vocabulary], in nats."""
     # a probability of 0 adds nothing; the sum of many terms of both signs may round to less than 0
     terms = torch.where(reference.isneginf(), 0.0, reference.exp() * (reference - got))
-    kl = terms.sum(-1, dtype=torch.float64).clamp(min=0)
-    return Positions(kl, own.exp() - base.exp(), got.argmax(-1) == reference.argmax(-1), -own, -base)
+    return terms.sum(-1, dtype=torch.float64).clamp(min=0)
+
+
+def _compare(got: torch.Tensor, reference: torch.Tensor, right: torch.Tensor) -> Positions:
+    own, base = got.gather(1, right)[:, 0].double(), reference.gather(1, right)[:, 0].double()
+    return Positions(
+        divergences(got, reference), own.exp() - base.exp(), got.argmax(-1) == reference.argmax(-1), -own, -base
+    )
 
 
 def summarize(texts: Sequence[Positions]) -> Divergence:

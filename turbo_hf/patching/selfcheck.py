@@ -19,7 +19,7 @@ from turbo_hf.layout import type_16bit
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.host_device import input_device
-from turbo_hf.patching.divergence import EVALUATE, NEVER, Reading, log_probabilities, verdict
+from turbo_hf.patching.divergence import EVALUATE, NEVER, Reading, divergences, log_probabilities, verdict
 
 DECODED = 16
 """Tokens that are passed one by one, so that attention reads the compressed cache."""
@@ -174,8 +174,7 @@ def compare(logits: torch.Tensor, reference: torch.Tensor, text: str = "") -> Se
     difference = logits - logits.mean(-1, keepdim=True) - centred
     error = (difference.norm() / centred.norm()).item()
     agreement = (logits.argmax(-1) == reference.argmax(-1)).float().mean().item()
-    base = reference.log_softmax(-1)
-    kl = (base.exp() * (base - logits.log_softmax(-1))).sum(-1, dtype=torch.float64).mean().item()
+    kl = divergences(logits.log_softmax(-1), reference.log_softmax(-1)).mean().item()
     return SelfCheck(error, agreement, kl, reference[..., 0].numel(), text)
 
 
@@ -336,7 +335,8 @@ def judged(text: CheckText | None, model: PreTrainedModel, handle: Any, notices:
         return "self-check: logits as before; without a head there is no distribution to compare"
     found = text.check(model, handle.new_cache())
     if found.verdict == NEVER:
-        notices.refuse(f"self-check: {found}.", "The patch is off again. Try a preset with more bits.")
+        remedy = 'Try more bits, leave layers dense (turbo-hf fidelity --map), or pass strict="warn" to go on.'
+        notices.refuse(f"self-check: {found}.", f"The patch is off again. {remedy}")
     elif found.verdict == EVALUATE:
         notices.note(f"self-check: {found}.")
     begins = handle.report().config.begins
