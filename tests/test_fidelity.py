@@ -25,7 +25,7 @@ def fidelity(*words: str, code: int = 0) -> tuple[str, Any]:
 
 
 def test_the_table_of_the_carried_model(tmp_path: Path) -> None:
-    few = ("--lengths", "96", "--count", "2", "--tail", "16", "--generate", "16", "--grid", "--map")
+    few = ("--lengths", "96", "--count", "2", "--tail", "17", "--generate", "16", "--grid", "--map")
     said, found = fidelity(LAB, *few, "--methods", "int8,turbo4,fp16", "--out", str(tmp_path))
     assert "lab-llama-4m, 2 texts, 96 tokens, chunk" in said
     assert found["suggestion"] in said
@@ -45,7 +45,7 @@ def test_the_table_of_the_carried_model(tmp_path: Path) -> None:
 
 def test_texts_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    _, found = fidelity(LAB, "--texts", str(tmp_path), "--lengths", "64", "--tail", "16", "--methods", "int8")
+    _, found = fidelity(LAB, "--texts", str(tmp_path), "--lengths", "64", "--tail", "17", "--methods", "int8")
     assert found["source"] == str(tmp_path)
 
 
@@ -55,7 +55,7 @@ def test_a_model_without_keys_and_values_is_refused_by_what_was_asked_for(tmp_pa
     )
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(LAB_MODEL).save_pretrained(tmp_path)
-    said, _ = fidelity(str(tmp_path), "--lengths", "64", "--tail", "16", "--methods", "turbo4", code=1)
+    said, _ = fidelity(str(tmp_path), "--lengths", "64", "--tail", "17", "--methods", "turbo4", code=1)
     assert "error: turbo4: Unsupported: no layer of MambaForCausalLM (mamba) can be compressed" in said
 
 
