@@ -231,7 +231,7 @@ def test_patch_takes_the_heads_from_a_calibration(metric: Any) -> None:
         with turbo_hf.patch(model, config, calibration=calibration) as handle:
             want = calibration.head_orders(metric)
             assert orders(handle, model) == [[list(want[i])] * 2 for i in range(6)]
-            assert "2-bit heads: by calibration over 768 tokens (this process)" in str(handle.report())
+            assert "3-bit heads: by calibration over 768 tokens (this process)" in str(handle.report())
     assert reversed_heads(found).head_orders(metric) != found.head_orders(metric)
 
 
@@ -262,10 +262,10 @@ def test_auto_looks_beside_the_checkpoint(tmp_path: Path) -> None:
     found.save_pretrained(tmp_path)
     for calibration in ("auto", tmp_path, str(tmp_path)):
         with turbo_hf.patch(model, MIXED, calibration=calibration) as handle:
-            assert handle.report().heads == f"2-bit heads: by calibration over 768 tokens ({tmp_path})"
+            assert handle.report().heads == f"3-bit heads: by calibration over 768 tokens ({tmp_path})"
             assert orders(handle, model)[3] == [list(found.head_orders("priority")[3])] * 2
     with turbo_hf.patch(model, MIXED, calibration=None) as handle:
-        assert handle.report().heads == "2-bit heads: chosen by each row's first 32 tokens"
+        assert handle.report().heads == "3-bit heads: chosen by each row's first 32 tokens"
     with turbo_hf.patch(model) as handle:
         assert handle.report().heads == ""
     with turbo_hf.patch(model, calibration=tmp_path) as handle:
@@ -282,7 +282,7 @@ def test_auto_says_what_is_wrong_with_what_it_finds(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="damaged"):
         handle = turbo_hf.patch(model, MIXED, strict="warn")
     assert "damaged" in handle.report().warnings[0]
-    assert handle.report().heads == "2-bit heads: chosen by each row's first 32 tokens"
+    assert handle.report().heads == "3-bit heads: chosen by each row's first 32 tokens"
     handle.remove()
     with pytest.raises(ValueError, match="damaged"):
         turbo_hf.patch(model, MIXED, strict="warn", calibration=tmp_path)

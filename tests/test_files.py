@@ -70,7 +70,11 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
     append_line(path, {"a": 1})
     append_line(path, {"a": "ä\u2028"})
     assert read_lines(path, "", growing=True) == [{"a": 1}, {"a": "ä\u2028"}]
-    for other in (b"[1]\n", b"\n", b"\xff\n", b"[" * 100_000 + b"\n", b'{"a": 3'):
+    path.write_bytes(path.read_bytes() + b'{"a": 3')
+    assert read_lines(path, "", growing=True) == [{"a": 1}, {"a": "ä\u2028"}], "what a killed process leaves"
+    append_line(path, {"a": 4})
+    assert read_lines(path, "", growing=True)[2:] == [{"a": 4}]
+    for other in (b"[1]\n", b"\n", b"\xff\n", b"[" * 100_000 + b"\n"):
         path.write_bytes(b'{"a": 1}\n' + other)
         with pytest.raises(ValueError, match=r"line 2 of '.*log.jsonl' .* Do this\.$"):
             read_lines(path, "Do this.", growing=True)

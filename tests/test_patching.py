@@ -147,15 +147,15 @@ def test_models_do_not_touch_each_other() -> None:
 
 def test_report() -> None:
     model = tiny("gemma2", **MIXED)
-    config = TurboConfig(low_bits=2, low_heads=0.5, int8_layers=(1,))
+    config = TurboConfig(low_bits=3, low_heads=0.5, int8_layers=(1,))
     with turbo_hf.patch(model, config) as handle:
         report = handle.report()
         assert str(report).splitlines() == [
             "Gemma2ForCausalLM (Gemma 2)",
             f"  {report.notes}",
-            f"  layer 0: 1 x 4 bit + 1 x 2 bit, window {WINDOW}",
+            f"  layer 0: 1 x 4 bit + 1 x 3 bit, window {WINDOW}",
             "  layer 1: 8 bit; asked for by int8_layers",
-            "  2-bit heads: chosen by each row's first 64 tokens (no calibration beside the checkpoint)",
+            "  3-bit heads: chosen by each row's first 64 tokens (no calibration beside the checkpoint)",
             "  prompts: fp16 (auto, without a GPU)",
             "  decode steps: CUDA graphs, once the model is on a GPU",
             f"  {report.serving}",

@@ -103,7 +103,9 @@ def test_dense_layers_are_not_rounded(model_type: str, options: dict[str, Any]) 
     # whatever else rounds, they are those of bits=16
     model.bfloat16()
     exact = TurboConfig(bits=16, attention="fp16", block_size=32)
-    rounds = TurboConfig(low_heads=0.5, recent_tokens=32, sas=True, smooth_k=True, block_size=32, dense_layers=(0, 1))
+    rounds = TurboConfig(
+        low_heads=0.5, low_bits=3, recent_tokens=32, sas=True, smooth_k=True, block_size=32, dense_layers=(0, 1)
+    )
     answers = []
     for own in (exact, rounds):
         with turbo_hf.patch(model, own) as handle:

@@ -18,7 +18,7 @@ PROSE = PROSE_FILE.read_text()
 TEXTS = [PROSE] * 8
 SMALL = Settings(window=256, windows=3, queries=48, hidden=32, clusters=16, steps=8, batch=16, local=31, far=16)
 HEADS = replace(SMALL, index=False)
-MIXED = TurboConfig(block_size=32, low_heads=0.5)
+MIXED = TurboConfig(block_size=32, low_heads=0.5, low_bits=3)
 
 
 def lab(**options: Any) -> Calibration:

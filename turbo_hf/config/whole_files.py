@@ -63,31 +63,50 @@ def write_whole(path: Path, content: str | bytes | Iterable[Any]) -> None:
     partial = path.with_name(f"{path.name}.{uuid4().hex[:12]}{PARTIAL}")
     whole: Any = content.encode() if isinstance(content, str) else content
     try:
-        with partial.open("xb") as file:
+        with _named(path), partial.open("xb") as file:
             file.writelines([whole] if isinstance(whole, bytes) else whole)
-        partial.replace(path)
-    except OSError as error:
-        # a write names no file
-        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
+        with _named(path):
+            partial.replace(path)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
-    """Append a line of JSON to a file. OSError: it cannot be written."""
-    with path.open("ab") as file:
+    """Append a line of JSON to a file, after its last whole line: half a line is what a killed process leaves.
+
+    Raises:
+        OSError: it cannot be written; the message names it.
+    """
+    with _named(path), path.open("a+b") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        if file.read(1) not in (b"", b"\n"):
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
         file.write(json.dumps(row).encode() + b"\n")
 
 
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An OSError inside names the file, which a write does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
+
+
 def read_lines(path: Path, remedy: str, *, growing: bool = False) -> list[dict[str, Any]]:
-    """The JSON objects of a file that holds one in each line. growing: it may be missing.
+    """The JSON objects of a file that holds one in each line.
+
+    growing: `append_line` writes it: it may be missing, and half a line at its end is left out.
 
     Raises:
         ValueError: a line is no JSON object; the message names file and line and ends with `remedy`.
         OSError: it cannot be read.
     """
     lines = b"" if growing and not path.exists() else read_file(path, MOST_LINES)
+    if growing:
+        lines = lines[: lines.rfind(b"\n") + 1]
     found = enumerate(lines.removesuffix(b"\n").split(b"\n") if lines else (), 1)
     return [_parsed(line, f"line {number} of {str(path)!r}", remedy) for number, line in found]
 
