@@ -52,7 +52,6 @@ def test_kernels_compile_and_fit() -> None:
         "assign_kernel",
         "layer_kernel",
         "logits_kernel",
-        "visit_kernel",
         "list_kernel",
         "cut_by_means_kernel",
         "list_by_means_kernel",
