@@ -1,8 +1,10 @@
 """Bytes of a model's weights: from its config, and from a checkpoint's files if these hold them quantized."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedModel
 
 from turbo_hf.calibration.checkpoint import WEIGHTS, hub_file
@@ -37,7 +39,33 @@ def weigh(model: PreTrainedModel, name: str = "") -> Weights:
     stored, method = file_bytes(name), f"Weights ({fields.get('quant_method', 'bitsandbytes')}) are counted"
     if stored is not None:
         return Weights(stored, f"{method} as the checkpoint's files store them.")
-    return Weights(full, f"{method} at {8 * model.dtype.itemsize} bit, which is too much: their files are not here.")
+    bits = _bits(fields)
+    if bits is None:
+        return Weights(
+            full, f"{method} at {8 * model.dtype.itemsize} bit, which is too much: their files are not here."
+        )
+    saved = sum(p.numel() * (p.element_size() - bits / 8) for p in _quantized(model, fields))
+    return Weights(round(full - saved), f"{method} at {bits:g} bit: their files are not here.")
+
+
+def _bits(fields: dict[str, Any]) -> float | None:
+    """Bits of a quantized weight with its share of scales, from a config alone; None: not known."""
+    if fields.get("load_in_4bit"):
+        return 4.5
+    known = {"mxfp4": 4.25, "mxfp8": 8.25, "fp8": 8.0}.get(str(fields.get("quant_method")))
+    if known is None and type(fields.get("bits")) is int:
+        # GPTQ and AWQ: a scale and a zero point for each group
+        group = fields.get("group_size")
+        known = fields["bits"] + ((16 + fields["bits"]) / group if type(group) is int and group > 0 else 0)
+    return known or (8.0 if fields.get("load_in_8bit") else None)
+
+
+def _quantized(model: PreTrainedModel, fields: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The weights that are quantized: of mxfp4 those of experts, one tensor of three dimensions; else all matrices but
+    embeddings."""
+    ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None}
+    least = 3 if fields.get("quant_method") == "mxfp4" else 2
+    return (p for p in model.parameters() if p.dim() >= least and id(p) not in ends)
 
 
 def file_bytes(name: str) -> int | None:
