@@ -209,7 +209,7 @@ def _reading(model: Any, window: torch.Tensor, case: Case, tail: int) -> Reading
 
 @torch.no_grad()
 def continued(model: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
-    """`ids` and `count` tokens that the unpatched model goes on with, none of them an end."""
+    """`ids` and `count` tokens that the unpatched model goes on with, the most likely ones but for an end."""
     out: torch.Tensor = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -218,6 +218,9 @@ def continued(model: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
         do_sample=False,
         num_beams=1,
         num_return_sequences=1,
+        # what the checkpoint's own generation config may ask for
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
         **{CACHE: DynamicCache(config=model.config)},
     )
     return out

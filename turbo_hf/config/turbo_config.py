@@ -468,7 +468,8 @@ PRESETS: dict[str, TurboConfig] = {
 class Withdrawn(NamedTuple):
     """A preset that can still be named, and is not recommended.
 
-    kl: mean KL in nats to 16 bit at 2k tokens, of SmolLM2-135M, Qwen2.5-Coder-0.5B and -1.5B; None: not measured.
+    kl: mean KL in nats to 16 bit at 2k tokens, of SmolLM2-135M, Qwen2.5-Coder-0.5B and -1.5B, measured before layer 0
+        of the second stayed at 8 bit (`eval/results/fidelity-log.md`); None: not measured.
     """
 
     config: TurboConfig
