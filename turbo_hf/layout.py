@@ -29,7 +29,8 @@ Half-split packing of n codes of w bits: byte j holds codes j, j + n/p, j + 2n/p
 
 so that a mask and a shift of whole words unpack it, without interleaving.
 
-Keys may be stored rotated (`ops.store.rotate`): what is said about keys here then applies to the rotated ones.
+Keys may be stored divided by a balance, float32 [Hkv, D], one number per channel: what is said about keys here then
+applies to the quotients, and queries that meet them are multiplied by it (`ops.maths.balanced_queries`).
 
 A page has two axes: each token has a size, and each channel a range. What a code stands for::
 
@@ -49,7 +50,7 @@ In a layer for sparse decoding, tokens of a prompt may be stored in bucket order
 Open tokens, the newest of each row, usually too few to fill a block, are INT8 codes with one scale per token and head
 (fp32 that bf16 can hold, rounded up), in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].
 
-A layer of latent attention (MLA) stores one "head": its latent in the place of keys (`D` channels, rotated like keys),
+A layer of latent attention (MLA) stores one "head": its latent in the place of keys (`D` channels),
 and the rotary part that all its heads share in the place of values (`Dv` channels, fewer). The latent has the config's
 width; the rotary part has 8 bit, or 16 beside a 16-bit latent. In all other layers `Dv` is `D`.
 
@@ -275,14 +276,12 @@ class Rounding(NamedTuple):
     block: tokens per block of K and V, and per tile of P. Over a past, these are the past's own blocks.
     v_scale: scales of V in 8 bit: one per "block", per "channel" of a row, or per row ("tensor").
     smooth_k: subtract the row's mean key from its keys before rounding, and add its contribution back to the scores.
-    hadamard: rotate Q and K by a Hadamard matrix before rounding.
     """
 
     mode: str = "turbo"
     block: int = 128
     v_scale: str = "block"
     smooth_k: bool = False
-    hadamard: bool = False
 
 
 PROMPT_TILE = 128

@@ -13,9 +13,9 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import KVStore, Rounding, Scoring
+from turbo_hf.layout import KVStore, Rounding, Scoring, narrowed
+from turbo_hf.ops.maths import balanced_keys, balanced_queries
 from turbo_hf.ops.prefill.contract import prefill
-from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.tuning import in_tiles, prefill_mode
 from turbo_hf.sparse.prompts import PromptTally
 
@@ -42,6 +42,7 @@ def attend_prompt(
         "held": None if past is None else layer.lengths(),
         "sorted_past": buckets is not None,
         "context": layer.state.context,
+        "balance": layer.balance,
     }
     out = prompt_attention(layer.config, *given, **how)
     cache.store_prompt(layer, k, v, new, buckets)
@@ -62,23 +63,23 @@ def prompt_attention(
     held: Sequence[int] | None = None,
     sorted_past: bool = False,
     context: ContextRanks | None = None,
+    balance: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention [B, Hq, M, D] of new tokens, aligned, over themselves and a past; nothing is stored.
 
     tally: notes what sparse prompts read; None: every key is read. begins: `starts` as the host knows them. held:
     tokens of each row that the past holds; sorted_past: not in the order of time. context: the ranks over which the
-    past is spread; without a past, each computes all.
+    past is spread; without a past, each computes all. balance: of the past's keys (`layout`).
     """
     q, k, v = qkv
     known = 0
-    plain = config.v_scale == "block" and not config.smooth_k and (config.rotates or not config.hadamard)
+    plain = config.v_scale == "block" and not config.smooth_k
     if past is not None and window is None and scoring.is_plain and context is None and plain and in_tiles(past):
         known = past.table.shape[1] * past.block if held is None else max(held)
     mode, rule, kept = prefill_mode(config.prompt_attention, q, known), config.sparse_prompt, None
-    # over a past, the chunk's own keys are rotated like the stored ones
-    turned = past is not None and config.rotates
-    if turned:
-        q, k = rotate_queries(q, config.backend), rotate_keys(k, config.backend, narrow=True)
+    if past is not None and balance is not None:
+        # the chunk's own keys as the stored ones
+        q, k = balanced_queries(q, balance), narrowed(balanced_keys(k, balance), k.dtype)
     if tally is not None and rule is not None:
         where: dict[str, Any] = {"starts": begins, "held": held, "mode": mode, "backend": config.backend}
         where["sorted_past"] = sorted_past
@@ -89,13 +90,7 @@ def prompt_attention(
     elif mode == "fp16" and config.backend == "auto" and past is None and _is_plain(q, starts, window, scoring):
         return _sdpa(q, k, v, scoring.scaling)
     # "fp16" rounds nothing, so nothing needs preparing
-    rounds = mode != "fp16"
-    rounding = Rounding(
-        mode,
-        v_scale=config.v_scale,
-        smooth_k=config.smooth_k and rounds,
-        hadamard=config.hadamard and rounds and not turned,
-    )
+    rounding = Rounding(mode, v_scale=config.v_scale, smooth_k=config.smooth_k and mode != "fp16")
     if past is None:
         context = None
     elif context is not None:

@@ -8,8 +8,8 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.layout import AlwaysRead, AttentionOutput, ByMeans, Rotary, Scoring, Visits
 from turbo_hf.ops.decode.contract import decode
+from turbo_hf.ops.maths import balanced_queries
 from turbo_hf.ops.sparse.decode import sparse_decode
-from turbo_hf.ops.store.rotate import rotate_queries
 from turbo_hf.sparse.selectors import Centroids
 from turbo_hf.sparse.undo_rotary import turns_by_halves, undo_rotary
 
@@ -102,8 +102,7 @@ def attend_sparse(
         # `ReplayableSteps` counts replayed steps, since a replay runs no Python
         counts = [new.tokens - start for start in new.starts or [0] * layer.rows]
         selector.count(layer.lengths(), counts, layer.heads)
-    q = new.align(query)
-    q = rotate_queries(q, layer.config.backend) if layer.config.rotates else q
+    q = balanced_queries(new.align(query), layer.balance)
     read, noted = selector.tally.counters(query.device)
     visits: Visits | ByMeans | None = (
         ByMeans(selector.config.left, noted, layer.left_by_head) if selector.by_means else None
@@ -139,8 +138,7 @@ def audit_by_means(layer: TurboLayer, query: torch.Tensor, starts: torch.Tensor 
     always = AlwaysRead(selector.config.sink_tokens, selector.window)
     if max(layer.lengths()) <= sum(always):
         return
-    q = query[:, :, -AUDITED:]
-    q = rotate_queries(q, config.backend) if config.rotates else q
+    q = balanced_queries(query[:, :, -AUDITED:], layer.balance)
     if starts is not None:
         starts = (starts - (query.shape[2] - q.shape[2])).clamp(min=0)
     rows = max(1, AUDITED_AT_ONCE // (layer.heads * q.shape[2]))

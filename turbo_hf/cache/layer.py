@@ -25,6 +25,8 @@ class TurboLayer(DequantizedLayer):
         head_order: KV heads from the one that needs its bits most to the one that needs them least; None: each row's
             first block decides.
         selector: decode steps read the keys that it chooses; None: all keys.
+        balance: float32 [Hkv, D], what keys are divided by before they are rounded, and queries multiplied by; None: by
+            nothing. Not of latents.
         latent: of latent attention: `keys` are latents [B, 1, columns, rank], `values` the rotary parts.
     """
 
@@ -71,7 +73,7 @@ class TurboLayer(DequantizedLayer):
 
     def reset(self) -> None:
         """Drop every token and release the memory; the layer can then take another batch."""
-        empty = type(self)(self.config, self.window, self.index, self.head_order, self.selector, self.latent)
+        empty = type(self)(self.config, self.window, self.index, self.head_order, self.selector, self.latent, self.balance)
         empty.integrity, empty.states = self.integrity, self.states
         empty.prompt_tally = self.prompt_tally
         empty.state = empty.state._replace(context=self.state.context)

@@ -19,7 +19,6 @@ from turbo_hf.ops.backend import uses_triton, why_no_kernel, why_no_latent_kerne
 from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.repeat import Repeat, repeat_key
 from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
-from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 from turbo_hf.sparse.bucket_index import BucketIndex
 from turbo_hf.sparse.prompts import PromptTally
 from turbo_hf.sparse.selectors import Selector
@@ -64,7 +63,7 @@ class _Repeats:
 
 
 def _surely_finite(*stored: torch.Tensor) -> bool:
-    """Whether sums of these numbers are finite: a rotation only adds and subtracts them."""
+    """Whether all these numbers are finite, and their sum."""
     wide = (torch.promote_types(x.dtype, torch.float32) for x in stored)
     return all(
         math.isfinite(torch.linalg.vector_norm(x, 1, dtype=dtype)) for x, dtype in zip(stored, wide, strict=True)
@@ -107,9 +106,12 @@ class LayerStorage:
         head_order: Sequence[int] | None = None,
         selector: Selector | None = None,
         latent: bool = False,
+        balance: torch.Tensor | None = None,
     ):
         super().__init__()
         self.selector, self.latent = selector, latent
+        # float32 [Hkv, D], what stored keys are divided by; 16-bit ones by nothing
+        self.balance = None if config.bits == UNQUANTIZED else balance
         # shared by all caches of a patch
         self.prompt_tally = PromptTally()
         self.config, self.window, self.index, self.head_order = config, window, index, head_order
@@ -153,6 +155,8 @@ class LayerStorage:
             raise ValueError(
                 f"layer {self.index}: head_order must name each of its {self.heads} KV heads once; got {order}."
             )
+        if self.balance is not None:
+            self.balance = self.balance.to(self.device)
         groups = self.config.head_groups(self.heads)
         block, dtype_16bit = self.config.block_size, type_16bit(self.dtype)
         means = self.selector is not None and self.selector.by_means
@@ -266,11 +270,11 @@ class LayerStorage:
         integrity, after = self.integrity, self.states.stored(state, tokens, None, True)
         integrity.turn(self.index, state.seen)
         integrity.writing, before = self.name, integrity.writing
-        turned = repeat.append(k, v, q if self.config.rotates else None)
+        balanced = repeat.append(k, v, None if self.balance is None else q)
         self.device_counts.counted(state, after)
         self.state = kept.state = after
         integrity.writing = before
-        out, _ = repeat.decode(q if turned is None else turned, scoring.sas_threshold)
+        out, _ = repeat.decode(q if balanced is None else balanced, scoring.sas_threshold)
         self.commit(check_later=True)
         return out
 
@@ -323,7 +327,7 @@ class LayerStorage:
 
         check_later: NaN and Inf that kernels have noted are read later (`unchecked`), for all layers at once.
         turn: whether this is the layer's turn in a pass; else part of an operation on all layers.
-        queries: of these tokens, to be rotated as the config says; returned so, in memory that the next step writes.
+        queries: of these tokens; returned as they meet the stored keys, perhaps in memory that the next step writes.
         key: of `to_repeat`.
 
         Raises:
@@ -334,21 +338,16 @@ class LayerStorage:
             # columns before the longest row's first token are padding in every row
             first = min(new.starts or [0])
             self.lazy_initialization(k[:, :, first:], v[:, :, first:])
-        rotates = self.config.rotates
-        to_rotate = queries if rotates else None
         if self.replay is None and not self.in_place:
             # refuse before anything is written
-            k, rotates = (rotate_keys(k, self.config.backend) if rotates else k), False
             self._require_finite(new.blank(k), new.blank(v))
         if turn:
             self.integrity.turn(self.index, self.seen)
-        turned = self._append(k, v, new, buckets, check_later, rotates, to_rotate if rotates else None, key)
+        balanced = self._append(k, v, new, buckets, check_later, None if self.balance is None else queries, key)
         if self.replay is not None:
             # the launch has sealed the blocks that were due
             self.integrity.settle(self.index)
-        if to_rotate is None:
-            return queries
-        return rotate_queries(to_rotate, self.config.backend) if turned is None else turned
+        return queries if balanced is None else balanced
 
     @ordinary
     def _require_finite(self, *stored: torch.Tensor) -> None:
@@ -367,12 +366,12 @@ class LayerStorage:
         new: NewColumns,
         buckets: torch.Tensor | None,
         check_later: bool,
-        rotate: bool,
         queries: torch.Tensor | None = None,
         key: Any = None,
     ) -> torch.Tensor | None:
         backend = self.config.backend if self.in_place else "reference"
-        how: dict[str, Any] = {"nonfinite": self.nonfinite, "rotate": rotate, "queries": queries, "backend": backend}
+        how: dict[str, Any] = {"nonfinite": self.nonfinite, "backend": backend}
+        how |= {"balance": self.balance, "queries": queries}
         if self.replay is not None:
             how |= {"given_scale": self.universal, "arrived": self.replay.arrived}
             if self.replay.seals:
@@ -392,7 +391,7 @@ class LayerStorage:
         starts = new.starts_on(self.device)
         how |= {"starts": starts, "given_scale": given_scale, "max_scale": max_scale}
         store, repeat = self.to_repeat(key)
-        turned = append_tokens(k, v, store, repeat=repeat, **how)
+        balanced = append_tokens(k, v, store, repeat=repeat, **how)
         self.device_counts.counted(state, after)
         if new.valid is not None:
             valid = self.valid
@@ -403,7 +402,7 @@ class LayerStorage:
         self._repeats.state = after if key is not None and new.valid is None else None
         if self.in_place and not decoding:
             self._check_finite(check_later)
-        return turned
+        return balanced
 
     def _check_finite(self, check_later: bool) -> None:
         """ValueError if kernels have noted NaN or Inf; check_later: left to `TurboCache.require_finite`."""
@@ -496,9 +495,10 @@ class LayerStorage:
         if not rows:
             return
         if len(rows) == self.rows:
-            self.order = self.buffer.ranked_heads(slice(None), self.config)
+            self.order = self.buffer.ranked_heads(slice(None), self.config, self.balance)
         else:
             where = shared(rows, self.device)
-            self.order = self.order.index_copy(0, where, self.buffer.ranked_heads(where, self.config))
+            ranked = self.buffer.ranked_heads(where, self.config, self.balance)
+            self.order = self.order.index_copy(0, where, ranked)
         for row in rows:
             self.ranked[row] = True

@@ -211,7 +211,7 @@ class _Planner(PagedAttentionMemoryHandler):
         super().__init__(**options)
         self.num_attention_masks = 0
         heads, dim = self.config.num_attention_heads, find_head_dim(self.config)
-        # queries, keys and values of a chunk in INT8 or rotated, beside what is charged anyway
+        # queries, keys and values of a chunk in INT8 or balanced, beside what is charged anyway
         self.kv_heads_at_peak = heads + 2 * shape.heads
         if shape.expanded:
             # `head_dim` is that of rotary parts: queries, keys and values as they are expanded, and put together

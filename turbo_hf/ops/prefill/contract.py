@@ -81,8 +81,8 @@ def prefill(
         if not causal or window is not None or not own:
             raise ValueError("kept is for causal prompts without a window, which attend to themselves. Leave it out.")
         check_kept(kept, q, past)
-    if mode == "fp16" and (rounding.smooth_k or rounding.hadamard):
-        raise ValueError('smooth_k and hadamard prepare keys for rounding; mode "fp16" rounds none. Leave them out.')
+    if mode == "fp16" and rounding.smooth_k:
+        raise ValueError('smooth_k prepares keys for rounding; mode "fp16" rounds none. Leave it out.')
     if not uses_triton(backend, q.device, why_no_kernel(q, mode)):
         return reference_prefill(q, k, v, scoring, rounding, past, starts, causal, window, kept, own)
     from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton

@@ -388,10 +388,6 @@ def _attend(
                 scoring, FORM,
             )  # fmt: skip
 
-        if queries.rotated is not None:
-            q, row_scale = _queries(
-                queries.rotated, row, head, column, d, inside, scoring.scaling, broken, INT8, FORM.wide
-            )
         bias = None
         if queries.bias is not None:
             bias = tl.load(queries.bias + row_head * tokens + column, mask=m < count, other=0.0) * LOG2_E

@@ -14,12 +14,10 @@ class PrefillQueries(NamedTuple):
     """Queries [B, Hq, M, D].
 
     given: the queries.
-    rotated: queries for the chunk's keys, if these are rotated and the past's are not; None: `given`.
     bias: float32 [B, Hq, M], added to every score of a query with the chunk's keys, or None.
     """
 
     given: View
-    rotated: View | None
     bias: Any
 
 

@@ -19,7 +19,7 @@ from turbo_hf.layout import (
     power_of_two,
 )
 from turbo_hf.ops import gpu
-from turbo_hf.ops.maths import align, key_mean, key_shift, query_shift, ratio
+from turbo_hf.ops.maths import align, key_mean, ratio
 from turbo_hf.ops.prefill.kernel import prefill_kernel
 from turbo_hf.ops.prefill.kernel_arguments import Chunk, Past, PrefillForm, PrefillQueries, PrefillResult, View
 from turbo_hf.ops.prefill.kernel_operands import (
@@ -31,7 +31,7 @@ from turbo_hf.ops.prefill.kernel_operands import (
 from turbo_hf.ops.prefill.kernel_parts import merge_parts_kernel
 from turbo_hf.ops.prefill.launch_tiles import launch_list_tiles
 from turbo_hf.ops.prefill.reference_tiles import past_tiles
-from turbo_hf.ops.store.launch import launch_rotate, pairs_of
+from turbo_hf.ops.store.launch import pairs_of
 from turbo_hf.ops.tuning import PrefillTiles, fills_sms, in_tiles, past_parts, prefill_tiles
 
 REPAIR_PROGRAMS = 264
@@ -80,17 +80,12 @@ def _quantize(
     k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None, broken: torch.Tensor
 ) -> tuple[Operands, torch.Tensor | None]:
     """Operands, and the log2 of their `v_scale`. broken: int32 [B*Hkv], set to 1 for heads that contain NaN or Inf."""
-    name, block, v_scale, smooth_k, hadamard = rounding
+    name, block, v_scale, smooth_k = rounding
     mode = MODES[name]
     batch, heads, tokens, dim = k.shape
     padded = -(-tokens // block) * block
     device, by_token, with_v = k.device, mode.k_scale == "token", mode.v_type is not None
     mean = key_mean(align(k, starts), starts) if smooth_k else None
-    taken = mean
-    if hadamard:
-        shift = key_shift(dim)
-        taken = None if mean is None else launch_rotate(mean[:, :, None], shift, torch.float32)[:, :, 0]
-        k = launch_rotate(k, shift, torch.float32)
     k, v = _last_contiguous(k), _last_contiguous(v)
     shape = {"HEADS": heads, "D": dim, "DP": _padded_dim(dim), "BLOCK": block, "STARTS": starts is not None}
     shape |= gpu.FMA
@@ -110,7 +105,7 @@ def _quantize(
             if v_scale == "tensor":
                 ranges = ranges.amax(-1, keepdim=True).expand(-1, -1, dim).contiguous()
         quantize_operands_kernel[grid](
-            k, v, taken, ranges, k_codes, k_scale, v_codes, v_block, v_log2, broken, starts,
+            k, v, mean, ranges, k_codes, k_scale, v_codes, v_block, v_log2, broken, starts,
             *k.stride()[:3], *v.stride()[:3], tokens, padded,
             K_TOKEN=by_token, SMOOTH=smooth_k, V_TOP=mode.v_top, V_CHANNEL=ranges is not None, V_OUT=with_v,
             **shape,
@@ -244,7 +239,6 @@ def launch_prefill(
         operands: Operands,
         name: str,
         logs: torch.Tensor | None = None,
-        rotated: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         *,
         repair: bool = False,
@@ -271,7 +265,7 @@ def launch_prefill(
             View(first.out, None) if split else _view(found.out), (first if split else found).lse, broken
         )
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
-            PrefillQueries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
+            PrefillQueries(_view(q), bias), k_tiles, v_tiles, chunk, held,
             # what is repaired is computed densely
             None if repair else listed, before, kernel_scoring, to, pairs, tokens, parts, FORM=form, REPAIR=repair,
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
@@ -291,8 +285,7 @@ def launch_prefill(
                 launch_hopper_prefill(q, operands, v_log2, first, broken, scoring, causal, *over)
             else:
                 bias = None if operands.k_mean is None else _bias(q, operands.k_mean) * scoring.scaling
-                rotated = launch_rotate(q, query_shift(dim), torch.float32) if rounding.hadamard else None
-                run(operands, rounding.mode, v_log2, rotated, bias)
+                run(operands, rounding.mode, v_log2, bias)
         if parts > 1:
             _merge_parts(*first, starts, found)
         if rounding.mode != "fp16":
@@ -345,7 +338,7 @@ def _hopper_serves(
     plain &= window is None or (past is None and window >= q.shape[2])
     scales = MODES[rounding.mode].k_scale == "block" and rounding.v_scale == "block" and rounding.block == 128
     narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in (64, 128)
-    return gpu.hopper(q.device) and plain and scales and narrow and not (rounding.smooth_k or rounding.hadamard)
+    return gpu.hopper(q.device) and plain and scales and narrow and not rounding.smooth_k
 
 
 def _log2(softcap: float | None) -> float | None:

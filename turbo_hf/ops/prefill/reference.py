@@ -16,12 +16,11 @@ from turbo_hf.layout import (
     half_type,
     value_order,
 )
-from turbo_hf.ops.maths import align, counted, query_shift, ratio, scaled
+from turbo_hf.ops.maths import align, counted, ratio, scaled
 from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
 from turbo_hf.ops.prefill.reference_tiles import as_square
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
 from turbo_hf.ops.store.reference_pages import sealed_tokens, stored
-from turbo_hf.ops.store.reference_rotate import reference_rotate
 
 
 def reference_prefill(
@@ -45,15 +44,12 @@ def reference_prefill(
     length = 0 if past is None else (past.sealed * past.block + past.open_len)[:, None]
     place = torch.where(column < count, column + length, -1)
     mode, precise, block = MODES[rounding.mode], rounding.mode == "fp16", rounding.block
-    plain = _queries(queries, place, precise)
-    turned = plain
-    if rounding.hadamard:
-        turned = _queries(reference_rotate(queries, query_shift(queries.shape[-1]), _wide(queries)), place, precise)
+    asking = _queries(queries, place, precise)
 
     sas_tile = SAS_TILE if precise and scoring.sas_threshold is not None else None
     square = None if kept is None else as_square(kept, tokens)
     fp8 = mode.v_type == torch.float8_e4m3fn
-    runs = [] if past is None else _past(past, plain, fp8, sas_tile or past.block, square)
+    runs = [] if past is None else _past(past, asking, fp8, sas_tile or past.block, square)
     if precise:
         block = sas_tile or block
         keys, values = (_raw(align(x, starts), place, block) for x in (k, v))
@@ -64,7 +60,7 @@ def reference_prefill(
         bias = None if parts.k_mean is None else _mean_score(queries, parts.k_mean) * scoring.scaling
     if own:
         ours = None if square is None else square[..., -square.shape[2] :]
-        runs.append(Run(turned, keys, values, block, bias, own=True, kept=ours))
+        runs.append(Run(asking, keys, values, block, bias, own=True, kept=ours))
 
     out, lse = flash(runs, FlashOptions(scoring, causal, window, mode.p_type(q.dtype)))
     too_large = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)

@@ -112,7 +112,7 @@ class SparseKeys(NamedTuple):
 def sparse_keys(past: KVStore, k: torch.Tensor, sealed: int, opened: int, *, backend: str = "auto") -> SparseKeys:
     """Keys of a past, dequantized, and those that follow.
 
-    past: of rows that have `sealed` blocks and `opened` open tokens each. k: float [B, Hkv, M, D], rotated like the
+    past: of rows that have `sealed` blocks and `opened` open tokens each. k: float [B, Hkv, M, D], balanced like the
     past's.
     """
     size = past.block

@@ -5,11 +5,10 @@ import triton.language as tl
 
 from turbo_hf.ops.kernel_common import CODE_MAX, as_int8, counted, slot_of_width
 from turbo_hf.ops.store.kernel_arguments import Block
-from turbo_hf.ops.store.kernel_rotate import rotated
 from turbo_hf.ops.store.kernel_seal import copy_block, copy_mean, seal_block, seal_mean
 
 QUERIES = tl.constexpr(4)
-"""Query rows that a program rotates."""
+"""Query rows that a program balances."""
 
 
 @triton.jit
@@ -34,57 +33,65 @@ def _codes(x, given_scale, GIVEN: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _rotated_keys(k, LEVELS: tl.constexpr):
-    """Keys as `ops.store.rotate.rotate_keys` leaves them, in runs of 2^LEVELS channels; with LEVELS 0 as they are."""
-    return k if LEVELS == 0 else rotated(k, LEVELS) * (1.0 / (1 << (LEVELS // 2)))
+def _balanced(k, balance_ptr, head, d, D: tl.constexpr):
+    """Channels d of keys [T, DP] of a head, as `ops.maths.balanced_keys` leaves them."""
+    if balance_ptr is not None:
+        balance = tl.load(balance_ptr + head * D + d, mask=d < D, other=1.0)
+        k = tl.div_rn(k, tl.broadcast_to(balance[None, :], k.shape))
+    return k
 
 
 @triton.jit
-def _rotate_queries(queries, first, D: tl.constexpr, DP: tl.constexpr, LEVELS: tl.constexpr):
-    """QUERIES rows of `RotatedQueries`, from row `first` on, as `ops.store.rotate.rotate_queries` leaves them."""
+def _balance_queries(queries, balance_ptr, first, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """QUERIES rows of `NewQueries`, from row `first` on, as `ops.maths.balanced_queries` leaves them."""
     n = first + tl.arange(0, QUERIES)
     d = tl.arange(0, DP)
     inside = (n < queries.rows)[:, None] & (d < D)[None, :]
     pair, token = n // queries.tokens, n % queries.tokens
     row, head = pair // queries.heads, pair % queries.heads
-    strides = queries.strides
-    at = row * strides[0] + head * strides[1] + token * strides[2]
-    x = tl.load(queries.data + at[:, None] + d[None, :] * strides[3], mask=inside, other=0.0).to(tl.float32)
-    x = rotated(x, LEVELS) * (1.0 / (1 << (LEVELS - LEVELS // 2)))
-    tl.store(queries.out + n[:, None] * D + d[None, :], x.to(queries.out.dtype.element_ty), mask=inside)
+    x = tl.load(queries.data + _places(queries.strides, row[:, None], head[:, None], token, d), mask=inside, other=0.0)
+    kv_head = head // (queries.heads // HEADS)
+    balance = tl.load(balance_ptr + kv_head[:, None] * D + d[None, :], mask=inside, other=0.0)
+    tl.store(
+        queries.out + n[:, None] * D + d[None, :],
+        (x.to(tl.float32) * balance).to(queries.out.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["max_scale_ptr", "nonfinite_ptr"])
 def append_kernel(
     new, given_ptr,  # `NewTokens`, float32 [B, Hkv, 2] or None
-    queries,  # `RotatedQueries` or None
+    balance_ptr,  # float32 [Hkv, D] or None
+    queries,  # `NewQueries` or None
     opened,  # (k, v, k_scale, v_scale) of the open tokens, as in `KVStore`
     open_len_ptr, starts_ptr,  # int64 [B], and [B] or None
     max_scale_ptr,  # [B, Hkv, 2], the bits of float32 >= 0 as int32, which have the same order
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     tokens, cap,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Append TOKENS new tokens of one row and head; the last program of a row to arrive updates the row's count.
 
-    With `queries`, the first programs rotate those instead, which attention over the tokens takes.
+    With `queries`, the first programs balance those instead, which attention over the tokens takes.
     """
     pair = tl.program_id(1).to(tl.int64)
     if queries is not None:
         pair -= tl.cdiv(queries.rows, QUERIES)
         if pair < 0:
-            _rotate_queries(queries, (pair + tl.cdiv(queries.rows, QUERIES)) * QUERIES, D, DP, LEVELS)
+            _balance_queries(queries, balance_ptr, (pair + tl.cdiv(queries.rows, QUERIES)) * QUERIES, HEADS, D, DP)
     if pair >= 0:
         _append(
-            new, given_ptr, opened, open_len_ptr, starts_ptr, max_scale_ptr, nonfinite_ptr, arrived_ptr, tokens, cap,
-            pair, HEADS, D, DP, TOKENS, LEVELS,
+            new, given_ptr, balance_ptr, opened, open_len_ptr, starts_ptr, max_scale_ptr, nonfinite_ptr, arrived_ptr,
+            tokens, cap, pair, HEADS, D, DP, TOKENS,
         )  # fmt: skip
 
 
 @triton.jit
 def _append(
-    new, given_ptr, opened, open_len_ptr, starts_ptr, max_scale_ptr, nonfinite_ptr, arrived_ptr, tokens, cap, pair,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr,
+    new, given_ptr, balance_ptr, opened, open_len_ptr, starts_ptr, max_scale_ptr, nonfinite_ptr, arrived_ptr,
+    tokens, cap, pair,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     k_open, v_open, k_scales, v_scales = opened
     GIVEN: tl.constexpr = given_ptr is not None
@@ -102,7 +109,8 @@ def _append(
     v = tl.load(new.v + _places(new.v_strides, row, head, n, d), mask=inside, other=0.0).to(tl.float32)
     k_given = tl.load(given_ptr + 2 * pair) if GIVEN else 0.0
     v_given = tl.load(given_ptr + 2 * pair + 1) if GIVEN else 0.0
-    k, k_scale, k_nonfinite = _codes(_rotated_keys(k, LEVELS), k_given, GIVEN, k_open.dtype.element_ty)
+    k = _balanced(k, balance_ptr, head, d, D)
+    k, k_scale, k_nonfinite = _codes(k, k_given, GIVEN, k_open.dtype.element_ty)
     v, v_scale, v_nonfinite = _codes(v, v_given, GIVEN, v_open.dtype.element_ty)
     tl.store(k_open + place[:, None] * D + d[None, :], k, mask=inside)
     tl.store(v_open + (pair * D + d)[None, :] * cap + (held + n - start)[:, None], v, mask=inside)
@@ -170,35 +178,37 @@ def seal_open_kernel(
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["nonfinite_ptr"])
 def append_step_kernel(
     new, given_ptr,  # `NewTokens` (one per row), float32 [B, Hkv, 2] or None
-    queries,  # `RotatedQueries` or None
+    balance_ptr,  # float32 [Hkv, D] or None
+    queries,  # `NewQueries` or None
     cache, rows,  # `Cache`, `Rows`
     table_ptr,  # int64 [B, blocks]
     means, noted,  # `PageMeans` or None, `Noted` or None
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     table_stride,
-    FORM: tl.constexpr, LEVELS: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """For one slot of one row: seal its block if due, then append its new token. A row's last slot updates both counts.
 
-    LEVELS: as in `_rotated_keys`. queries: as in `append_kernel`.
+    queries: as in `append_kernel`.
     """
     program = tl.program_id(0).to(tl.int64)
     if queries is not None:
         program -= tl.cdiv(queries.rows, QUERIES)
         if program < 0:
             first = (program + tl.cdiv(queries.rows, QUERIES)) * QUERIES
-            _rotate_queries(queries, first, FORM.dim, FORM.padded_dim, LEVELS)
+            _balance_queries(queries, balance_ptr, first, FORM.heads, FORM.dim, FORM.padded_dim)
     if program >= 0:
         _append_step(
-            new, given_ptr, cache, rows, table_ptr, means, noted, nonfinite_ptr, arrived_ptr, table_stride, program,
-            FORM, LEVELS,
+            new, given_ptr, balance_ptr, cache, rows, table_ptr, means, noted, nonfinite_ptr, arrived_ptr,
+            table_stride, program, FORM,
         )  # fmt: skip
 
 
 @triton.jit
 def _append_step(
-    new, given_ptr, cache, rows, table_ptr, means, noted, nonfinite_ptr, arrived_ptr, table_stride, program,
-    FORM: tl.constexpr, LEVELS: tl.constexpr,
+    new, given_ptr, balance_ptr, cache, rows, table_ptr, means, noted, nonfinite_ptr, arrived_ptr, table_stride,
+    program,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = FORM.heads
     D: tl.constexpr = FORM.dim
@@ -233,7 +243,8 @@ def _append_step(
     v = tl.load(v_from, mask=inside, other=0.0).to(tl.float32)
     k_given = tl.load(given_ptr + 2 * pair) if GIVEN else 0.0
     v_given = tl.load(given_ptr + 2 * pair + 1) if GIVEN else 0.0
-    k, k_scale, k_nonfinite = _codes(_rotated_keys(k, LEVELS), k_given, GIVEN, tl.int8)
+    k = _balanced(k, balance_ptr, head, d, D)
+    k, k_scale, k_nonfinite = _codes(k, k_given, GIVEN, tl.int8)
     v, v_scale, v_nonfinite = _codes(v, v_given, GIVEN, tl.int8)
     one = tl.arange(0, 1)
     tl.store(k_open + (pair * cap + at) * D + d[None, :], k, mask=inside)

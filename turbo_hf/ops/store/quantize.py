@@ -129,13 +129,15 @@ def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
     return reference_unpack_blocks(pages)
 
 
-def dequantize(store: KVStore, dtype: torch.dtype, rotated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def dequantize(
+    store: KVStore, dtype: torch.dtype, balance: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Every cached token in full precision, rows starting at place 0.
 
     Args:
         store: one layer's cache.
         dtype: dtype of the result.
-        rotated: the stored keys are rotated (`ops.store.rotate`); they are returned un-rotated.
+        balance: float32 [Hkv, D], what the stored keys have been divided by; None: by nothing.
 
     Returns:
         k and v, dtype [B, Hkv, T, D]; T is at least the longest row; zeros past a row's end.
@@ -147,7 +149,7 @@ def dequantize(store: KVStore, dtype: torch.dtype, rotated: bool = False) -> tup
     """
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be float16, bfloat16, float32 or float64; got {dtype}.")
-    return reference_dequantize(store, dtype, rotated)
+    return reference_dequantize(store, dtype, balance)
 
 
 def head_scores(k: torch.Tensor, v: torch.Tensor, metric: str) -> torch.Tensor:

@@ -19,9 +19,8 @@ from turbo_hf.layout import (
     value_order,
     widths_of,
 )
-from turbo_hf.ops.maths import counted, query_shift, ratio
+from turbo_hf.ops.maths import counted, ratio
 from turbo_hf.ops.store.reference_pages import expand
-from turbo_hf.ops.store.reference_rotate import reference_rotate
 
 
 def reference_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,11 +100,11 @@ def _by_channel(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def reference_dequantize(
-    store: KVStore, dtype: torch.dtype, rotated: bool = False
+    store: KVStore, dtype: torch.dtype, balance: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     codes_k, k_scale, codes_v, v_scale, _ = expand(store)
     k, v = codes_k * k_scale[..., None], codes_v * v_scale[..., None]
-    k = reference_rotate(k, query_shift(k.shape[-1]), k.dtype) if rotated else k
+    k = k if balance is None else k * balance[:, None]
     # rounded codes may take a value near the end of float16's range beyond it
     return narrowed(k, dtype), narrowed(v, dtype)
 
