@@ -8,11 +8,11 @@ from all_pairs import all_pairs, in_one_test, in_turn
 from append_support import GROUPS, cache, copy, expected, full_store, snapshot
 from choices import BACKENDS
 from stores import make_store, tokens
+from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 
 from turbo_hf.layout import HeadGroups, KVStore, empty_pages
 from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
-from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -7,11 +7,11 @@ import torch
 from gpu_support import NO_FP8, has_fp8
 from op_calls import decode, prefill
 from stores import make_store, tokens
+from turbo_hf.ops.store.rotate import rotate_keys
 
 from turbo_hf.layout import KVStore, PagedHeads, empty_pages
 from turbo_hf.ops.store.append import append_step
 from turbo_hf.ops.store.quantize import quantize_tokens
-from turbo_hf.ops.store.rotate import rotate_keys
 
 FREE = 40 << 30
 """Bytes that the largest of these tests takes."""

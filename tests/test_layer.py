@@ -24,6 +24,7 @@ from layer_support import (
 from models import tiny_llama
 from op_calls import decode
 from torch import Tensor
+from turbo_hf.ops.store.rotate import rotate_keys
 
 from turbo_hf.cache.claimed_cache import claimed
 from turbo_hf.cache.layer import TurboLayer
@@ -33,7 +34,6 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import CODE_MAX, open_token_bytes, page_bytes
-from turbo_hf.ops.store.rotate import rotate_keys
 
 # --- what is stored ------------------------------------------------------------------------------------------------
 

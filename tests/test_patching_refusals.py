@@ -11,6 +11,7 @@ from models import prompts, tiny_llama, tiny_mistral
 from patching_support import EXACT, SMALL, WINDOW, Doubling, changes, generate, logits, padded, snapshot, tiny
 from torch import Tensor
 from transformers import DynamicCache
+from turbo_hf.ops.store.rotate import rotate_keys
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
@@ -18,7 +19,6 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.memory import Memory
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.versions import CACHE
-from turbo_hf.ops.store.rotate import rotate_keys
 from turbo_hf.patches.generic import PROBES
 from turbo_hf.patching import selfcheck
 from turbo_hf.patching.meta_model import meta_model, patch_report

@@ -10,10 +10,10 @@ from models import lab_model
 from sinks_support import divergences, moved_by, prompt_of, sink_model, sink_text, tail_over
 from torch import Tensor
 from transformers import DynamicCache
+from turbo_hf.ops.store.rotate import rotate_keys, unrotate_keys
 
 from turbo_hf.eval.published.simulate import by_channel
 from turbo_hf.models.versions import CACHE
-from turbo_hf.ops.store.rotate import rotate_keys, unrotate_keys
 
 TOKENS = 544
 

@@ -19,7 +19,6 @@ from turbo_hf.eval.bench.options import (
     Backend,
     Block,
     Folder,
-    Hadamard,
     Modes,
     Seed,
     SmoothK,
@@ -95,7 +94,7 @@ def run_case(
     """Check, then time every mode and every rival on one case.
 
     Args:
-        modes: of `ops.prefill`. options: its block, v_scale, smooth_k and hadamard.
+        modes: of `ops.prefill`. options: its block, v_scale and smooth_k.
         how: its seed is that of the inputs, N(0, 1), and of the sample that is checked.
         densities: of sparse prompts, each in every mode on causal cases; which earlier key tiles are read is random.
 
@@ -150,7 +149,7 @@ def _choose(q: torch.Tensor, k: torch.Tensor, scoring: Scoring, backend: str) ->
 
 def options_of(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """Those of `options` that the mode has: "fp16" rounds nothing, so nothing is prepared for rounding."""
-    return {name: x for name, x in options.items() if mode != "fp16" or name not in ("smooth_k", "hadamard")}
+    return {name: x for name, x in options.items() if mode != "fp16" or name != "smooth_k"}
 
 
 def inputs(
@@ -237,7 +236,6 @@ def prefill_command(
     block: Block = 128,
     v_scale: Annotated[str, typer.Option(help=f"Scales of V: per {', '.join(V_SCALES)}.")] = "block",
     smooth_k: SmoothK = False,
-    hadamard: Hadamard = False,
     density: Annotated[
         list[float] | None, typer.Option(help="Sparse prompts that read this share of key tiles, too; may be repeated.")
     ] = None,
@@ -275,7 +273,7 @@ def prefill_command(
     shown = [f"{name} {'none' if rate is None else f'{rate:.4g}'}" for name, rate in rates.items()]
     products = f"products of {limits.size} cubed, {', '.join(shown)} TFLOP/s"
     out.print(f"Ceilings measured now: {products}; copy {limits.copy:.3g} TB/s.", highlight=False)
-    options = {"block": block, "v_scale": v_scale, "smooth_k": smooth_k, "hadamard": hadamard}
+    options = {"block": block, "v_scale": v_scale, "smooth_k": smooth_k}
     how, densities = Conditions(stopwatch, backend, seed, seconds), density or []
 
     def show(case: PromptCase, rows: Sequence[PrefillRow]) -> None:

@@ -7,13 +7,13 @@ import pytest
 import torch
 from stores import page_codes
 from torch import Tensor
+from turbo_hf.ops.store.rotate import rotate_keys, unrotate_keys
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, columns_of
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import KVStore, PagedHeads
 from turbo_hf.ops.store.quantize import head_scores, quantize_tokens, seal_blocks
-from turbo_hf.ops.store.rotate import rotate_keys, unrotate_keys
 
 CONFIGS = [
     pytest.param(TurboConfig(bits=8), id="8bit"),

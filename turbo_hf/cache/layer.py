@@ -73,7 +73,9 @@ class TurboLayer(DequantizedLayer):
 
     def reset(self) -> None:
         """Drop every token and release the memory; the layer can then take another batch."""
-        empty = type(self)(self.config, self.window, self.index, self.head_order, self.selector, self.latent, self.balance)
+        empty = type(self)(
+            self.config, self.window, self.index, self.head_order, self.selector, self.latent, self.balance
+        )
         empty.integrity, empty.states = self.integrity, self.states
         empty.prompt_tally = self.prompt_tally
         empty.state = empty.state._replace(context=self.state.context)

@@ -212,9 +212,6 @@ class TurboConfig(Options):
             one pass, or in passes of more than 16 tokens, or later tokens are clamped to the range of the first one.
             With "token", what a layer stores depends only on the keys and values, not on how they were split into
             passes (except in sparse layers, where each pass of a prompt is sorted separately).
-        rotate_keys: store keys rotated by a Hadamard matrix, which spreads outlier channels over the others, and rotate
-            the queries accordingly: scores are unchanged, and less is lost to rounding (`eval/results`). Not with
-            bits=16.
         attention: how the attention of a prompt is computed. "turbo": INT8 Q, K, P and V, one scale per block
             (TurboAttention alg. 1). "int8": the same with one K scale per token (INT-FlashAttention alg. 1). "half":
             INT8 Q and K, P and V in 16 bit. "fp8": INT8 Q and K, P and V in FP8; needs a GPU that supports it.
@@ -225,7 +222,6 @@ class TurboConfig(Options):
         v_scale: in "turbo", "int8" and "fp8", V has one scale per "block", per "channel" of a row, or per row
             ("tensor").
         smooth_k: subtract the prompt's mean key from its keys before rounding, and add its score back.
-        hadamard: rotate the prompt's queries and keys by a Hadamard matrix before rounding.
         backend: "triton" kernels, the "reference" in plain torch, or "auto": kernels on CUDA, the reference elsewhere.
         sas: replace the softmax exponential by SAS (TurboAttention sec. 4).
         sas_threshold: SAS drops scores further than this below the maximum of their tile; a negative number. None: a
@@ -237,8 +233,9 @@ class TurboConfig(Options):
             The first step then takes up to a minute, or seconds once its code is on disk. "tuned": inductor tunes its
             tiles too, which takes longer, in each process. A model that cannot be compiled runs as without, after a
             warning; `report()` has the reason.
-        int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range, and of
-            latent attention (MLA) the one in 20, at least one, whose scores 4 bit would disturb most, if that is much.
+        int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range, where the
+            family's rotary embedding is not known (else keys with large biases are balanced: `report()`), and of latent
+            attention (MLA) the one in 20, at least one, whose scores 4 bit would disturb most, if that is much.
         dense_layers: layers that are not rounded: whatever the other options say, they have pages of 16 bit, as with
             bits=16, and attention "native". Of a float32 model, pages are float16, which rounds to 11 bits.
         sparse: decode steps attend to a few percent of the keys; None: to all of them.
@@ -255,11 +252,9 @@ class TurboConfig(Options):
     block_size: int = 64
     recent_tokens: int = 0
     buffer_scale: Literal["token", "universal"] = "token"
-    rotate_keys: bool = True
     attention: Literal["auto", "turbo", "int8", "half", "fp8", "fp16", "native"] = "auto"
     v_scale: Literal["block", "channel", "tensor"] = "block"
     smooth_k: bool = False
-    hadamard: bool = False
     backend: Literal["auto", "triton", "reference"] = "auto"
     sas: bool = False
     sas_threshold: float | None = None
@@ -281,18 +276,16 @@ class TurboConfig(Options):
         one_of("head_metric", self.head_metric, HEAD_METRICS, "TurboConfig")
         one_of("block_size", self.block_size, BLOCK_SIZES, "TurboConfig")
         one_of("buffer_scale", self.buffer_scale, BUFFER_SCALES, "TurboConfig")
-        one_of("rotate_keys", self.rotate_keys, (True, False), "TurboConfig")
         one_of("attention", self.attention, ("auto", *ATTENTION_MODES, NATIVE), "TurboConfig")
         if self.attention == NATIVE:
             object.__setattr__(self, "attention", "fp16")
         one_of("backend", self.backend, BACKENDS, "TurboConfig")
         one_of("v_scale", self.v_scale, V_SCALES, "TurboConfig")
         one_of("smooth_k", self.smooth_k, (True, False), "TurboConfig")
-        one_of("hadamard", self.hadamard, (True, False), "TurboConfig")
-        if self.attention == "fp16" and (self.smooth_k or self.hadamard):
+        if self.attention == "fp16" and self.smooth_k:
             raise ValueError(
-                'TurboConfig.smooth_k and hadamard prepare keys for rounding; attention "fp16" rounds none. '
-                "Leave them out, or choose another attention."
+                'TurboConfig.smooth_k prepares keys for rounding; attention "fp16" rounds none. Leave it out, or '
+                "choose another attention."
             )
         one_of("sas", self.sas, (True, False), "TurboConfig")
         one_of("cuda_graphs", self.cuda_graphs, ("auto", True, False), "TurboConfig")
@@ -408,8 +401,8 @@ class TurboConfig(Options):
                 f'TurboConfig.attention must be "auto" or "fp16" with bits=16, which rounds nothing; '
                 f"got {self.attention!r}."
             )
-        if self.smooth_k or self.hadamard:
-            raise ValueError("TurboConfig.smooth_k and hadamard prepare keys for rounding; bits=16 rounds none.")
+        if self.smooth_k:
+            raise ValueError("TurboConfig.smooth_k prepares keys for rounding; bits=16 rounds none. Leave it out.")
         if self.buffer_scale != "token":
             raise ValueError(
                 f"TurboConfig.buffer_scale is of INT8 open tokens, which bits=16 does not have; "
@@ -433,11 +426,6 @@ class TurboConfig(Options):
     def decode_attention(self) -> Literal["turbo", "fp16"]:
         """The `attention` of decode steps, which have only these two modes."""
         return "fp16" if self.attention == "fp16" else "turbo"
-
-    @property
-    def rotates(self) -> bool:
-        """`rotate_keys`, unless heads keep their keys unquantized."""
-        return self.rotate_keys and self.bits != UNQUANTIZED
 
     def head_groups(self, kv_heads: int) -> HeadGroups:
         """(width, number of heads) for each group of a layer's `kv_heads` heads, widest first."""

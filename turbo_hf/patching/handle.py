@@ -42,6 +42,8 @@ class LayerReport:
         kept_int8: whether it is kept at 8 bit although the config may ask for less.
         bias_step: the INT8 step that its key bias forces, in standard deviations of a key channel, if that is why it is
             kept at 8 bit; else 0.
+        balanced: whether its keys are divided by a number per channel before they are rounded, and queries multiplied
+            by it, as a key bias makes channels uneven.
         latent: whether it keeps latents (MLA), which count as one head.
     """
 
@@ -52,6 +54,7 @@ class LayerReport:
     refused: bool = False
     kept_int8: bool = False
     bias_step: float = 0.0
+    balanced: bool = False
     latent: bool = False
 
     @property
@@ -152,7 +155,8 @@ class Report:
         window = f", window {at.window}" if at.window else ""
         reason = f"; {at.reason}" if at.reason else ""
         sparse = f"; {self.sparse[at.index]}" if at.index in self.sparse else ""
-        return f"{at.storage}{window}{reason}{sparse}"
+        balanced = ", keys balanced" if at.balanced else ""
+        return f"{at.storage}{balanced}{window}{reason}{sparse}"
 
 
 @dataclass(slots=True)
@@ -165,6 +169,7 @@ class CacheMaker:
         int8_layers, uncompressed_layers: layers kept at 8 bit, and in Transformers' own cache.
         head_orders: KV heads by their need of bits, for each layer that a calibration covers.
         selectors: the selectors of the sparse layers, by number.
+        balances: what keys are divided by, for each layer that is balanced.
         made: number of caches made so far.
         newest: the latest cache, as long as it exists.
         measured: bytes of the latest cache when it was released.
@@ -188,6 +193,7 @@ class CacheMaker:
     uncompressed_layers: tuple[int, ...]
     head_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     selectors: Mapping[int, Selector] = field(default_factory=dict)
+    balances: Mapping[int, torch.Tensor] = field(default_factory=dict)
     made: int = 0
     newest: "weakref.ref[TurboCache] | None" = None
     measured: Memory | None = None
@@ -219,6 +225,7 @@ class CacheMaker:
             uncompressed_layers=[index for index in self.uncompressed_layers if index < count],
             head_orders={index: order for index, order in self.head_orders.items() if index < count},
             selectors={index: selector for index, selector in self.selectors.items() if index < count},
+            balances={index: balance for index, balance in self.balances.items() if index < count},
         )
         cache.integrity.ranks = self.ranks
         for layer in cache.turbo_layers():
@@ -290,7 +297,7 @@ class CacheMaker:
     def __reduce__(self) -> Any:
         # a copied or pickled model makes its own caches, and needs the names in its config to be registered
         rules = {index: tally.heads for index, tally in self.prompt_tallies.items()}
-        kept = (dict(self.head_orders), dict(self.selectors), self.ranks, rules)
+        kept = (dict(self.head_orders), dict(self.selectors), dict(self.balances), self.ranks, rules)
         return _maker_of_a_copy, (self.layers, self.config, self.int8_layers, self.uncompressed_layers, *kept)
 
 
@@ -301,13 +308,14 @@ def _maker_of_a_copy(
     uncompressed_layers: tuple[int, ...],
     head_orders: dict[int, tuple[int, ...]],
     selectors: dict[int, Selector],
+    balances: dict[int, torch.Tensor],
     ranks: Ranks,
     rules: dict[int, torch.Tensor | None],
 ) -> CacheMaker:
     register()
     tallies = {index: PromptTally(heads) for index, heads in rules.items()}
     # a copy has no handle, so no message can name one
-    kept = (layers, config, int8_layers, uncompressed_layers, head_orders, selectors)
+    kept = (layers, config, int8_layers, uncompressed_layers, head_orders, selectors, balances)
     return CacheMaker(*kept, active=False, ranks=ranks, prompt_tallies=tallies)
 
 

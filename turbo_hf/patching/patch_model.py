@@ -24,6 +24,7 @@ from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.models.quantized_weights import describe_weights, why_not_captured
 from turbo_hf.ops.tuning import describe_prefill
+from turbo_hf.patches.balance import KeyBias
 from turbo_hf.patches.families import Family, family_of
 from turbo_hf.patches.layers import AttentionLayer, attention_layers
 from turbo_hf.patching import continuous_batching
@@ -33,11 +34,11 @@ from turbo_hf.patching.handle import CacheMaker, Handle, Report
 from turbo_hf.patching.hooks import add_hooks
 from turbo_hf.patching.other_threads import alone
 from turbo_hf.patching.refusals import (
-    bias_steps,
     check_model,
     choose_layers,
     forecast,
     forecast_latent,
+    key_biases,
     refuse_latent_options,
     refuse_layers,
     require_layers,
@@ -128,7 +129,7 @@ def patch(
     if context is not None:
         with ranks.together():
             context.require_same_parts(weights_digest(model))
-    biases = bias_steps(all_layers, chosen, ranks)
+    biases = key_biases(model, all_layers, chosen, ranks)
     with ranks.together():
         planned = _plan(model, chosen, calibration, revision, notices, all_layers, biases, ranks)
     ranks.require_same(planned.decisions())
@@ -184,7 +185,7 @@ def _plan(
     revision: str | None,
     notices: Notices,
     all_layers: list[AttentionLayer],
-    biases: Mapping[int, float],
+    biases: Mapping[int, KeyBias],
     ranks: Ranks,
 ) -> _Planned:
     """Decide what to do with each part of the model; nothing is changed yet. Errors as in `patch`."""
@@ -199,7 +200,7 @@ def _plan(
     family = family_of(text_type(model))
     require_layers(model, all_layers, layers, config, family)
     refuse_latent_options(layers, config, bool(sharing))
-    refuse_layers(layers, notices)
+    refuse_layers(layers, biases, notices)
     devices = {x.device for x in model.parameters()}
     forecast(config, devices, model.dtype, dims, notices)
     latents = [module for n, module in modules.items() if layers[n].groups and layers[n].latent]
@@ -273,6 +274,7 @@ def _plan(
         uncompressed,
         loaded.orders,
         selectors,
+        {index: bias.balance for index, bias in biases.items() if bias.balance is not None},
         ranks=ranks,
         groups=tuple(at.groups for at in layers),
         sizes=frozenset(sizes),

@@ -35,7 +35,7 @@ SLOT_SHARE = 16
 class Serving:
     """What the managers of one patch have in common.
 
-    shape, config, orders: as in `Storage`.
+    shape, config, orders, balances: as in `Storage`.
     managers: those that exist.
     made: how many were made.
     prompt_tokens: tokens of all prompts; hit_tokens: those of them that a stored prefix has saved.
@@ -46,6 +46,7 @@ class Serving:
     shape: Shape
     config: TurboConfig
     orders: list[tuple[int, ...] | None]
+    balances: list[torch.Tensor | None]
     managers: "WeakSet[Any]" = field(default_factory=WeakSet)
     made: int = 0
     prompt_tokens: int = 0
@@ -281,7 +282,9 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         # pages are read in place: what a batch reads has no limit
         self.read_cache_limit: int | None = 0
         self.max_tokens_read = self.num_sectors * shape.block
-        self.storage = Storage(shape, serving.config, self.cache_tensor, planner.slots, serving.orders)
+        self.storage = Storage(
+            shape, serving.config, self.cache_tensor, planner.slots, serving.orders, serving.balances
+        )
         self._coming: list[Row] = []
         self.now = Pass([], [])
         if self.cache_tensor.is_cuda:

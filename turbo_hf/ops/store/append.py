@@ -229,9 +229,7 @@ def _check_beside(store: KVStore, **tensors: tuple[torch.Tensor | None, tuple[in
             raise ValueError(f"{name} must be {list(shape)} on {device}; got {list(x.shape)} on {x.device}.")
 
 
-def _check_balance(
-    balance: torch.Tensor | None, queries: torch.Tensor | None, store: KVStore, tokens: int
-) -> None:
+def _check_balance(balance: torch.Tensor | None, queries: torch.Tensor | None, store: KVStore, tokens: int) -> None:
     """ValueError unless the balance is of the store's channels, and queries are of `tokens` new tokens of each row."""
     batch, heads, _, dim = store.k_open.shape
     _check_beside(store, balance=(balance, (heads, dim)))

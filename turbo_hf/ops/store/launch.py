@@ -146,9 +146,7 @@ def _again(
     out = None if turned is None else turned.out
 
     def again(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, kept: Any = used) -> torch.Tensor | None:
-        made.again(
-            (k.data_ptr(), v.data_ptr(), *strides), given, balance, None if q is None else (q.data_ptr(), *rest)
-        )
+        made.again((k.data_ptr(), v.data_ptr(), *strides), given, balance, None if q is None else (q.data_ptr(), *rest))
         return out
 
     return again
