@@ -6,6 +6,7 @@ import torch
 
 from turbo_hf.layout import CODE_MAX, KVStore
 from turbo_hf.ops.maths import balanced_queries, counted
+from turbo_hf.ops.store.reference_quantize import rounded_up
 
 
 class RepeatedAppend:
@@ -34,7 +35,7 @@ class RepeatedAppend:
         else:
             torch.div(k, balance[:, None], out=self._new[0])
         self._new[1].copy_(v)
-        scale = counted(self._new.abs().amax(-1)) / self._top
+        scale = rounded_up(counted(self._new.abs().amax(-1)) / self._top)
         codes = self._new / torch.where(scale > self._zero, scale, self._one)[..., None]
         k_codes, v_codes = codes.round_().clamp_(-CODE_MAX, CODE_MAX).unbind()
         k_scale, v_scale = scale.unbind()
