@@ -13,7 +13,7 @@ from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.layout import Rounding, Scoring
 from turbo_hf.models.versions import CACHE
 
-CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0, "v_scale": "channel", "smooth_k": True, "hadamard": True}
+CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0, "v_scale": "channel", "smooth_k": True}
 THRESHOLD: dict[str, Any] = {"sas_threshold": -5.0}
 ROUNDING: dict[str, Any] = {**THRESHOLD, "v_scale": "channel", "smooth_k": True}
 PROMPT, CHUNK = 40, DECODE_TOKENS + 1
@@ -22,14 +22,11 @@ PROMPT, CHUNK = 40, DECODE_TOKENS + 1
 @pytest.mark.parametrize(
     ("mode", "tokens", "op", "said"),
     [
-        pytest.param("int8", [PROMPT], "prefill", {**ROUNDING, "mode": "int8", "hadamard": True}, id="prompt"),
-        # over a past queries are rotated already
-        pytest.param("int8", [PROMPT, CHUNK], "prefill", {**ROUNDING, "mode": "int8", "hadamard": False}, id="chunk"),
+        pytest.param("int8", [PROMPT], "prefill", {**ROUNDING, "mode": "int8"}, id="prompt"),
+        pytest.param("int8", [PROMPT, CHUNK], "prefill", {**ROUNDING, "mode": "int8"}, id="chunk"),
         pytest.param("int8", [PROMPT, 1], "decode", {**THRESHOLD, "mode": "turbo"}, id="step"),
         # short prompts are not rounded
-        pytest.param(
-            "auto", [PROMPT], "prefill", {**ROUNDING, "mode": "fp16", "smooth_k": False, "hadamard": False}, id="exact"
-        ),
+        pytest.param("auto", [PROMPT], "prefill", {**ROUNDING, "mode": "fp16", "smooth_k": False}, id="exact"),
     ],
 )
 @torch.no_grad()

@@ -335,7 +335,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
     configs = [
         TurboConfig(attention="turbo", block_size=32, cuda_graphs=False, **KERNELS),
         TurboConfig(attention="fp16", sparse=chosen, block_size=32, cuda_graphs=False, **KERNELS),
-        TurboConfig(attention="int8", v_scale="channel", hadamard=True, block_size=32, cuda_graphs=False, **KERNELS),
+        TurboConfig(attention="int8", v_scale="channel", block_size=32, cuda_graphs=False, **KERNELS),
         TurboConfig(attention="fp16", sparse=means, block_size=32, cuda_graphs=False, **KERNELS),
     ]
     launched: dict[str, bool] = {}

@@ -204,7 +204,6 @@ def test_a_turbo_cache_serves_the_unpatched_model() -> None:
         {"sparse_prompt": PromptSparsity()},
         {"attention": "int8"},
         {"smooth_k": True},
-        {"hadamard": True},
         {"buffer_scale": "universal"},
         {"compile": True},
         {"value_bits": 2},

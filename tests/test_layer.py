@@ -24,7 +24,6 @@ from layer_support import (
 from models import tiny_llama
 from op_calls import decode
 from torch import Tensor
-from turbo_hf.ops.store.rotate import rotate_keys
 
 from turbo_hf.cache.claimed_cache import claimed
 from turbo_hf.cache.layer import TurboLayer
@@ -373,7 +372,7 @@ def test_a_universal_scale_is_fixed_by_the_prompt(device: torch.device) -> None:
     prompt = filled(TurboConfig(), k, v)
     assert_same_rows(layer, 0, prompt, 0)
     # of tensors: by a number, torch multiplies by a rounded reciprocal on CUDA
-    span = [x.abs().amax((2, 3)).float() for x in (rotate_keys(k), v)]
+    span = [x.abs().amax((2, 3)).float() for x in (k, v)]
     span = [x / torch.full_like(x, CODE_MAX) for x in span]
     small, large = (torch.full((2, HEADS, 1, 16), x, device=device) for x in (1e-3, -1e3))
     feed(layer, small, large)
@@ -383,8 +382,7 @@ def test_a_universal_scale_is_fixed_by_the_prompt(device: torch.device) -> None:
             assert torch.equal(layer.buffer.k_scale[row, :, step], span[0][row])
             assert torch.equal(layer.buffer.v_scale[row, :, step], span[1][row])
     assert (layer.buffer.v[..., 40] == -CODE_MAX).all()
-    # equal channels are rotated into the first
-    assert (layer.buffer.k[:, :, 41, 0] == -CODE_MAX).all()
+    assert (layer.buffer.k[:, :, 41] == -CODE_MAX).all()
 
 
 def test_a_universal_scale_covers_every_chunk_of_a_prompt() -> None:
@@ -398,7 +396,7 @@ def test_a_universal_scale_covers_every_chunk_of_a_prompt() -> None:
     feed(whole, *new)
     feed(chunked, *new)
     assert_same_rows(chunked, 0, whole, 0)
-    assert torch.equal(chunked.buffer.k_scale[0, :, 26], rotate_keys(k)[0, :, 10].abs().amax(-1) / CODE_MAX)
+    assert torch.equal(chunked.buffer.k_scale[0, :, 26], k[0, :, 10].abs().amax(-1) / CODE_MAX)
     assert torch.equal(chunked.buffer.v_scale[0, :, 26], v[0, :, 60].abs().amax(-1) / CODE_MAX)
 
 
@@ -417,5 +415,5 @@ def test_a_universal_scale_is_one_a_row_and_ignores_padding() -> None:
     assert_same_rows(batch, 2, filled(TurboConfig(), k_new[2:] * 100, v_new[2:]), 0)
     batch.reorder_cache(torch.tensor([1, 0, 2]))
     feed(batch, k_new, v_new)
-    assert torch.equal(batch.buffer.k_scale[0, :, 16], rotate_keys(k)[1, :, 45:].abs().amax((1, 2)) / CODE_MAX)
+    assert torch.equal(batch.buffer.k_scale[0, :, 16], k[1, :, 45:].abs().amax((1, 2)) / CODE_MAX)
     assert sum(batch.nbytes().values()) == allocated(batch)

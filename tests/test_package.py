@@ -57,7 +57,6 @@ LAYERS = [
 CONTRACTS = (
     "store/append",
     "store/quantize",
-    "store/rotate",
     "prefill/contract",
     "prefill/operands",
     "decode/contract",

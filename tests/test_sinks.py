@@ -10,7 +10,6 @@ from models import lab_model
 from sinks_support import divergences, moved_by, prompt_of, sink_model, sink_text, tail_over
 from torch import Tensor
 from transformers import DynamicCache
-from turbo_hf.ops.store.rotate import rotate_keys, unrotate_keys
 
 from turbo_hf.eval.published.simulate import by_channel
 from turbo_hf.models.versions import CACHE
@@ -63,11 +62,6 @@ def test_a_preset_loses_what_it_loses_on_trained_models(preset: str, least: floa
     assert lost > 5 * moved_by(*lab(), preset).mean()
 
 
-def rotated(keys: Tensor, bits: int) -> Tensor:
-    """Keys [B, H, T, D] rounded as in pages: by channel, rotated."""
-    return unrotate_keys(by_channel(rotate_keys(keys, "reference"), bits, 64), "reference")
-
-
 def by_size(x: Tensor, bits: int, group: int) -> Tensor:
     """x [B, H, T, D] rounded by channel, each token brought to one size before, and back after."""
     size = x.pow(2).mean(-1, keepdim=True).sqrt()
@@ -82,7 +76,7 @@ def simulated(model: Any, ids: Tensor, value_bits: int, *, kept: int = 0, sized:
     exact = tail_over(model, ids, prompt_of(model, ids, DynamicCache(config=model.config)))
     cache = prompt_of(model, ids, DynamicCache(config=model.config))
     for layer in cache.layers:
-        keys, values = rotated(layer.keys, 4), (by_size if sized else by_channel)(layer.values, value_bits, 64)
+        keys, values = by_channel(layer.keys, 4, 64), (by_size if sized else by_channel)(layer.values, value_bits, 64)
         layer.keys = torch.cat([layer.keys[:, :, :kept], keys[:, :, kept:]], dim=2)
         layer.values = torch.cat([layer.values[:, :, :kept], values[:, :, kept:]], dim=2)
     return float(divergences(exact, tail_over(model, ids, cache)).mean())

@@ -191,8 +191,7 @@ def test_a_head_that_looks_for_one_key_reads_everything(
     # of one row
     monkeypatch.setattr(sparse_step, "AUDITED_AT_ONCE", 8)
     model = tiny_llama(num_hidden_layers=1)
-    options: dict[str, Any] = {"backend": backend, "rotate_keys": False}
-    config = replace(sparse("means", mass=0.4, window_tokens=64, dense_layers=()), **options)
+    config = replace(sparse("means", mass=0.4, window_tokens=64, dense_layers=()), backend=backend)  # type: ignore[arg-type]
     with turbo_hf.patch(model, config) as handle, torch.no_grad():
         cache = handle.new_cache()
         model(**ragged(rows), **{CACHE: cache})

@@ -182,7 +182,8 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     matrix = torch.ones(1, 1, device=x.device)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1))) / 2**0.5
-    return (x.unflatten(-1, (-1, size)) @ matrix.to(x.dtype)).flatten(-2)
+    turned: torch.Tensor = x.unflatten(-1, (-1, size)) @ matrix.to(x.dtype)
+    return turned.flatten(-2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,9 @@ def by_means(groups: HeadGroups, dim: int, blocks: int = 3, heads: int = 8) -> N
     q, noted = torch.zeros(2, heads, 1, dim, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)
     if groups == ((4, 2),):
         k, flags = torch.zeros(2, 2, 1, dim, dtype=torch.bfloat16), [torch.zeros(n, dtype=torch.int32) for n in (1, 2)]
-        launch_store.launch_append_step(k, k, store, None, None, flags[0], flags[1], rotate=True, queries=q)
+        launch_store.launch_append_step(
+            k, k, store, None, None, flags[0], flags[1], balance=torch.ones(2, dim), queries=q
+        )
     rule = ByMeans(0.05, noted[1:], torch.zeros(2, 2))
     launch_sparse.launch_sparse_decode(q, store, Scoring(0.1), rule, AlwaysRead(1, 2047), read=noted[:1])
 
@@ -222,7 +224,7 @@ def main(everything: bool) -> None:
         prefill(mode, dim, dtype, pasts[dim])
     options = {"window": 70, "softcap": 5.0, "sinks": torch.zeros(4), "sas_threshold": -6.0, "v_scale": "channel"}
     case[0] = "fp8 with every option"
-    prefill("fp8", 64, torch.bfloat16, pasts[64], smooth_k=True, hadamard=True, **options)
+    prefill("fp8", 64, torch.bfloat16, pasts[64], smooth_k=True, **options)
     case[0] = "sparse prompt"
     sparse_prompt(128, torch.bfloat16)
     # the past alone, of a rank of a context group that does not hold the open tokens
@@ -234,30 +236,27 @@ def main(everything: bool) -> None:
     case[0] = "exchange open tokens"
     exchange()
     x = torch.zeros(2, 2, 64, 80, dtype=torch.int8)
-    for dim in (64, 80, 256):
-        case[0] = f"rotate, d = {dim}"
-        launch_store.launch_rotate(torch.zeros(2, 2, 40, dim, dtype=torch.bfloat16), 3, torch.float32)
     for width in (8, 4, 3, 2, (8, 3)):
         case[0] = f"seal, {width} bit"
         launch_store.launch_seal_blocks(x, torch.ones(2, 2, 64), x, torch.ones(2, 2, 64), width)
     for dim, store in stores.items():
         case[0] = f"append a step, d = {dim}"
         k = torch.zeros(2, 1, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
-        flags = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        flags, balance = (torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)), torch.ones(2, dim)
         launch_store.launch_append_step(k, k, store, None, None, *flags)
         if dim == 64 or everything:
             case[0] = f"append a step with buckets, d = {dim}"
             noted = torch.zeros(2, 2, 1, 192, dtype=torch.int16), torch.zeros(2, 2, 1, 1, dtype=torch.int16)
-            launch_store.launch_append_step(k, k, store, None, noted, *flags, rotate=True)
+            launch_store.launch_append_step(k, k, store, None, noted, *flags, balance=balance)
         if dim == 128 or everything:
-            case[0] = f"append a step and rotate queries, d = {dim}"
+            case[0] = f"append a step and balance queries, d = {dim}"
             q = torch.zeros(2, 8, 1, dim, dtype=torch.bfloat16)
-            launch_store.launch_append_step(k, k, store, None, None, *flags, rotate=True, queries=q)
-            launch_store.launch_append_tokens(k, k, store, None, None, None, *flags, rotate=True, queries=q)
+            launch_store.launch_append_step(k, k, store, None, None, *flags, balance=balance, queries=q)
+            launch_store.launch_append_tokens(k, k, store, None, None, None, *flags, balance=balance, queries=q)
         case[0] = f"append a prompt, d = {dim}"
         k = torch.zeros(2, 300, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
         starts, max_scale = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, 2)
-        launch_store.launch_append_tokens(k, k, store, starts, None, max_scale, *flags, rotate=True)
+        launch_store.launch_append_tokens(k, k, store, starts, None, max_scale, *flags, balance=balance)
         # a table that has grown, the flags of other layers, and a prompt of another length
         for width, at in ((7, 1), (16, 4), (33, 3)):
             grown = store._replace(table=torch.zeros(2, width, dtype=torch.int64))
@@ -266,9 +265,9 @@ def main(everything: bool) -> None:
             launch_store.launch_append_step(k[:, :, :1], k[:, :, :1], grown, None, None, *others)
             case[0] = f"append a prompt, d = {dim}"
             some = k[:, :, : 256 + at]
-            launch_store.launch_append_tokens(some, some, store, starts, None, max_scale, *others, rotate=True)
+            launch_store.launch_append_tokens(some, some, store, starts, None, max_scale, *others, balance=balance)
             case[0] = f"append a prompt without ranges, d = {dim}"
-            launch_store.launch_append_tokens(some, some, store, starts, None, None, *others, rotate=True)
+            launch_store.launch_append_tokens(some, some, store, starts, None, None, *others, balance=balance)
         case[0] = f"seal open blocks, d = {dim}"
         launch_store.launch_seal_open(store, 1)
     # those that come nearest to the limit of shared memory, and the one that has too much for them

@@ -7,7 +7,6 @@ import pytest
 import torch
 from stores import page_codes
 from torch import Tensor
-from turbo_hf.ops.store.rotate import rotate_keys, unrotate_keys
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, columns_of
@@ -53,7 +52,6 @@ class NaiveRow:
 
     def append(self, k: Tensor, v: Tensor, valid: Iterable[bool]) -> None:
         """Columns k, v [Hkv, M, D], of which those under `valid` are tokens."""
-        k = rotate_keys(k[None])[0] if self.config.rotates else k
         for column, real in enumerate(valid):
             self.columns.append(real)
             if real:
@@ -69,7 +67,6 @@ class NaiveRow:
             groups = self.config.head_groups(k.shape[0])
             if self.order is None:
                 keys, values = ((x * scale[..., None])[None] for x, scale in ((k, k_scale), (v, v_scale)))
-                keys = unrotate_keys(keys) if self.config.rotates else keys
                 score = head_scores(keys, values, self.config.head_metric)
                 ranked = sorted(range(k.shape[0]), key=lambda head: -float(score[0, head]))
                 self.order = ranked if len(groups) > 1 else list(range(k.shape[0]))
@@ -129,7 +126,6 @@ class NaiveRow:
                 v[:, column] = token.v * token.v_scale[:, None]
             place += real
         first = len(self.columns) - columns
-        k = unrotate_keys(k[None])[0] if self.config.rotates else k
         return k[:, first:], v[:, first:]
 
 

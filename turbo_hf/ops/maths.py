@@ -61,7 +61,8 @@ def balanced_queries(q: torch.Tensor, balance: torch.Tensor | None) -> torch.Ten
     """Queries [B, Hq, M, D] that meet keys as `balanced_keys` leaves them, in q's dtype: scores are unchanged."""
     if balance is None:
         return q
-    return (q.unflatten(1, (len(balance), -1)) * balance[:, None, None]).to(q.dtype).flatten(1, 2)
+    grouped: torch.Tensor = q.unflatten(1, (len(balance), -1)) * balance[:, None, None]
+    return grouped.to(q.dtype).flatten(1, 2)
 
 
 def undo_rotary_halves(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
