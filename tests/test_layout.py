@@ -101,7 +101,7 @@ def test_value_order_is_a_permutation_within_16_tokens(block: int, device: torch
 
 
 def nbytes(pages: PagedHeads) -> int:
-    return sum(x.nbytes for x in (pages.k, pages.v, pages.meta, pages.scale))
+    return sum(x.nbytes for x in (pages.k, pages.v, pages.meta, pages.size))
 
 
 @pytest.mark.parametrize("bits", [pytest.param(b, id=f"{b}bit") for b in BITS])
