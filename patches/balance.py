@@ -24,6 +24,9 @@ UNEVEN = 4.0
 1 to 3, seldom 5 (SmolLM2-135M); in 9 of the 24 layers of Qwen2.5-Coder-0.5B it is 4 to 125, and a balance of the others
 changed nothing."""
 
+KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
+"""Names of norms between a key projection and its rotary embedding: keys are then no sum with a bias."""
+
 LEAST_SHARE = 1e-4
 """Least size of a channel, as a share of its head's largest one: a channel may be empty."""
 
@@ -61,7 +64,8 @@ def key_bias(module: Any, above: Above) -> KeyBias | None:
     projection = getattr(module, "k_proj", None)
     bias = getattr(projection, "bias", None)
     # accelerate's hook loads weights that are stored elsewhere; without it there are none
-    if not isinstance(bias, torch.Tensor) or (bias.is_meta and not hasattr(projection, "_hf_hook")):
+    there = isinstance(bias, torch.Tensor) and (not bias.is_meta or hasattr(projection, "_hf_hook"))
+    if not there or any(getattr(module, name, None) is not None for name in KEY_NORMS):
         return None
     try:
         norm = getattr(above.get(module), "input_layernorm", None)
@@ -92,9 +96,9 @@ def _squares(projection: Any, bias: torch.Tensor, norm: Any) -> torch.Tensor:
         gain = (norm(gain) - norm(-gain)) / 2
     # a tensor parallel model has a part of it here
     bias, weight = (getattr(x, "to_local", lambda x=x: x)() for x in (bias, getattr(projection, "weight", None)))
-    # no class of a library for packed weights, whatever dtype and shape it names
-    plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and not weight.is_meta
-    if plain and weight.dtype == bias.dtype and weight.shape == (len(bias), width):
+    # no classes of a library for packed weights, whatever dtype and shape they name
+    plain = type(projection) is torch.nn.Linear and type(weight) in (torch.Tensor, torch.nn.Parameter)
+    if plain and not weight.is_meta:
         return torch.stack((bias.double().square(), (weight.double() * gain.double()).square().sum(-1)))
     x = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(0), device="cpu").to(**how) * gain
     without, *each = projection(torch.cat((torch.zeros_like(x[:1]), x))).double()

@@ -172,9 +172,7 @@ def test_other_amounts_are_refused(text: str) -> None:
 
 
 def test_notes() -> None:
-    assert plan_of("llama").notes == ()
-    (bias,) = plan_of("qwen2").notes
-    assert "Keys have a bias, which only the weights tell" in bias
+    assert plan_of("llama").notes == plan_of("qwen2").notes == ()
     (many,) = plan_of("llama", context=5000, max_position_embeddings=4096).notes
     assert many == "The model was made for 4,096 positions; 5,000 tokens are more."
 
@@ -184,8 +182,8 @@ def test_the_command_says_the_same(tmp_path: Path) -> None:
     said = run("plan", folder, "--context", "8k", "--json")
     found = json.loads(said[said.index('{"rows"') :])
     assert found["positions"] == 4096
-    assert len(found["notes"]) == 2
-    assert all(note in said for note in found["notes"])
+    (note,) = found["notes"]
+    assert note in said
     # a file is a config, too
     assert "turbo4" in run("plan", f"{folder}/config.json")
 

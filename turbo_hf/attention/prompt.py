@@ -77,8 +77,8 @@ def prompt_attention(
     if past is not None and window is None and scoring.is_plain and context is None and plain and in_tiles(past):
         known = past.table.shape[1] * past.block if held is None else max(held)
     mode, rule, kept = prefill_mode(config.prompt_attention, q, known), config.sparse_prompt, None
-    if past is not None and balance is not None:
-        # the chunk's own keys as the stored ones
+    if balance is not None and (past is not None or mode != "fp16"):
+        # like the stored ones, and as well rounded
         q, k = balanced_queries(q, balance), narrowed(balanced_keys(k, balance), k.dtype)
     if tally is not None and rule is not None:
         where: dict[str, Any] = {"starts": begins, "held": held, "mode": mode, "backend": config.backend}
