@@ -39,7 +39,8 @@ def append_tokens(
         store: one layer's cache, with capacity for M more open tokens per row; k_open, v_open, their scales and
             open_len change.
         starts: int64 [B], the first column that holds a token of the row; None: all do.
-        given_scale: float32 [B, Hkv, 2], scales of K and V to use where they are above 0; codes are clamped to +-119.
+        given_scale: float32 [B, Hkv, 2], scales of K and V to use where they are above 0, which bfloat16 can hold;
+            codes are clamped to +-127.
         max_scale: float32 [B, Hkv, 2], raised to the largest scales of K and V among the new tokens.
         nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
         arrived: int32 [B], zeros before and after: scratch space of a launch that will be replayed; None: that of the

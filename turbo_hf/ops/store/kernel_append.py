@@ -3,10 +3,10 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import CODE_MAX, as_int8, counted, slot_of_width
+from turbo_hf.ops.kernel_common import slot_of_width
 from turbo_hf.ops.store.kernel_arguments import Block
 from turbo_hf.ops.store.kernel_rotate import rotated
-from turbo_hf.ops.store.kernel_seal import copy_block, copy_mean, seal_block, seal_mean
+from turbo_hf.ops.store.kernel_seal import codes_of, copy_block, scale_of, seal_block, store_mean
 
 QUERIES = tl.constexpr(4)
 """Query rows that a program rotates."""
@@ -23,13 +23,11 @@ def _codes(x, given_scale, GIVEN: tl.constexpr, TYPE: tl.constexpr):
         scale = tl.sum(codes.to(tl.float32) * 0.0, 1) + 1.0
         nonfinite = tl.sum(scale * 0.0, 0) != 0.0
     else:
-        # tl.max skips NaN; a token with NaN must get a scale of NaN
-        scale = tl.div_rn(counted(tl.max(tl.abs(x), 1)), CODE_MAX) + tl.sum(x * 0.0, 1)
+        scale = scale_of(x, 1)
         nonfinite = tl.sum(scale * 0.0, 0) != 0.0
         if GIVEN:
             scale = tl.where(given_scale > 0, given_scale, scale)
-        codes = tl.div_rn(x, tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], x.shape))
-        codes = as_int8(tl.minimum(tl.maximum(codes, -CODE_MAX), CODE_MAX))
+        codes = codes_of(x, tl.broadcast_to(scale[:, None], x.shape))
     return codes, scale, nonfinite
 
 
@@ -126,7 +124,7 @@ def _places(strides, row, head, n, d):
 
 @triton.jit(do_not_specialize=["table_stride"])
 def seal_open_kernel(
-    paged,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
+    paged,  # for each bit width (k, v, meta, size), as in `PagedHeads`
     opened,  # for each bit width (k, v, k_scale, v_scale, v's stride of a token, and of a channel)
     rows,  # `Rows`
     table_ptr,  # int64 [B, blocks]
@@ -153,18 +151,14 @@ def seal_open_kernel(
                 k += (pair * cap + n * BLOCK) * D
                 v += pair * cap * D + n * BLOCK * v_token
                 to = page * FORM.slots[g] + own
+                scales = pair * cap + n * BLOCK
+                tokens = Block(k, v, k_scale + scales, v_scale + scales, v_token, v_channel)
                 if FORM.bits[g] == 16:
-                    copy_block(Block(k, v, k_scale, v_scale, v_token, v_channel), paged[g], to, FORM)
-                    if means is not None:
-                        tokens = Block(k, v, k_scale, v_scale, v_token, v_channel)
-                        copy_mean(tokens, means, page * FORM.heads + slot, FORM)
+                    copy_block(tokens, paged[g], to, FORM)
                 else:
-                    k_scale += pair * cap + n * BLOCK
-                    v_scale += pair * cap + n * BLOCK
-                    seal_block(Block(k, v, k_scale, v_scale, v_token, v_channel), paged[g], to, g, FORM)
-                    if means is not None:
-                        tokens = Block(k, v, k_scale, v_scale, v_token, v_channel)
-                        seal_mean(tokens, means, page * FORM.heads + slot, FORM)
+                    seal_block(tokens, paged[g], to, g, FORM)
+                if means is not None:
+                    store_mean(tokens, means, page * FORM.heads + slot, FORM)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["nonfinite_ptr"])
@@ -221,7 +215,7 @@ def _append_step(
                 tokens = Block(k_at, v_at, k_scales + pair * cap, v_scales + pair * cap, 1, cap)
                 seal_block(tokens, cache.paged[g], page * FORM.slots[g] + own, g, FORM)
                 if means is not None:
-                    seal_mean(tokens, means, page * HEADS + slot, FORM)
+                    store_mean(tokens, means, page * HEADS + slot, FORM)
         # all threads have now read the place that the new token takes
         tl.debug_barrier()
     at = tl.where(is_due, 0, held)

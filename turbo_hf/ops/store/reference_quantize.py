@@ -35,8 +35,9 @@ def _codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_up(x: torch.Tensor) -> torch.Tensor:
-    """float32 x >= 0 as float32 that bfloat16 can hold, not below x; NaN stays."""
-    return ((x.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+    """float32 x >= 0 as float32 that bfloat16 can hold, not below x; NaN where x is not finite."""
+    # the bits of a NaN may overflow
+    return ((x.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32) + x * 0
 
 
 def reference_seal_blocks(
@@ -83,11 +84,11 @@ def _sizes(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torc
     """Sizes of INT8 tokens [..., b, D] with scales [..., b]: their root mean squares, in the unit of the block; and
     what one of a token's codes is in that size."""
     wide = codes.float()
-    # sums of squares of codes are exact
-    root = ratio((wide * wide).sum(-1), codes.shape[-1]).sqrt()
+    # sums of squares of codes are exact; on a CPU, torch's root of float32 is not always the nearest
+    root = ratio((wide * wide).sum(-1), codes.shape[-1]).double().sqrt().float()
     divisor = torch.where(root > 0, root, 1.0)
     unit = ratio((wide.abs().amax(-1) / divisor).amax(-1, keepdim=True), EDGE)
-    size = (scale * root * unit).bfloat16().float()
+    size = rounded_up(scale * (root * unit))
     return size, scale / torch.where(size > 0, size, 1.0)
 
 

@@ -6,6 +6,7 @@ import torch
 
 from turbo_hf.layout import CODE_MAX, KVStore
 from turbo_hf.ops.maths import counted, key_shift, query_shift
+from turbo_hf.ops.store.reference_quantize import rounded_up
 
 
 class RepeatedAppend:
@@ -39,7 +40,7 @@ class RepeatedAppend:
             torch.mul(both[:, : self._heads], self._of_keys, out=self._new[0])
             turned = (both[:, self._heads :] * self._of_queries).to(queries.dtype)
         self._new[1].copy_(v)
-        scale = counted(self._new.abs().amax(-1)) / self._top
+        scale = rounded_up(counted(self._new.abs().amax(-1)) / self._top)
         codes = self._new / torch.where(scale > self._zero, scale, self._one)[..., None]
         k_codes, v_codes = codes.round_().clamp_(-CODE_MAX, CODE_MAX).unbind()
         k_scale, v_scale = scale.unbind()
