@@ -75,7 +75,7 @@ def test_the_kernel_for_hopper_in_numpy_is_the_reference(
     file = Path(turbo_hf.__file__).parent / "ops" / "latent" / "kernel_hopper.py"
     kernel_in_numpy(file, "hopper_latent_kernel")(
         (shares, 1, batch),
-        *(Pointer(x.flatten().numpy()) for x in (q, q_rotary, *pages[1:], *opened, *places)),
+        *(Pointer(x.flatten().numpy()) for x in (q, q_rotary, *pages[1:-1], pages.size.float(), *opened, *places)),
         *(Pointer(x.reshape(-1)) for x in (parts, lse)),
         *(Block(np.int32(x)) for x in (store.table.stride(0), store.k_open.shape[2])), 0.1 * LOG2_E,
         Block(np.int32(count)), RANK=rank, ROTARY=rotary, BITS=bits, ROWS=16, TOKENS=tokens, WARPS=4,

@@ -189,7 +189,7 @@ def test_uneven_tokens_and_channels_cost_no_more_than_even_ones(bits: int, devic
     want = error(even)
     # spans are whole units of the block, whose largest number is 126 of them: small channels have few
     assert bool((error(even * by_token) <= 1.02 * want).all())
-    assert bool((error(even * by_token * by_channel) <= 1.25 * want).all())
+    assert bool((error(even * by_token * by_channel) <= 1.1 * want).all())
 
 
 def test_8_bit_pages_keep_codes_and_scales(device: torch.device) -> None:

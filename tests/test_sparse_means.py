@@ -260,7 +260,7 @@ def store_with(lengths: Sequence[int], heads: int, dim: int, device: torch.devic
     """A cache whose pages have the means of random other keys of the same sizes: some blocks matter more."""
     store = with_means(sparse_store(lengths, heads, dim, device, **how))
     assert store.means is not None
-    store.means.mean.copy_(torch.randint(-119, 120, store.means.mean.shape))
+    store.means.mean.copy_(torch.randint(-127, 128, store.means.mean.shape))
     store.means.scale.copy_(torch.rand(store.means.scale.shape) * torch.tensor([0.05, 4.0]))
     return store
 

@@ -185,7 +185,7 @@ class TurboLayer(DequantizedLayer):
         return self.heads * channels * self.dtype.itemsize * tokens
 
     def nbytes(self) -> dict[str, int]:
-        """Allocated bytes by kind: sealed codes, their metadata (scales, steps, table), open tokens, index."""
+        """Allocated bytes by kind: sealed codes, their metadata (sizes, zeros, spans, table), open tokens, index."""
         if not self.is_initialized:
             return {"codes": 0, "scales": 0, "open": 0}
         codes, scales = self.pool.nbytes()

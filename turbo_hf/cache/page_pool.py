@@ -11,9 +11,10 @@ from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.open_buffer import Tokens
 from turbo_hf.cache.saved_files import Picked
-from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, PageMeans, Width, empty_means, empty_pages
+from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, PageMeans, Width, empty_means, empty_pages, narrowed
 from turbo_hf.ops.host_device import nothing, shared
 from turbo_hf.ops.store.quantize import unpack_blocks
+from turbo_hf.ops.store.reference_pages import token_sizes
 
 TABLE_GRAIN = 16
 """Blocks by which the table grows at least."""
@@ -91,10 +92,10 @@ class PagePool:
         return shared(table, self.device).view(table.shape)
 
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of codes, and of their metadata: steps, zeros, scales, table."""
+        """Bytes of codes, and of their metadata: zeros, spans, sizes, table."""
         codes = sum(h.k.nbytes + h.v.nbytes for h in self.paged)
         places = 8 * len(self.reserved) * (1 + max(self.reserved, default=0))
-        return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.paged) + places
+        return codes, sum(h.meta.nbytes + h.size.nbytes for h in self.paged) + places
 
     def reserve(self, sealed: list[int], ahead: Sequence[int]) -> None:
         """Pages for the next `ahead[row]` blocks of each row, in the table before blocks are sealed to them."""
@@ -126,7 +127,7 @@ class PagePool:
         return in_use, np.unique(table[in_use])
 
     def kept(self, sealed: list[int]) -> tuple[list[list[Any]], list[Any], torch.Tensor]:
-        """What `hold` takes: k, v, meta and scale of the pages in use, for each width, their `PageMeans` ([]: not
+        """What `hold` takes: k, v, meta and size of the pages in use, for each width, their `PageMeans` ([]: not
         kept), and the table [B, most blocks] of their numbers. Pages are `Picked`, or views where all of them follow
         each other."""
         in_use, used = self._in_use(sealed)
@@ -237,8 +238,8 @@ class PagePool:
 
         context: the ranks over which the blocks are spread; `sealed` and `counts` are then of the blocks of all.
 
-        Returns what is left of the blocks that were cut, exact: tokens [B, Hkv, M, ...], row r's from column
-        `starts[r]` on; and `starts`.
+        Returns what is left of the blocks that were cut, as `block_tokens` has it: tokens [B, Hkv, M, ...], row r's
+        from column `starts[r]` on; and `starts`.
         """
         cut = [-(-count // self.block) for count in counts]
         left = [n * self.block - count for n, count in zip(cut, counts, strict=True)]
@@ -262,19 +263,24 @@ class PagePool:
         return tokens, [most - keep for keep in left]
 
     def block_tokens(self, row: int, block: int, order: torch.Tensor) -> Tokens:
-        """The tokens of one sealed block [Hkv, b, ...] as the open buffer holds them, heads in the model's order."""
-        at = int(self.table[row, block])
-        keys, values, scales = [], [], []
+        """The tokens of one sealed block [Hkv, b, ...] as the open buffer holds them, heads in the model's order.
+
+        Exact at 8 and at 16 bit. Below, the open buffer's INT8 codes are in units of the token's size, so that numbers
+        move by up to half of it.
+        """
+        at, wide = int(self.table[row, block]), UNQUANTIZED in dict(self.groups)
+        keys, values, sizes = [], [], []
         for pages in self.paged:
             page = PagedHeads(pages.bits, *(x[at : at + 1] for x in pages[1:]))
             k, v = unpack_blocks(page)
-            keys.append(k[0])
-            values.append(v[0])
-            scales.append(pages.scale[at])
+            keys.append(k[0].float())
+            values.append(v[0].float())
+            sizes.append(token_sizes(page)[0])
         slot = order[row].argsort()
-        k, v, scale = (torch.cat(parts)[slot] for parts in (keys, values, scales))
-        k_scale, v_scale = (s[:, None].expand(-1, self.block) for s in scale.unbind(-1))
-        if UNQUANTIZED in dict(self.groups):
-            k, v = ((x * s[..., None]).to(self.dtype_16bit) for x, s in ((k, k_scale), (v, v_scale)))
-            k_scale = v_scale = torch.ones_like(k_scale)
-        return Tokens(k, k_scale, v, v_scale)
+        k, v, size = (torch.cat(parts)[slot] for parts in (keys, values, sizes))
+        k_size, v_size = size.unbind(1)
+        if wide:
+            k, v = (narrowed(x * s[..., None], self.dtype_16bit) for x, s in ((k, k_size), (v, v_size)))
+            one = torch.ones_like(k_size)
+            return Tokens(k, one, v, one)
+        return Tokens(k.round().to(torch.int8), k_size, v.round().to(torch.int8), v_size)

@@ -117,9 +117,9 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int, columns: int) 
         return Stored(tuple(x.shape), x.dtype, *ends, None if along is None else state.open, along or 0)
 
     def page(width: Width, slots: int) -> list[Stored]:
-        _, k, v, meta, scale = empty_pages(width, count, slots, dim, block, META, half, rotary)
+        _, k, v, meta, size = empty_pages(width, count, slots, dim, block, META, half, rotary)
         codes = [like(x, CODES) if x.dtype == torch.int8 else like(x) for x in (k, v)]
-        return [*codes, like(meta), like(scale, (1, 1) if width == UNQUANTIZED else (0, largest))]
+        return [*codes, like(meta), like(size, (0, largest))]
 
     buffer = OpenBuffer(rows, heads, dim, META, half if wide else torch.int8, max(state.open), rotary)
     in_open: list[Ends] = [(None, None) if wide else CODES] * 2 + [(1, 1) if wide else (0, largest)] * 2
@@ -178,12 +178,20 @@ def _require_numbers(layer: TurboLayer, held: dict[str, Any], columns: int) -> N
         (all(map(operator.ge, lengths, kept)), "it lacks tokens of its window"),
         (torch.equal(table[in_use].unique(), torch.arange(len(held["pages"][0][0]))), "its table leaves out pages"),
         (not table[~in_use].any(), "its table goes on past the end of a row"),
+        (all(map(_spans_fit, (meta for _, _, meta, _ in held["pages"]))), "zeros and spans of its pages end beyond 127"),
         (torch.equal(order.sort(1).values, torch.arange(heads).expand(rows, heads)), "its order names a head twice"),
         (ranks or torch.equal(order, given), "its order is not that of its options"),
         (all(row == sorted(row) for row in ends), "its sorted blocks overlap"),
     ):
         if not agrees:
             raise ValueError(words)
+
+
+def _spans_fit(meta: torch.Tensor) -> bool:
+    """Whether every zero and every zero + span of pages (`PagedHeads.meta`) lies between -127 and 127."""
+    zero, span = meta.unflatten(2, (-1, 2)).unbind(3)
+    top = zero.short() + span.contiguous().view(torch.uint8).short()
+    return not bool((zero < -INT8_MAX).any() | (top > INT8_MAX).any())
 
 
 def _of_other(layer: Any, held: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:

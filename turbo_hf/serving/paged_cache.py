@@ -267,8 +267,7 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
             model_supports_logits_to_keep=model_supports_logits_to_keep,
         )
         self.max_batch_tokens, sectors = planner.infer_max_batch_tokens_and_num_sectors()
-        # an even number, so that the scales of each layer begin at a multiple of 16 bytes
-        self.num_sectors = max(1, sectors - sectors % 2)
+        self.num_sectors = max(1, sectors)
         total = self.num_sectors * self.bytes_per_sector
         self.cache_tensor = torch.zeros(total, dtype=torch.uint8, device=device)
         self.pool = CachePool(self.num_sectors, 1, num_reserved_sectors=0)

@@ -326,8 +326,8 @@ def _carve(pool: torch.Tensor, blocks: int, shape: Shape) -> list[tuple[PagedHea
     like = [[empty_pages(width, blocks, slots, *rest) for width, slots in groups] for groups in shape.groups]
     carved: list[list[list[Any]]] = [[[pages.bits] for pages in layer] for layer in like]
     at = 0
-    # numbers of four bytes last, behind multiples of 16 bytes
-    for name in ("k", "v", "meta", "scale"):
+    # each is a multiple of 16 bytes, so that all begin at one
+    for name in ("k", "v", "meta", "size"):
         for layer, own in zip(like, carved, strict=True):
             for pages, parts in zip(layer, own, strict=True):
                 x = getattr(pages, name)

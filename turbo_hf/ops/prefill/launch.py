@@ -16,6 +16,7 @@ from turbo_hf.layout import (
     Operands,
     Rounding,
     Scoring,
+    half_type,
     power_of_two,
 )
 from turbo_hf.ops import gpu
@@ -39,9 +40,6 @@ REPAIR_PROGRAMS = 264
 
 UNPACK_WARPS = 16
 """Warps that unpack a tile of a past: 0.37 ms for 120k tokens of 8 heads of 128 on an H100, with 4 of them 0.47."""
-
-WIDE_PAST = 1 << 29
-"""Bytes of an unpacked past up to which it is in the type of the queries, where products are in that."""
 
 MERGED = 8
 """Queries whose parts a program merges."""
@@ -116,23 +114,22 @@ def _quantize(
     return Operands(k_codes, k_scale, v_codes, v_block, channel, mean), v_log2
 
 
-def unpack_past(past: KVStore, wide: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sealed blocks of a cache: codes k [B, Hkv, T, D], v [B, Hkv, D, T], and [B, Hkv, T/b, 2]: the scale
-    of keys, log2 of that of values.
+def unpack_past(
+    past: KVStore, keys: torch.dtype = torch.int8, values: torch.dtype = torch.int8, in_time: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sealed blocks of a cache: k [B, Hkv, T, D], v [B, Hkv, D, T], and [B, Hkv, T/b, 2]: the scale of keys, log2
+    of that of values.
 
-    wide: the queries' type, if products are in it; k and v are then in this type, unless that is too much memory, and
-        v is in the order of time. Else they are INT8, v in VALUE_ORDER. With 16-bit heads, they are in the type of
-        their pages. Places past a row's end are not written.
+    keys, values: types of k and v. INT8: codes with one scale for each block, `reference.past_codes`; else the numbers
+        themselves.
+    in_time: v is in the order of time, not in VALUE_ORDER. Places past a row's end are not written.
     """
     batch, heads, _, dim = past.k_open.shape
-    blocks, device, dtype = past.table.shape[1], past.k_open.device, past.k_open.dtype
-    shape = (batch, heads, blocks * past.block, dim)
-    if wide is not None and dtype == torch.int8 and 2 * math.prod(shape) * wide.itemsize <= WIDE_PAST:
-        dtype = wide
-    k = torch.empty(shape, dtype=dtype, device=device)
-    v = torch.empty(batch, heads, dim, shape[2], dtype=dtype, device=device)
+    blocks, device = past.table.shape[1], past.k_open.device
+    k = torch.empty(batch, heads, blocks * past.block, dim, dtype=keys, device=device)
+    v = torch.empty(batch, heads, dim, blocks * past.block, dtype=values, device=device)
     scale = torch.empty(batch, heads, blocks, 2, device=device)
-    _unpack(past, k, v, scale, in_time=wide is not None)
+    _unpack(past, k, v, scale, in_time)
     return k, v, scale
 
 
@@ -154,7 +151,7 @@ def _unpack(
             slots = pages.k.shape[1]
             if blocks:
                 unpack_past_kernel[(blocks, slots, batch)](
-                    pages.k, pages.v, pages.meta, pages.scale, table, past.sealed, order, k, v, scale,
+                    pages.k, pages.v, pages.meta, pages.size, table, past.sealed, order, k, v, scale,
                     blocks, first, room, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
                     BITS=pages.bits, VALUE_BITS=pages.value_bits, IN_TIME=in_time, **gpu.FMA,
                 )  # fmt: skip
@@ -163,13 +160,14 @@ def _unpack(
 
 def _held(past: KVStore, dtype: torch.dtype, mode: str, *, tiled: bool) -> Past:
     """A past for queries of `dtype`. tiled: as the kernel for Hopper reads it."""
-    values = MODES[mode].v_type
+    values, precise = MODES[mode].v_type, mode == "fp16"
     if tiled and values is not None:
         return unpack_tiles(past, values)
-    wide = dtype if mode == "fp16" else None
+    # codes serve INT8 and FP8, which the kernel rounds them to
+    types = (dtype, dtype) if precise else (torch.int8, torch.int8 if values else half_type(dtype))
     opened = (past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
     room = past.table.shape[1] * past.block
-    return Past(*unpack_past(past, wide), past.sealed, *opened, room, past.k_open.shape[2])
+    return Past(*unpack_past(past, *types, in_time=precise), past.sealed, *opened, room, past.k_open.shape[2])
 
 
 def unpack_tiles(past: KVStore, values: torch.dtype) -> Past:
