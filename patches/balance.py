@@ -62,7 +62,7 @@ def key_bias(module: Any, above: Above) -> KeyBias | None:
     Of a tensor parallel model, the heads are those of this rank.
     """
     projection = getattr(module, "k_proj", None)
-    bias = getattr(projection, "bias", None)
+    bias: Any = getattr(projection, "bias", None)
     # accelerate's hook loads weights that are stored elsewhere; without it there are none
     there = isinstance(bias, torch.Tensor) and (not bias.is_meta or hasattr(projection, "_hf_hook"))
     if not there or any(getattr(module, name, None) is not None for name in KEY_NORMS):

@@ -39,7 +39,8 @@ def of_weights(model: Any, index: int) -> Tensor:
     square = layer.self_attn.k_proj.bias.double().square() + weight.square().sum(-1)
     low, high = square.view(HEADS, 2, DIM // 2).unbind(1)
     size = ((low + high) / 2).sqrt().repeat(1, 2).sqrt()
-    return (size / size.mean(-1, keepdim=True)).float()
+    even: Tensor = size / size.mean(-1, keepdim=True)
+    return even.float()
 
 
 class Packed(torch.nn.Module):
@@ -180,11 +181,12 @@ def test_attention_is_that_over_the_keys_that_the_cache_shows(bits: int) -> None
     torch.testing.assert_close(
         out.double(), oracle(chunk.query, [(keys, values)], scaling=0.3).out, rtol=1e-3, atol=1e-4
     )
-    step = layer.append(*(x[:, :, 100:101] for x in (k, v)), NewColumns(1), queries=q[:, :, 100:101])
+    new = slice(100, 101)
+    step = layer.append(k[:, :, new], v[:, :, new], NewColumns(1), queries=q[:, :, new])
     assert step is not None
     found = decode(step, layer.kv_store(), scoring, mode="fp16", backend="reference").out.double()
     keys, values = (x[0] for x in layer.dequantized(101))
-    want = oracle(q[:, :, 100:101], [(keys, values)], scaling=0.3).out
+    want = oracle(q[:, :, new], [(keys, values)], scaling=0.3).out
     torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)
 
 
