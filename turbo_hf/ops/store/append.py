@@ -95,17 +95,12 @@ def append_tokens(
         return launch_append_tokens(
             k, v, store, starts, given_scale, max_scale, nonfinite, counters, balance, queries, repeat
         )
-    reference_append_tokens(
-        balanced_keys(k, balance),
-        v,
-        store,
-        starts=starts,
-        given_scale=given_scale,
-        max_scale=max_scale,
-        nonfinite=nonfinite,
-    )
     if repeat is not None and starts is None:
         repeat.append = repeated_append(k, store, given_scale, balance)
+    k = balanced_keys(k, balance)
+    reference_append_tokens(
+        k, v, store, starts=starts, given_scale=given_scale, max_scale=max_scale, nonfinite=nonfinite
+    )
     return None if queries is None else balanced_queries(queries, balance)
 
 

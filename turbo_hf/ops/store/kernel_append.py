@@ -50,11 +50,8 @@ def _balance_queries(queries, balance_ptr, first, HEADS: tl.constexpr, D: tl.con
     x = tl.load(queries.data + _places(queries.strides, row[:, None], head[:, None], token, d), mask=inside, other=0.0)
     kv_head = head // (queries.heads // HEADS)
     balance = tl.load(balance_ptr + kv_head[:, None] * D + d[None, :], mask=inside, other=0.0)
-    tl.store(
-        queries.out + n[:, None] * D + d[None, :],
-        (x.to(tl.float32) * balance).to(queries.out.dtype.element_ty),
-        mask=inside,
-    )
+    x = (x.to(tl.float32) * balance).to(queries.out.dtype.element_ty)
+    tl.store(queries.out + n[:, None] * D + d[None, :], x, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["max_scale_ptr", "nonfinite_ptr"])
@@ -88,8 +85,7 @@ def append_kernel(
 @triton.jit
 def _append(
     new, given_ptr, balance_ptr, opened, open_len_ptr, starts_ptr, max_scale_ptr, nonfinite_ptr, arrived_ptr,
-    tokens, cap, pair,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr,
+    tokens, cap, pair, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     k_open, v_open, k_scales, v_scales = opened
     GIVEN: tl.constexpr = given_ptr is not None
@@ -200,9 +196,8 @@ def append_step_kernel(
 
 @triton.jit
 def _append_step(
-    new, given_ptr, balance_ptr, cache, rows, table_ptr, means, noted, nonfinite_ptr, arrived_ptr, table_stride,
-    program,
-    FORM: tl.constexpr,
+    new, given_ptr, balance_ptr, cache, rows, table_ptr, means, noted, nonfinite_ptr, arrived_ptr,
+    table_stride, program, FORM: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = FORM.heads
     D: tl.constexpr = FORM.dim
