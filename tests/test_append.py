@@ -163,7 +163,7 @@ def test_whole_blocks_go_to_the_pages_that_the_table_names(
                 parts = [x[0] for i in (0, 2) for x in quantize_tokens(parts[i][None], backend="reference")]
             key, key_scale, value, value_scale = (x[None] for x in parts)
             want = seal_blocks(key, key_scale, value, value_scale, got.width, "reference")
-            for name in ("k", "v", "meta", "scale"):
+            for name in ("k", "v", "meta", "size"):
                 assert torch.equal(getattr(got, name)[page], getattr(want, name)[0]), name
         for x in got[1:]:
             assert (x[[0, 1, 3, 5, 7]] == 7).all()

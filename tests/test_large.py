@@ -69,7 +69,7 @@ def at_the_end(store: KVStore) -> KVStore:
     used, slots = len(pages.k), pages.k.shape[1]
     more = LIMIT // pages.k[0].numel() + 1
     large: PagedHeads = empty_pages(pages.bits, more + used, slots, DIM, store.block, pages.k.device)
-    for name in ("k", "v", "meta", "scale"):
+    for name in ("k", "v", "meta", "size"):
         getattr(large, name)[more:] = getattr(pages, name)
     return store._replace(paged=(large,), table=store.table + more)
 
@@ -108,7 +108,7 @@ def test_a_step_seals_to_the_last_pages(bits: int) -> None:
         nonfinite, arrived = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (1, 2))
         append_step(k, v, store, nonfinite=nonfinite, arrived=arrived)
         own = [store.table[0, 6], store.table[1, 1]]
-        found.append([getattr(store.paged[0], name)[page] for page in own for name in ("k", "v", "meta", "scale")])
+        found.append([getattr(store.paged[0], name)[page] for page in own for name in ("k", "v", "meta", "size")])
         assert store.sealed.tolist() == [7, 2]
     for large, small in zip(*found, strict=True):
         assert torch.equal(large, small)

@@ -123,16 +123,16 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def page_codes(pages: PagedHeads, page: int, slot: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of one page and slot, float64 [b, D] each, in units of their token's size and in time order; at
-    16 bit what they hold."""
+    """Keys and values of one page and slot, float64 [b, D] each, in units of their token's size and in time order, as
+    float32 holds them; at 16 bit what they hold."""
     if pages.bits == UNQUANTIZED:
         return pages.k[page, slot].cpu(), pages.v[page, slot].cpu().T
     k, v = unpack(pages.k[page, slot], pages.bits), unpack(pages.v[page, slot], pages.value_bits).T
     k, v, lines = k.double(), v.double(), list(pages.meta[page, slot].cpu().long())
     if pages.bits != 8:
-        k = lines.pop(0) + k * (lines.pop(0) % 256) / (2**pages.bits - 1)
+        k = (lines.pop(0) + k * (lines.pop(0) % 256) / (2**pages.bits - 1)).float().double()
     if pages.value_bits != 8:
-        v = lines.pop(0) + v * (lines.pop(0) % 256) / (2**pages.value_bits - 1)
+        v = (lines.pop(0) + v * (lines.pop(0) % 256) / (2**pages.value_bits - 1)).float().double()
     tokens = torch.empty_like(v)
     for position in range(v.shape[0]):
         tokens[position // 16 * 16 + VALUE_ORDER[position % 16]] = v[position]

@@ -1,8 +1,8 @@
 """Products of a few queries with stored keys and values, whose codes are not dequantized for it.
 
 A code c of a channel with span s and zero z stands for (c s + L z) / L, L = 2^bits - 1, in units of its token's size
-(TurboAttention eq. 5). So L q . k = (q s) . c + L q . z, and L times the weighted sum of v is s times that of c, plus L z
-times the sum of weights: sums of integers. Sizes are divided by L.
+(TurboAttention eq. 5). So L q . k = (q s) . c + L q . z, and L times the weighted sum of v is s times that of c, plus
+L z times the sum of weights: sums of integers. Sizes are divided by L.
 """
 
 import torch

@@ -3,6 +3,7 @@
 import torch
 
 from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, half_merge, in_time_order
+from turbo_hf.ops.maths import ratio
 
 
 def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -102,4 +103,6 @@ def _numbers(packed: torch.Tensor, lines: torch.Tensor, bits: int, dim: int) -> 
     if bits == 8:
         return packed.float()
     zero, span = lines[..., 0, :].float(), lines[..., 1, :].view(torch.uint8).float()
-    return zero.unsqueeze(dim) + half_merge(packed, bits) * (span / (2**bits - 1)).unsqueeze(dim)
+    levels = 2**bits - 1
+    # a quotient of integers: rounded once
+    return ratio((zero * levels).unsqueeze(dim) + half_merge(packed, bits) * span.unsqueeze(dim), levels)
