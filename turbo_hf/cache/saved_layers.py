@@ -178,7 +178,10 @@ def _require_numbers(layer: TurboLayer, held: dict[str, Any], columns: int) -> N
         (all(map(operator.ge, lengths, kept)), "it lacks tokens of its window"),
         (torch.equal(table[in_use].unique(), torch.arange(len(held["pages"][0][0]))), "its table leaves out pages"),
         (not table[~in_use].any(), "its table goes on past the end of a row"),
-        (all(map(_spans_fit, (meta for _, _, meta, _ in held["pages"]))), "zeros and spans of its pages end beyond 127"),
+        (
+            all(map(_spans_fit, (meta for _, _, meta, _ in held["pages"]))),
+            "zeros and spans of its pages end beyond 127",
+        ),
         (torch.equal(order.sort(1).values, torch.arange(heads).expand(rows, heads)), "its order names a head twice"),
         (ranks or torch.equal(order, given), "its order is not that of its options"),
         (all(row == sorted(row) for row in ends), "its sorted blocks overlap"),

@@ -303,9 +303,7 @@ def unpack_tiles_kernel(
     # channels, and tokens, that lie in the same bits of neighbouring bytes
     K_RUN: tl.constexpr = D // 4 if BITS == 3 else D * BITS // 8
     V_RUN: tl.constexpr = 16 if VALUE_BITS == 3 else 64 * VALUE_BITS // 8
-    one = _value_unit(
-        past, pages, table, kv_row, slot, 2 * tile, sealed, d, opened, SLOTS, D, BITS, VALUE_BITS, V_RUN
-    )
+    one = _value_unit(past, pages, table, kv_row, slot, 2 * tile, sealed, d, opened, SLOTS, D, BITS, VALUE_BITS, V_RUN)
     other = _value_unit(
         past, pages, table, kv_row, slot, 2 * tile + 1, sealed, d, opened, SLOTS, D, BITS, VALUE_BITS, V_RUN
     )

@@ -15,18 +15,16 @@ def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     batch, heads, cap, dim = store.k_open.shape
     block, blocks = store.block, store.table.shape[1]
     total = blocks * block + -(-cap // block) * block
-    like = store.k_open if store.k_open.is_floating_point() else store.k_scale
-    k = like.new_zeros(batch, heads, total, dim)
-    v = like.new_zeros(batch, heads, total, store.v_open.shape[2])
     k_scale, v_scale = (store.k_scale.new_zeros(batch, heads, total) for _ in range(2))
+    k, v = (k_scale.new_zeros(batch, heads, total, n) for n in (dim, store.v_open.shape[2]))
     if blocks:
         sealed = slice(0, blocks * block)
         k[:, :, sealed], k_scale[:, :, sealed], v[:, :, sealed], v_scale[:, :, sealed] = sealed_tokens(store)
     if cap:
         place = store.sealed[:, None] * block + torch.arange(cap, device=k.device)
         wide = place[:, None, :, None].expand(batch, heads, cap, 1)
-        k.scatter_(2, wide.expand(-1, -1, -1, dim), store.k_open.to(like.dtype))
-        v.scatter_(2, wide.expand(-1, -1, -1, v.shape[3]), store.v_open.mT.to(like.dtype))
+        k.scatter_(2, wide.expand(-1, -1, -1, dim), store.k_open.float())
+        v.scatter_(2, wide.expand(-1, -1, -1, v.shape[3]), store.v_open.mT.float())
         k_scale.scatter_(2, wide[..., 0], store.k_scale)
         v_scale.scatter_(2, wide[..., 0], store.v_scale)
     length = store.sealed * block + store.open_len
@@ -35,25 +33,21 @@ def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     # pages beyond a row's end are another row's or uninitialized: their scales must not reach a product
     k_scale = torch.where(valid[:, None], k_scale, 0.0)
     v_scale = torch.where(valid[:, None], v_scale, 0.0)
-    return stored(k, valid).float(), k_scale, stored(v, valid).float(), v_scale, torch.where(valid, index, -1)
-
-
-def stored(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """x [B, Hkv, T, D] with 0 where there is no token: unquantized numbers may be NaN there. valid: bool [B, T]."""
-    return x.masked_fill(~valid[:, None, :, None], 0) if x.is_floating_point() else x
+    # unquantized numbers may be NaN there
+    k, v = (x.masked_fill(~valid[:, None, :, None], 0) for x in (k, v))
+    return k, k_scale, v, v_scale, torch.where(valid, index, -1)
 
 
 def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sealed blocks of every row, heads in the model's order: k, v float32 [B, Hkv, T, D] in units of k_scale,
     v_scale float32 [B, Hkv, T].
 
-    With 16-bit heads, k and v of all heads are in that type. Returned as k, k_scale, v, v_scale. Blocks past a row's
-    end have the content of page 0.
+    Returned as k, k_scale, v, v_scale. Blocks past a row's end have the content of page 0.
     """
     batch, heads, _, dim = store.k_open.shape
-    like = store.k_open if store.k_open.is_floating_point() else store.k_scale
     if not store.table.shape[1]:
-        none, scale = like.new_zeros(batch, heads, 0, dim), store.k_scale.new_zeros(batch, heads, 0)
+        scale = store.k_scale.new_zeros(batch, heads, 0)
+        none = scale.new_zeros(batch, heads, 0, dim)
         return none, scale, none.new_zeros(batch, heads, 0, store.v_open.shape[2]), scale
     page = store.table.flatten()
     paged = [PagedHeads(pages.bits, *(x.index_select(0, page) for x in pages[1:])) for pages in store.paged]
@@ -65,7 +59,7 @@ def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         for parts in (keys, values, [token_sizes(pages) for pages in paged])
     )
     k_scale, v_scale = size.transpose(2, 3).flatten(3).unbind(2)
-    return k.to(like.dtype).flatten(2, 3), k_scale, v.to(like.dtype).flatten(2, 3), v_scale
+    return k.float().flatten(2, 3), k_scale, v.float().flatten(2, 3), v_scale
 
 
 def token_sizes(pages: PagedHeads) -> torch.Tensor:
