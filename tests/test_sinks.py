@@ -59,13 +59,13 @@ def by_size(x: Tensor, bits: int, group: int) -> Tensor:
 def simulated(model: Any, ids: Tensor, value_bits: int, *, kept: int = 0, sized: bool = False) -> float:
     """KL where the cache of the prompt is rounded: keys at 4 bit, values at `value_bits`.
 
-    kept: first tokens that are not rounded. sized: both by their tokens' sizes.
+    kept: first tokens that are not rounded. sized: values by their tokens' sizes.
     """
     exact = tail_over(model, ids, prompt_of(model, ids, DynamicCache(config=model.config)))
     cache = prompt_of(model, ids, DynamicCache(config=model.config))
     for layer in cache.layers:
         near = by_size if sized else by_channel
-        keys, values = near(layer.keys, 4, 64), near(layer.values, value_bits, 64)
+        keys, values = by_size(layer.keys, 4, 64), near(layer.values, value_bits, 64)
         layer.keys = torch.cat([layer.keys[:, :, :kept], keys[:, :, kept:]], dim=2)
         layer.values = torch.cat([layer.values[:, :, :kept], values[:, :, kept:]], dim=2)
     return float(divergences(exact, tail_over(model, ids, cache)).mean())

@@ -19,6 +19,7 @@ from turbo_hf.ops.backend import uses_triton, why_no_kernel, why_no_latent_kerne
 from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.repeat import Repeat, repeat_key
 from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
+from turbo_hf.ops.store.quantize import check_float
 from turbo_hf.sparse.bucket_index import BucketIndex
 from turbo_hf.sparse.prompts import PromptTally
 from turbo_hf.sparse.selectors import Selector
@@ -140,6 +141,7 @@ class LayerStorage:
                 "shape; only one head dim is compressed. Leave the layer to Transformers "
                 "(TurboCache(uncompressed_layers=...))."
             )
+        check_float("keys", key_states)
         rows, self.heads, _, self.dim = key_states.shape
         self.rotary_dim = value_states.shape[-1] if self.latent else None
         self.dtype, self.device, self.why_no_kernel = key_states.dtype, key_states.device, why_no_kernel(key_states)
@@ -155,8 +157,7 @@ class LayerStorage:
             raise ValueError(
                 f"layer {self.index}: head_order must name each of its {self.heads} KV heads once; got {order}."
             )
-        if self.balance is not None:
-            self.balance = self.balance.to(self.device)
+        self.balance = None if self.balance is None else self.balance.to(self.device)
         groups = self.config.head_groups(self.heads)
         block, dtype_16bit = self.config.block_size, type_16bit(self.dtype)
         means = self.selector is not None and self.selector.by_means
@@ -370,8 +371,8 @@ class LayerStorage:
         key: Any = None,
     ) -> torch.Tensor | None:
         backend = self.config.backend if self.in_place else "reference"
-        how: dict[str, Any] = {"nonfinite": self.nonfinite, "backend": backend}
-        how |= {"balance": self.balance, "queries": queries}
+        how: dict[str, Any] = {"nonfinite": self.nonfinite, "backend": backend, "queries": queries}
+        how["balance"] = self.balance
         if self.replay is not None:
             how |= {"given_scale": self.universal, "arrived": self.replay.arrived}
             if self.replay.seals:

@@ -117,14 +117,14 @@ def launch_append_tokens(
     """`ops.store.append.append_tokens`; counters: int32 [B], zeros. Programs before the others balance the queries."""
     batch, heads, tokens, dim = k.shape
     part = min(APPENDED, power_of_two(tokens))
-    turned, programs = _to_balance(queries)
+    balanced, programs = _to_balance(queries)
     if queries is not None and programs + batch * heads > MOST_PAIRS:
         launch_append_tokens(k, v, store, starts, given_scale, max_scale, nonfinite, counters, balance)
         return balanced_queries(queries, balance)
     given = None if given_scale is None else given_scale.contiguous()
     made = launch(
         append_kernel, k, (-(-tokens // part), programs + pairs_of(batch, heads)),
-        NewTokens(k, v, k.stride(), v.stride()), given, balance, turned,
+        NewTokens(k, v, k.stride(), v.stride()), given, balance, balanced,
         (store.k_open, store.v_open, store.k_scale, store.v_scale), store.open_len,
         starts, None if max_scale is None else max_scale.view(torch.int32), nonfinite, counters, tokens,
         store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
@@ -132,18 +132,18 @@ def launch_append_tokens(
     )  # fmt: skip
     if repeat is not None and made is not None and given is given_scale:
         # besides those of the store, the launch has the addresses of these
-        repeat.append = _again(made, turned, (starts, given_scale, balance, max_scale, nonfinite, counters))
-    return None if turned is None else turned.out
+        repeat.append = _again(made, balanced, (starts, given_scale, balance, max_scale, nonfinite, counters))
+    return None if balanced is None else balanced.out
 
 
 def _again(
-    made: Launch, turned: NewQueries | None, used: tuple[Any, ...]
+    made: Launch, balanced: NewQueries | None, used: tuple[Any, ...]
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
     """`Repeat.append`. used: whose addresses the launch has."""
     new, given, balance, queries, *_ = made.args
     strides: tuple[Any, ...] = new[2:]
     rest: tuple[Any, ...] = () if queries is None else queries[1:]
-    out = None if turned is None else turned.out
+    out = None if balanced is None else balanced.out
 
     def again(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, kept: Any = used) -> torch.Tensor | None:
         made.again((k.data_ptr(), v.data_ptr(), *strides), given, balance, None if q is None else (q.data_ptr(), *rest))
@@ -204,16 +204,16 @@ def launch_append_step(
     """`ops.store.append.append_step`; queries and what is returned of them: as in `launch_append_tokens`."""
     batch, heads, _, dim = k.shape
     form = _form_of(store.paged, heads, dim, store.block)
-    turned, programs = _to_balance(queries)
+    balanced, programs = _to_balance(queries)
     launch(
         append_step_kernel, k, (programs + batch * heads,),
         NewTokens(k, v, k.stride(), v.stride()),
-        None if given_scale is None else given_scale.contiguous(), balance, turned, cache_of(store),
+        None if given_scale is None else given_scale.contiguous(), balance, balanced, cache_of(store),
         Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table, store.means,
         None if noted is None else Noted(noted[0], noted[1].contiguous(), noted[0].shape[2]), nonfinite, arrived,
         store.table.stride(0), FORM=form, enable_fp_fusion=False,
     )  # fmt: skip
-    return None if turned is None else turned.out
+    return None if balanced is None else balanced.out
 
 
 def launch_select_rows(tensors: Sequence[torch.Tensor], words: Sequence[int], rows: Sequence[int]) -> None:
