@@ -217,10 +217,10 @@ def test_what_a_dropped_tile_of_the_past_holds_is_not_read(device: torch.device)
     given: dict[str, Any] = {"scaling": SCALING, "mode": "turbo", "kept": kept, "backend": "triton"}
     want = prefill(q, k, v, past=store, **given)
     for page in store.table[0, 2:4].tolist():
-        store.paged[0].scale[page] = torch.nan
+        store.paged[0].size[page] = torch.nan
     assert torch.equal(prefill(q, k, v, past=store, **given).out, want.out)
     # but for the blocks behind the whole tiles
-    store.paged[0].scale[store.table[0, 6]] = torch.nan
+    store.paged[0].size[store.table[0, 6]] = torch.nan
     assert not torch.equal(prefill(q, k, v, past=store, **given).out, want.out)
 
 
