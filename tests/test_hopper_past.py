@@ -41,7 +41,7 @@ def test_a_past_in_tiles(
         pages.size[store.table[0, 3], :, 1] = 0.0
     got = launch.unpack_tiles(store, values)
     for row, codes in enumerate(store_codes(store)):
-        split, length = 64 * int(store.sealed[row]), LENGTHS[row]
+        length = LENGTHS[row]
         keys, worth = (x[row].double().cpu().repeat_interleave(64, -1) for x in got.scale.unbind(-1))
         whole = -(-length // 128) * 128
         k, v = got.k[row].double().cpu() * keys[..., None], got.v[row].float().double().cpu() * worth.exp2()[:, None]
@@ -58,8 +58,8 @@ def test_a_past_in_tiles(
         # the steps are the largest number of each block / 127
         for x, steps in ((want_k, keys), (want_v, worth.exp2())) if values == torch.int8 else ((want_k, keys),):
             most = torch.nn.functional.pad(x.abs().amax(-1), (0, -length % 64)).unflatten(-1, (-1, 64)).amax(-1)
-            steps = steps[:, : most.shape[-1] * 64 : 64]
-            torch.testing.assert_close(torch.where(most > 0, steps * 127, 0.0), most, rtol=1e-5, atol=0)
+            found = steps[:, : most.shape[-1] * 64 : 64] * 127
+            torch.testing.assert_close(torch.where(most > 0, found, 0.0), most, rtol=1e-5, atol=0)
         # behind the row's end to the end of its last tile: numbers that count as nothing where they are masked
         assert not got.k[row, :, length:whole].any()
         assert not got.v[row].float()[..., length:whole].any() or length % 64
@@ -71,7 +71,7 @@ def test_a_past_in_tiles(
     backend=("triton", "reference"),
 )  # fmt: skip
 def test_a_past_in_blocks(bits: Any, dim: int, block: int, mode: str, backend: str, device: torch.device) -> None:
-    """As above, with values of "half" and all of "fp16" as they are. A token of NaN makes the scale of its block NaN."""
+    """As above, with values of "half" and all of "fp16" as they are. A token of NaN makes its block's scale NaN."""
     order = torch.stack([torch.randperm(3) for _ in LENGTHS])
     store = random_store(LENGTHS, 3, dim, device, groups=((bits, 2), (4, 1)), order=order, block=block)
     for pages in store.paged:

@@ -33,6 +33,7 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import CODE_MAX, open_token_bytes, page_bytes
+from turbo_hf.ops.store.reference_quantize import rounded_up
 from turbo_hf.ops.store.rotate import rotate_keys
 
 # --- what is stored ------------------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def test_four_bit_takes_less_than_a_third_of_half_precision(rows: int, dim: int)
     feed(layer, *(x.to(torch.bfloat16) for x in random_kv(rows, 2048, dim)))
     for step in range(5):
         feed(layer, *(x.to(torch.bfloat16) for x in random_kv(rows, 1, dim, seed=step)))
-    assert layer.full_precision_bytes() / sum(layer.nbytes().values()) >= 3.6
+    assert layer.full_precision_bytes() / sum(layer.nbytes().values()) >= 3.5
 
 
 def test_growth_copies_a_constant_number_of_pages_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +375,7 @@ def test_a_universal_scale_is_fixed_by_the_prompt(device: torch.device) -> None:
     assert_same_rows(layer, 0, prompt, 0)
     # of tensors: by a number, torch multiplies by a rounded reciprocal on CUDA
     span = [x.abs().amax((2, 3)).float() for x in (rotate_keys(k), v)]
-    span = [x / torch.full_like(x, CODE_MAX) for x in span]
+    span = [rounded_up(x / torch.full_like(x, CODE_MAX)) for x in span]
     small, large = (torch.full((2, HEADS, 1, 16), x, device=device) for x in (1e-3, -1e3))
     feed(layer, small, large)
     feed(layer, large, small)
@@ -398,8 +399,8 @@ def test_a_universal_scale_covers_every_chunk_of_a_prompt() -> None:
     feed(whole, *new)
     feed(chunked, *new)
     assert_same_rows(chunked, 0, whole, 0)
-    assert torch.equal(chunked.buffer.k_scale[0, :, 26], rotate_keys(k)[0, :, 10].abs().amax(-1) / CODE_MAX)
-    assert torch.equal(chunked.buffer.v_scale[0, :, 26], v[0, :, 60].abs().amax(-1) / CODE_MAX)
+    assert torch.equal(chunked.buffer.k_scale[0, :, 26], rounded_up(rotate_keys(k)[0, :, 10].abs().amax(-1) / CODE_MAX))
+    assert torch.equal(chunked.buffer.v_scale[0, :, 26], rounded_up(v[0, :, 60].abs().amax(-1) / CODE_MAX))
 
 
 def test_a_universal_scale_is_one_a_row_and_ignores_padding() -> None:
@@ -417,5 +418,6 @@ def test_a_universal_scale_is_one_a_row_and_ignores_padding() -> None:
     assert_same_rows(batch, 2, filled(TurboConfig(), k_new[2:] * 100, v_new[2:]), 0)
     batch.reorder_cache(torch.tensor([1, 0, 2]))
     feed(batch, k_new, v_new)
-    assert torch.equal(batch.buffer.k_scale[0, :, 16], rotate_keys(k)[1, :, 45:].abs().amax((1, 2)) / CODE_MAX)
+    scale = rounded_up(rotate_keys(k)[1, :, 45:].abs().amax((1, 2)) / CODE_MAX)
+    assert torch.equal(batch.buffer.k_scale[0, :, 16], scale)
     assert sum(batch.nbytes().values()) == allocated(batch)

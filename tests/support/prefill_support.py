@@ -82,19 +82,19 @@ def past_codes(past: KVStore, mode: str, dtype: torch.dtype, backend: str) -> li
     if uses_triton(backend, past.table.device, None):
         from turbo_hf.ops.prefill.launch import unpack_past  # noqa: PLC0415 - needs Triton
 
-        k, v, scale = unpack_past(past, values=torch.int8 if MODES[mode].v_type else half_type(dtype))
+        keys, values, scale = unpack_past(past, values=torch.int8 if MODES[mode].v_type else half_type(dtype))
         scales = scale.double().repeat_interleave(block, 2)
-        found = (k, scales[..., 0], in_time_order(v).mT, scales[..., 1].exp2())
+        found = (keys, scales[..., 0], in_time_order(values).mT, scales[..., 1].exp2())
     else:
         found = past_operands(past, MODES[mode], dtype)
     joined = []
     for row, codes in enumerate(rows):
         split = int(past.sealed[row]) * block
-        parts = (
+        k, k_scale, v, v_scale = (
             torch.cat((own[row, :, :split].double().cpu(), x[:, split:]), 1)
             for own, x in zip(found, codes[:4], strict=True)
         )
-        joined.append(Codes(*parts, codes.tile))
+        joined.append(Codes(k, k_scale, v, v_scale, codes.tile))
     return joined
 
 

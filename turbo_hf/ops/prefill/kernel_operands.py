@@ -329,12 +329,12 @@ def unpack_tiles_kernel(
                 c = first + tl.arange(0, K_RUN)
                 tl.store(k_to + c[None, :], as_int8(_scaled(k, most, 127.0)))
             for first in tl.static_range(0, 64, V_RUN):
-                y = _run_of_values(pages, at, first, d, D, BITS, VALUE_BITS, V_RUN) / v_unit
+                v = _run_of_values(pages, at, first, d, D, BITS, VALUE_BITS, V_RUN) / v_unit
                 t = first + tl.arange(0, V_RUN)
                 if FP8:
-                    tl.store(v_to + t[None, :], y.to(tl.float8e4nv))
+                    tl.store(v_to + t[None, :], v.to(tl.float8e4nv))
                 else:
-                    tl.store(v_to + t[None, :], as_int8(y))
+                    tl.store(v_to + t[None, :], as_int8(v))
         else:
             place = (block - sealed) * 64
             here = place + n < opened

@@ -127,10 +127,10 @@ def sparse_keys(past: KVStore, k: torch.Tensor, sealed: int, opened: int, *, bac
         for first, to in parts:
             dequantize_keys(past, first, to)
     else:
-        codes, scale = sealed_tokens(past)[:2]
+        numbers, size_of = sealed_tokens(past)[:2]
         for first, to in parts:
             own = slice(first * size, first * size + to.shape[2])
-            torch.mul(codes[:, :, own], scale[:, :, own, None], out=to)
+            torch.mul(numbers[:, :, own], size_of[:, :, own, None], out=to)
     last = rest[:, :, rest.shape[2] - opened :]
     torch.mul(past.k_open[:, :, :opened], past.k_scale[:, :, :opened, None], out=last)
     return SparseKeys(keys, rest)
