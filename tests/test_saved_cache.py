@@ -1,7 +1,6 @@
 """Caches on disk: what was saved goes on bit by bit; what differs or is damaged is refused, whole."""
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from histories_support import subject
 from hypothesis import given
 from hypothesis import strategies as st
 from models import left_padded, prompts, tiny_llama, tiny_mistral
+from safetensors import SafetensorError
 from sparse_cache_support import sparse
 from tiny_families import build
 from transformers.generation.streamers import BaseStreamer
@@ -21,9 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
 from turbo_hf.cache.saved_cache import MAKER
-from turbo_hf.cache.saved_files import FACTS
-from turbo_hf.config import whole_files
-from turbo_hf.config.whole_files import facts_hash
+from turbo_hf.cache.saved_files import FILE
 from turbo_hf.models.versions import CACHE
 
 Made = tuple[Any, TurboCache]
@@ -215,7 +213,7 @@ def saved_in(folder: Path) -> Any:
 
 
 def other_weights(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.weight[3, 3] += 1
+    model.model.layers[1].mlp.up_proj.weight *= 1.01
 
 
 def other_config(model: Any) -> None:
@@ -227,9 +225,9 @@ def other_config(model: Any) -> None:
     [
         (other_weights, {}, "model.weights is"),
         (other_config, {}, "model.config.rms_norm_eps is"),
-        (None, {"bits": 8}, "layers.0.config.bits is 4, and here it is 8"),
-        (None, {"layer_bits": (4, 8)}, "layers.1.config.bits is 4, and here it is 8"),
-        (None, {"dense_layers": (0,)}, r"config.dense_layers is \[\], and here it is \[0\]"),
+        (None, {"bits": 8}, "layers.0.config.bits is 4, and should be 8"),
+        (None, {"layer_bits": (4, 8)}, "layers.1.config.bits is 4, and should be 8"),
+        (None, {"dense_layers": (0,)}, "config.dense_layers has 0 entries, and should have 1"),
     ],
 )
 def test_what_differs_is_named(change: Any, options: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -251,11 +249,10 @@ def test_another_version_and_another_prompt(tmp_path: Path, monkeypatch: pytest.
     cache = TurboCache.from_pretrained(tmp_path, model)
     run(model, cache, prompts(1, 1))
     cache.save_pretrained(tmp_path, input_ids=prompts(1, 71))
-    # the former tensors are gone
-    assert len(list(tmp_path.iterdir())) == 2
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert TurboCache.from_pretrained(tmp_path, model).get_seq_length() == 71
     monkeypatch.setattr("turbo_hf.cache.saved_cache.__version__", "9.9")
-    with pytest.raises(ValueError, match=r"its versions.turbo_hf is '.*', and here it is '9.9'"):
+    with pytest.raises(ValueError, match=r"its versions.turbo_hf is '.*', and should be '9.9'"):
         TurboCache.from_pretrained(tmp_path, model)
     with pytest.raises(OSError, match="there is no saved cache"):
         TurboCache.from_pretrained(tmp_path / "none", model)
@@ -270,78 +267,46 @@ def test_bits_of_one_layer_by_depth_or_for_all(tmp_path: Path) -> None:
     run(model, cache, prompts(1, 70))
     cache.save_pretrained(tmp_path)
     assert TurboCache.from_pretrained(tmp_path, made(bits=4, value_bits=2)[0]).get_seq_length() == 70
-    with pytest.raises(ValueError, match="value_bits is 2, and here it is 4"):
+    with pytest.raises(ValueError, match="value_bits is 2, and should be 4"):
         TurboCache.from_pretrained(tmp_path, made(bits=4)[0])
-
-
-def test_tensors_that_are_replaced_before_they_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, before = saved_in(tmp_path), whole_files.open_file
-    cache = TurboCache.from_pretrained(tmp_path, model)
-    run(model, cache, prompts(1, 1))
-
-    def late(path: Path) -> Any:
-        monkeypatch.setattr("turbo_hf.cache.saved_files.open_file", before)
-        cache.save_pretrained(tmp_path, input_ids=prompts(1, 71))
-        return before(path)
-
-    monkeypatch.setattr("turbo_hf.cache.saved_files.open_file", late)
-    assert TurboCache.from_pretrained(tmp_path, model).get_seq_length() == 71
 
 
 def test_a_write_that_breaks_off_leaves_the_former_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved_in(tmp_path)
     cache = TurboCache.from_pretrained(tmp_path, model)
     run(model, cache, prompts(1, 1))
-    monkeypatch.setattr("turbo_hf.cache.saved_files._bytes", lambda x: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+
+
+    def full(tensors: Any, path: Path, metadata: Any) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr("turbo_hf.cache.saved_files.save_file", full)
+    with pytest.raises(OSError, match=f"cannot be written: No space left on device: .*{FILE}"):
         cache.save_pretrained(tmp_path, input_ids=prompts(1, 71))
-    assert len(list(tmp_path.iterdir())) == 2
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
     assert TurboCache.from_pretrained(tmp_path, model).get_seq_length() == 70
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, dict[str, bytes]]:
-    folder = tmp_path_factory.mktemp("saved")
-    model = saved_in(folder)
-    return model, folder, {path.name: path.read_bytes() for path in folder.iterdir()}
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, bytes]:
+    path = tmp_path_factory.mktemp("saved") / FILE
+    return saved_in(path.parent), path, path.read_bytes()
 
 
 @given(data=st.data())
-def test_damaged_files_are_refused(whole: Any, data: st.DataObject) -> None:
-    model, folder, files = whole
-    name = data.draw(st.sampled_from(sorted(files)))
-    content = bytearray(files[name])
+def test_a_damaged_file_is_refused(whole: Any, data: st.DataObject) -> None:
+    model, path, right = whole
+    content = bytearray(right)
     # most flips hit the beginning, where the names and shapes are
-    at = data.draw(st.one_of(st.integers(0, min(900, len(content) - 1)), st.integers(0, len(content) - 2)))
+    at = data.draw(st.one_of(st.integers(0, 9000), st.integers(0, len(content) - 1)))
     if data.draw(st.booleans()):
         content[at] ^= 1 << data.draw(st.integers(0, 7))
     else:
         del content[at:]
-    (folder / name).write_bytes(content)
-    try:
-        with pytest.raises(ValueError, match=r"the cache saved in .* (is damaged|has schema)"):
-            TurboCache.from_pretrained(folder, model)
-    finally:
-        (folder / name).write_bytes(files[name])
-
-
-@in_one_test("part", ["state", "shape", "table", "open"])
-def test_shapes_that_contradict_each_other(part: str, tmp_path: Path) -> None:
-    model = saved_in(tmp_path)
-    facts = json.loads((tmp_path / FACTS).read_bytes())
-    held: dict[str, Any] = dict(facts["held"][0]["map"])
-    paths: dict[str, list[Any]] = {"state": ["map", 1, 1], "shape": [1], "table": ["tensor"], "open": [0, "tensor"]}
-    keys = paths[part]
-    place = held[part]
-    for key in keys[:-1]:
-        place = place[key]
-    place[keys[-1]] = {"state": [9], "shape": 32, "table": "layers.0.order", "open": "layers.0.open.2"}[part]
-    old = tmp_path / f"turbo_cache.{facts['sha256'][:16]}.safetensors"
-    facts["sha256"] = facts_hash(facts, "sha256")
-    old.rename(tmp_path / f"turbo_cache.{facts['sha256'][:16]}.safetensors")
-    (tmp_path / FACTS).write_text(json.dumps(facts))
-    with pytest.raises(ValueError, match=r"the cache saved in .* is damaged"):
-        TurboCache.from_pretrained(tmp_path, model)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"the cache saved in .* (is damaged|has schema|does not fit)"):
+        TurboCache.from_pretrained(path.parent, model)
 
 
 @pytest.mark.gpu

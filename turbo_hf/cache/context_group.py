@@ -15,11 +15,11 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from turbo_hf.cache.saved_files import checksum
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import KVStore, power_of_two
 from turbo_hf.ops.host_device import shared
+from turbo_hf.ops.maths import checksum
 from turbo_hf.ranks import ALONE, Ranks, ranks_of
 
 COMPARED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")

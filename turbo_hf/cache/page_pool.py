@@ -10,7 +10,6 @@ import torch
 from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.open_buffer import Tokens
-from turbo_hf.cache.saved_files import Picked
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, PageMeans, Width, empty_means, empty_pages
 from turbo_hf.ops.host_device import nothing, shared
 from turbo_hf.ops.store.quantize import unpack_blocks
@@ -125,15 +124,13 @@ class PagePool:
         in_use = np.arange(table.shape[1]) < np.array(sealed)[:, None]
         return in_use, np.unique(table[in_use])
 
-    def kept(self, sealed: list[int]) -> tuple[list[list[Any]], list[Any], torch.Tensor]:
+    def kept(self, sealed: list[int]) -> tuple[list[list[torch.Tensor]], list[torch.Tensor], torch.Tensor]:
         """What `hold` takes: k, v, meta and scale of the pages in use, for each width, their `PageMeans` ([]: not
-        kept), and the table [B, most blocks] of their numbers. Pages are `Picked`, or views where all of them follow
-        each other."""
+        kept), and the table [B, most blocks] of their numbers."""
         in_use, used = self._in_use(sealed)
-        count = len(used)
-        pick = None if count == 0 or used[-1] == count - 1 else torch.from_numpy(used).to(self.device)
+        pick = torch.from_numpy(used).to(self.device)
         *pages, means = (
-            [x[:count] if pick is None else Picked(x, pick) for x in held]
+            [x.index_select(0, pick) for x in held]
             for held in (*(heads[1:] for heads in self.paged), self.means or ())
         )
         table = np.where(in_use, np.searchsorted(used, self.table.numpy()), 0)[:, : max(sealed)]

@@ -5,6 +5,7 @@ import json
 import reprlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,16 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import require_model
 from turbo_hf.models.versions import version_of
+from turbo_hf.ops.maths import checksum
 
 MAKER = "turbo_cache_maker"
 """Attribute of a patched model: what makes its caches."""
 
 HOW_IT_RUNS = ("backend", "cuda_graphs", "compile")
 """Options of `TurboConfig` that change nothing of what is stored."""
+
+SAMPLE = 1024
+"""Elements of a weight that identify it, evenly spaced, the first and the last among them."""
 
 BY_LAYER = ("bits", "value_bits", "layer_bits")
 """Options of `TurboConfig` that are compared layer by layer: however they were given, a layer has its own bits."""
@@ -63,16 +68,17 @@ def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | N
             f"input_ids must be what the cache holds, int64 [{rows}, {columns}], padding included; got {ids.dtype} "
             f"{list(ids.shape)}."
         )
-    tensors: saved_files.Tensors = {"tokens": ids}
-    each = [held_by(layer) for layer in cache.layers]
+    tensors: saved_files.Tensors = {}
+    saved_files.flatten(ids, "tokens", tensors)
+    held = [saved_files.flatten(held_by(layer), f"layers.{n}", tensors) for n, layer in enumerate(cache.layers)]
+    each = saved_files.unflatten(held, tensors.__getitem__)
     try:
         for n, make in cache.others.items():
             require_layer(make(), each[n], rows, columns)
         require_alike(cache.layers, each)
     except ValueError as error:
         raise Unsupported(f"a layer of this cache is of a kind that is not saved: {error}.") from error
-    held = [saved_files.flatten(own, f"layers.{n}", tensors) for n, own in enumerate(each)]
-    facts = {**_identity(cache, model), "decompressed": cache.decompressed, "held": held}
+    facts = {"identity": _identity(cache, model), "decompressed": cache.decompressed, "held": held}
     saved_files.write(Path(folder), facts, tensors)
 
 
@@ -85,46 +91,54 @@ def load(folder: str | Path, model: Any) -> Any:
             f"this {type(model).__name__} is not patched: call turbo_hf.patch(model), with the config of the saved "
             "cache, before from_pretrained."
         )
-    found = saved_files.read(Path(folder))
-    with found.file:
-        return _loaded(found, folder, model, maker.make(model.config))
-
-
-def _loaded(found: saved_files.Read, folder: str | Path, model: Any, cache: Any) -> Any:
-    """`load`; cache: an empty one, which is filled."""
+    cache = maker.make(model.config)
     if cache.integrity.ranks:
         raise Unsupported("a saved cache is not loaded for ranks that share it: each holds only its heads, or blocks.")
-    for name, own in _identity(cache, model).items():
-        other = _difference(found.facts.get(name), own, name)
-        if other is not None:
-            raise ValueError(
-                f"the cache saved in {str(folder)!r} does not fit: its {other}; the answers would differ. Load it "
-                "where all is as it was, or compute the prompt again."
-            )
+    facts, tensors = saved_files.read(Path(folder))
+    try:
+        require(facts.get("identity"), _identity(cache, model), "")
+    except ValueError as error:
+        raise ValueError(
+            f"the cache saved in {str(folder)!r} does not fit: its {error}; the answers would differ. Load it where "
+            "all is as it was, or compute the prompt again."
+        ) from error
     by_layer = dict(_devices(model))
     devices = [by_layer.get(n, model.device) for n in range(len(cache.layers))]
     if any(device.type == "meta" for device in devices):
         raise Unsupported("weights of this model are offloaded (device_map): a saved cache is not loaded for it.")
     try:
-        _fill(cache, found, devices)
+        _fill(cache, facts, tensors, devices)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{found.damaged}{error}.{saved_files.AGAIN}") from error
+        raise ValueError(f"the cache saved in {str(folder)!r} is damaged: {error}.{saved_files.AGAIN}") from error
     cache.model = weakref.ref(model)
     return cache
 
 
-def _fill(cache: Any, found: saved_files.Read, devices: Sequence[torch.device]) -> None:
+def _fill(cache: Any, facts: Any, tensors: saved_files.Tensors, devices: Sequence[torch.device]) -> None:
     """Give the layers of an empty cache what was saved, and the cache its tokens. ValueError: that is no such cache."""
-    held: Any = {name: found.facts.get(name) for name in ("decompressed", "held")}
-    require(held, {"decompressed": bool, "held": [dict] * len(devices)}, "")
-    meta, host = torch.device("meta"), torch.device("cpu")
+    found: Any = {name: facts.get(name) for name in ("decompressed", "held", "sums")}
+    require(found, {"decompressed": bool, "held": [dict] * len(devices), "sums": dict.fromkeys(tensors, int)}, "")
     # once without memory, so that nothing is allocated by numbers that contradict each other
-    for without, places in ((True, [meta] * len(devices)), (False, devices)):
-        trees = [({"tensor": "tokens"}, meta if without else host), *zip(held["held"], places, strict=True)]
-        (ids, *layers), tensors = found.take(trees)
+    for without in (True, False):
+        left = dict(tensors)
+
+        def take(name: str, device: torch.device) -> torch.Tensor:
+            if name not in left:
+                raise ValueError(f"the tensor {reprlib.repr(name)} is named twice, or is not there")
+            x = left.pop(name)
+            if without:
+                return x.to("meta")
+            # not a view of the file, which others may write
+            x = x.to(device, copy=True)
+            if int(checksum(x)) != found["sums"][name]:
+                raise ValueError(f"the tensor {name!r} is not as it was written")
+            return x
+
+        ids = take("tokens", torch.device("cpu"))
+        layers = [saved_files.unflatten(x, partial(take, device=at)) for x, at in zip(found["held"], devices, strict=True)]
+        if left:
+            raise ValueError(f"its layers do not name the tensor {reprlib.repr(min(left))}")
         require(ids, Stored((None, None), torch.int64), "tokens")
-        if not without:
-            found.fill(tensors)
         for n, (layer, own) in enumerate(zip(cache.layers, layers, strict=True)):
             try:
                 require_layer(layer, own, len(ids), ids.shape[1])
@@ -133,7 +147,7 @@ def _fill(cache: Any, found: saved_files.Read, devices: Sequence[torch.device]) 
         require_alike(cache.layers, layers)
     for layer, own, device in zip(cache.layers, layers, devices, strict=True):
         hold(layer, own, device)
-    cache.decompressed = held["decompressed"]
+    cache.decompressed = found["decompressed"]
     cache.know(ids, saved=True)
 
 
@@ -168,7 +182,7 @@ def _identity(cache: Any, model: Any) -> dict[str, Any]:
 
 
 def weights_digest(model: Any) -> str:
-    """Identifies the weights of a model by each byte of them, in one read from each device."""
+    """Identifies the weights of a model by a sample of each."""
     return _digest(dict(_tensors(model.state_dict())))
 
 
@@ -205,11 +219,16 @@ def _tensors(held: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Identifies tensors by each byte of them; those whose memory is elsewhere (offloaded) by their shape alone."""
-    here = {name: x.detach().as_subclass(torch.Tensor) for name, x in tensors.items() if x.device.type != "meta"}
-    sums = dict(zip(here, saved_files.checksums(here.values()), strict=True))
-    parts = [f"{name} {x.dtype} {list(x.shape)} {sums.get(name)}" for name, x in sorted(tensors.items())]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    """Identifies tensors by type, shape and `SAMPLE` elements of each; those that are offloaded by type and shape."""
+    found = hashlib.sha256()
+    for name, x in sorted(tensors.items()):
+        found.update(f"{name} {x.dtype} {list(x.shape)}\n".encode())
+        if x.device.type != "meta" and x.numel():
+            flat = x.detach().as_subclass(torch.Tensor).reshape(-1)
+            count = min(SAMPLE, len(flat))
+            at = torch.arange(count, device=x.device) * (len(flat) - 1) // max(1, count - 1)
+            found.update(flat.view(torch.uint8).view(len(flat), -1)[at].cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def _adapters(model: Any) -> list[str]:
@@ -217,14 +236,3 @@ def _adapters(model: Any) -> list[str]:
     names = ("active_adapter", "disable_adapters", "merged_adapters")
     each = [module for module in model.modules() if hasattr(module, "merged_adapters")]
     return sorted({", ".join(f"{name} {getattr(module, name, None)}" for name in names) for module in each})
-
-
-def _difference(saved: Any, own: Any, name: str) -> str | None:
-    """Where two trees differ first, in words; None: nowhere."""
-    if isinstance(saved, dict) and isinstance(own, dict):
-        parts: Any = [(f"{name}.{key}", saved.get(key), own.get(key)) for key in sorted({*saved, *own})]
-    elif isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
-        parts = [(f"{name}.{n}", *pair) for n, pair in enumerate(zip(saved, own, strict=True))]
-    else:
-        return None if saved == own else f"{name} is {reprlib.repr(saved)}, and here it is {reprlib.repr(own)}"
-    return next((words for part, x, y in parts if (words := _difference(x, y, part)) is not None), None)

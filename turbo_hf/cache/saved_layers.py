@@ -28,8 +28,6 @@ from turbo_hf.sparse.bucket_index import GRAIN
 from turbo_hf.sparse.selectors import Centroids, Selector
 
 META = torch.device("meta")
-LATER = {"dtype": OneOf((torch.dtype, None)), "device": OneOf((torch.device, None))}
-"""Attributes that Transformers' own layers have once they hold something, whichever version they are of."""
 FLAGS = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
 MOST_SIZE = 2**20
 Ends = tuple[float | None, float | None]
@@ -44,13 +42,17 @@ def held_by(layer: Any) -> Any:
         Unsupported: a compressed layer without tokens.
     """
     if not isinstance(layer, TurboLayer):
-        return dict(vars(layer))
+        return {name: x for name, x in vars(layer).items() if name != "device"}
     if not layer.is_initialized:
         raise Unsupported(f"layer {layer.index} holds no tokens, and others do: such a cache is not saved.")
     state, (pages, means, table) = layer.state, layer.pool.kept(layer.state.sealed)
     like = OpenBuffer(layer.rows, 1, 1, META, tokens=max(state.open))
     # without the room for tokens to come
-    opened = [x.narrow(d, 0, like.capacity) for x, d in zip(layer.buffer.tensors(), (2, 3, 2, 2), strict=True)]
+    opened = [
+        _until(x.narrow(d, 0, like.capacity), state.open, d, fill)
+        for x, d, fill in zip(layer.buffer.tensors(), (2, 3, 2, 2), (0, 0, 1, 1), strict=True)
+    ]
+    index = layer.bucket_index.kept(max(layer.lengths()))
     return {
         "shape": [layer.heads, layer.dim, layer.rotary_dim],
         "dtype": layer.dtype,
@@ -64,8 +66,14 @@ def held_by(layer: Any) -> Any:
         "means": means,
         "table": table,
         "open": opened,
-        "index": layer.bucket_index.kept(max(layer.lengths())),
+        "index": index | {"buckets": _until(index["buckets"], layer.lengths(), 2, 0)},
     }
+
+
+def _until(x: torch.Tensor, counts: Sequence[int], dim: int, fill: int) -> torch.Tensor:
+    """A copy with `fill` in row r from place `counts[r]` of `dim` on, where memory holds anything."""
+    places = torch.arange(x.shape[dim], device=x.device).view(-1, *[1] * (x.dim() - dim - 1))
+    return torch.where(places < torch.tensor(counts, device=x.device).view(-1, *[1] * (x.dim() - 1)), x, fill)
 
 
 def require_layer(layer: Any, held: Any, rows: int, columns: int) -> None:
@@ -111,10 +119,8 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int, columns: int) 
     wide, count = UNQUANTIZED in dict(groups), next((len(x) for each in pages for x in each if x.dim()), 0)
     largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max / INT8_MAX)
 
-    def like(x: torch.Tensor, ends: Ends = (None, None), along: int | None = None) -> Stored:
-        if x.is_floating_point() and ends == (None, None):
-            ends = FINITE
-        return Stored(tuple(x.shape), x.dtype, *ends, None if along is None else state.open, along or 0)
+    def like(x: torch.Tensor, ends: Ends = (None, None)) -> Stored:
+        return Stored(tuple(x.shape), x.dtype, *(FINITE if x.is_floating_point() and ends == (None, None) else ends))
 
     def page(width: Width, slots: int) -> list[Stored]:
         _, k, v, meta, scale = empty_pages(width, count, slots, dim, block, META, half, rotary)
@@ -140,7 +146,7 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int, columns: int) 
         "pages": [page(*group) for group in groups],
         "means": [] if means is None else [like(getattr(means, name), ends) for name, ends in ranges.items()],
         "table": Stored((rows, max(state.sealed)), torch.int64, 0, max(0, count - 1)),
-        "open": [like(x, ends, d) for x, ends, d in zip(buffer.tensors(), in_open, (2, 3, 2, 2), strict=True)],
+        "open": [like(x, ends) for x, ends in zip(buffer.tensors(), in_open, strict=True)],
         "index": _of_index(layer.selector, held["index"], by_head, lengths, block),
     }
 
@@ -154,7 +160,7 @@ def _of_index(
     last = max(1, choices)
     least = 0 if found.get("known") is True else -1
     return {
-        "buckets": Stored((*by_head, capacity), torch.int16, least, last - 1, lengths, 2),
+        "buckets": Stored((*by_head, capacity), torch.int16, least, last - 1),
         "spans": Stored((*by_head, None, 2), torch.int16, -1, last - 1),
         "known": bool,
         "sorted": [Each([Whole(0, -(-held // block))] * 2) for held in lengths],
@@ -188,8 +194,9 @@ def _require_numbers(layer: TurboLayer, held: dict[str, Any], columns: int) -> N
 
 def _of_other(layer: Any, held: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
     """What a saved layer of Transformers' own must be: as a new one, but for what it holds."""
-    wanted = {name: _constant(value) for name, value in vars(layer).items()}
-    wanted |= {name: kinds for name, kinds in LATER.items() if name in held}
+    wanted = {name: _constant(value) for name, value in vars(layer).items() if name != "device"}
+    if "dtype" in held:
+        wanted["dtype"] = OneOf((torch.dtype, None))
     if "record_past" in wanted:
         wanted["record_past"] = bool
     if isinstance(layer, DynamicLayer):
@@ -264,7 +271,7 @@ def require_alike(layers: Sequence[Any], held: Sequence[Any]) -> None:
 def hold(layer: Any, held: dict[str, Any], device: torch.device) -> None:
     """Give a new layer what `held_by` returned of another one, which `require_layer` has found right."""
     if not isinstance(layer, TurboLayer):
-        vars(layer).update(held)
+        vars(layer).update(held, device=device)
         return
     (heads, dim, rotary), state = held["shape"], RowState(**held["state"])
     of = (len(state.open), heads, 0)
