@@ -21,14 +21,11 @@ import pytest
 import torch
 from all_pairs import in_one_test
 from calibration_support import lab
-from graphs_support import an_index
-from models import lab_model, prompts, tiny_llama, tiny_mistral
+from models import lab_model, prompts
 from safetensors.torch import load, save, save_file
-from sparse_cache_support import sparse
-from tiny_families import build
+from saved_support import Make, by_bucket, by_means, family, llama, windows
 
-import turbo_hf
-from turbo_hf import Calibration, TurboCache, TurboConfig
+from turbo_hf import Calibration, TurboCache
 from turbo_hf.cache import saved_files
 from turbo_hf.calibration.artifacts import FACTS, TENSORS
 from turbo_hf.config.file import read_mapping
@@ -86,38 +83,6 @@ def tampered(x: torch.Tensor, drawn: random.Random) -> torch.Tensor:
     return torch.full_like(x, math.nan if x.is_floating_point() else last)
 
 
-def llama() -> Any:
-    model = tiny_llama().requires_grad_(False)
-    return model, turbo_hf.patch(model, TurboConfig(bits=4, low_bits=2, low_heads=0.5, block_size=32)).new_cache()
-
-
-def windows() -> Any:
-    model = tiny_mistral(24).requires_grad_(False)
-    model.model.layers[1].self_attn.is_cross_attention = True
-    return model, turbo_hf.patch(model, TurboConfig(bits=16, attention="fp16"), strict="fallback").new_cache()
-
-
-def by_bucket() -> Any:
-    model = tiny_llama().requires_grad_(False)
-    config = sparse("kmeans", probes=2, window_tokens=8, dense_layers=())
-    return model, turbo_hf.patch(model, config, calibration=an_index(model, buckets=8)).new_cache()
-
-
-def by_means() -> Any:
-    model = tiny_llama().requires_grad_(False)
-    return model, turbo_hf.patch(model, sparse("means", mass=0.4, window_tokens=8, dense_layers=())).new_cache()
-
-
-def states() -> Any:
-    model = build("lfm2").requires_grad_(False)
-    return model, turbo_hf.patch(model, "turbo4").new_cache()
-
-
-def latent() -> Any:
-    model = build("deepseek_v3").requires_grad_(False)
-    return model, turbo_hf.patch(model, "turbo4").new_cache()
-
-
 def written(folder: Path, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Write a saved cache with right sums, whatever it holds."""
     metadata = {saved_files.ENTRY: json.dumps({**facts, "sha256": facts_hash(facts, "sha256")})}
@@ -152,10 +117,13 @@ def read_or_refused(read: Callable[[], Any], what: Any) -> Any:
     return None
 
 
-@pytest.mark.parametrize("make", [llama, windows, by_bucket, by_means, states, latent])
-def test_a_saved_cache_of_a_stranger(make: Callable[[], Any], tmp_path: Path) -> None:
+KINDS = [llama(low_bits=2, low_heads=0.5), windows, by_bucket, by_means, family("lfm2"), family("deepseek_v3")]
+
+
+@pytest.mark.parametrize("make", KINDS, ids=["llama", "windows", "by_bucket", "by_means", "states", "latent"])
+def test_a_saved_cache_of_a_stranger(make: Make, tmp_path: Path) -> None:
     model, cache = make()
-    drawn, ids, step = random.Random(make.__name__), prompts(2, 150) % 63 + 1, torch.ones(2, 1, dtype=torch.long)
+    drawn, ids, step = random.Random(3), prompts(2, 150) % 63 + 1, torch.ones(2, 1, dtype=torch.long)
 
     def after(held: Any) -> torch.Tensor:
         with torch.no_grad():
@@ -243,7 +211,7 @@ def test_a_config_file_of_a_stranger(content: bytes, tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
-    model, cache = llama()
+    model, cache = llama()()
     with torch.no_grad():
         model(prompts(1, 40), **{CACHE: cache})
     cache.save_pretrained(tmp_path)
@@ -267,8 +235,14 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
             (os.rmdir if path.is_dir() else os.unlink)(path)
         if kept.exists():
             kept.rename(path)
-    content = (tmp_path / saved_files.FILE).read_bytes()
+    path = tmp_path / saved_files.FILE
+    content = path.read_bytes()
+    for shape in ([2**63, 0], [2**62, 0], [1] * 3000, [2**62, 2**62], [-1]):
+        head = json.dumps({"x": {"dtype": "U8", "shape": shape, "data_offsets": [0, int(0 not in shape)]}}).encode()
+        path.write_bytes(len(head).to_bytes(8, "little") + head + b"x" * (0 not in shape))
+        with pytest.raises(ValueError, match=r"is damaged: .* cannot be read"):
+            TurboCache.from_pretrained(tmp_path, model)
     for begin in (1 << 40, 1 << 25, 1 << 63):
-        (tmp_path / saved_files.FILE).write_bytes(begin.to_bytes(8, "little") + content[8:])
+        path.write_bytes(begin.to_bytes(8, "little") + content[8:])
         with pytest.raises(ValueError, match="16,777,216 are read"):
             TurboCache.from_pretrained(tmp_path, model)

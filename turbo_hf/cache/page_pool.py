@@ -130,8 +130,7 @@ class PagePool:
         in_use, used = self._in_use(sealed)
         pick = torch.from_numpy(used).to(self.device)
         *pages, means = (
-            [x.index_select(0, pick) for x in held]
-            for held in (*(heads[1:] for heads in self.paged), self.means or ())
+            [x.index_select(0, pick) for x in held] for held in (*(heads[1:] for heads in self.paged), self.means or ())
         )
         table = np.where(in_use, np.searchsorted(used, self.table.numpy()), 0)[:, : max(sealed)]
         return pages, means, torch.from_numpy(table)

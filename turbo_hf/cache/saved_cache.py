@@ -31,9 +31,6 @@ HOW_IT_RUNS = ("backend", "cuda_graphs", "compile")
 SAMPLE = 1024
 """Elements of a weight that identify it, evenly spaced, the first and the last among them."""
 
-BY_LAYER = ("bits", "value_bits", "layer_bits")
-"""Options of `TurboConfig` that are compared layer by layer: however they were given, a layer has its own bits."""
-
 NOT_OF_MODELS = ("transformers_version", "use_cache", "return_dict", "output_attentions", "output_hidden_states")
 """Entries of a model's config that change nothing of what it computes, as do those that begin with "_"."""
 
@@ -116,39 +113,44 @@ def load(folder: str | Path, model: Any) -> Any:
 
 def _fill(cache: Any, facts: Any, tensors: saved_files.Tensors, devices: Sequence[torch.device]) -> None:
     """Give the layers of an empty cache what was saved, and the cache its tokens. ValueError: that is no such cache."""
-    found: Any = {name: facts.get(name) for name in ("decompressed", "held", "sums")}
-    require(found, {"decompressed": bool, "held": [dict] * len(devices), "sums": dict.fromkeys(tensors, int)}, "")
+    saved: Any = {name: facts.get(name) for name in ("decompressed", "held", "sums")}
+    require(saved, {"decompressed": bool, "held": [dict] * len(devices), "sums": dict.fromkeys(tensors, int)}, "")
     # once without memory, so that nothing is allocated by numbers that contradict each other
-    for without in (True, False):
-        left = dict(tensors)
-
-        def take(name: str, device: torch.device) -> torch.Tensor:
-            if name not in left:
-                raise ValueError(f"the tensor {reprlib.repr(name)} is named twice, or is not there")
-            x = left.pop(name)
-            if without:
-                return x.to("meta")
-            # not a view of the file, which others may write
-            x = x.to(device, copy=True)
-            if int(checksum(x)) != found["sums"][name]:
-                raise ValueError(f"the tensor {name!r} is not as it was written")
-            return x
-
-        ids = take("tokens", torch.device("cpu"))
-        layers = [saved_files.unflatten(x, partial(take, device=at)) for x, at in zip(found["held"], devices, strict=True)]
-        if left:
-            raise ValueError(f"its layers do not name the tensor {reprlib.repr(min(left))}")
-        require(ids, Stored((None, None), torch.int64), "tokens")
-        for n, (layer, own) in enumerate(zip(cache.layers, layers, strict=True)):
-            try:
-                require_layer(layer, own, len(ids), ids.shape[1])
-            except ValueError as error:
-                raise ValueError(f"layer {n}: {error}") from error
-        require_alike(cache.layers, layers)
-    for layer, own, device in zip(cache.layers, layers, devices, strict=True):
-        hold(layer, own, device)
-    cache.decompressed = found["decompressed"]
+    _read(cache, saved, tensors, [torch.device("meta")] * (len(devices) + 1))
+    ids, layers = _read(cache, saved, tensors, [torch.device("cpu"), *devices])
+    for layer, held, device in zip(cache.layers, layers, devices, strict=True):
+        hold(layer, held, device)
+    cache.decompressed = saved["decompressed"]
     cache.know(ids, saved=True)
+
+
+def _read(
+    cache: Any, saved: Any, tensors: saved_files.Tensors, devices: Sequence[torch.device]
+) -> tuple[torch.Tensor, list[Any]]:
+    """The tokens and what each layer holds, each on its device, compared with what it must be; else a ValueError."""
+    left = dict(tensors)
+
+    def take(name: str, device: torch.device) -> torch.Tensor:
+        if name not in left:
+            raise ValueError(f"the tensor {reprlib.repr(name)} is named twice, or is not there")
+        # a copy: others may write the file
+        x = left.pop(name).to(device, copy=True)
+        if not x.is_meta and int(checksum(x)) != saved["sums"][name]:
+            raise ValueError(f"the tensor {name!r} is not as it was written")
+        return x
+
+    held = [{"tensor": "tokens"}, *saved["held"]]
+    ids, *layers = (saved_files.unflatten(x, partial(take, device=at)) for x, at in zip(held, devices, strict=True))
+    if left:
+        raise ValueError(f"its layers do not name the tensor {reprlib.repr(min(left))}")
+    require(ids, Stored((None, None), torch.int64), "tokens")
+    for n, (layer, own) in enumerate(zip(cache.layers, layers, strict=True)):
+        try:
+            require_layer(layer, own, len(ids), ids.shape[1])
+        except ValueError as error:
+            raise ValueError(f"layer {n}: {error}") from error
+    require_alike(cache.layers, layers)
+    return ids, layers
 
 
 def _devices(model: Any) -> Iterator[tuple[int, torch.device]]:
@@ -167,7 +169,6 @@ def _identity(cache: Any, model: Any) -> dict[str, Any]:
             "turbo_hf": __version__,
             **{name: (version_of(name) or "none").partition("+")[0] for name in ("torch", "transformers", "triton")},
         },
-        "config": {name: value for name, value in _stored(cache.turbo_config).items() if name not in BY_LAYER},
         "model": {
             "class": type(model).__name__,
             "config": _of_model(json.loads(model.config.to_json_string(use_diff=False))),

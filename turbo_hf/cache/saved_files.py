@@ -1,4 +1,4 @@
-"""A tree of plain values and tensors as one safetensors file, written whole or not at all: its metadata hold the tree."""
+"""A tree of plain values and tensors as one safetensors file, written whole or not at all; metadata hold the tree."""
 
 import errno
 import json
@@ -108,7 +108,9 @@ def read(folder: Path) -> tuple[dict[str, Any], Tensors]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise OSError(f"there is no saved cache in {str(folder)!r}: the folder has no {FILE}.") from error
     if head > MOST_JSON:
-        raise ValueError(f"{saved} is damaged: {FILE} begins with {head:,} bytes of JSON; {MOST_JSON:,} are read.{AGAIN}")
+        raise ValueError(
+            f"{saved} is damaged: {FILE} begins with {head:,} bytes of JSON; {MOST_JSON:,} are read.{AGAIN}"
+        )
     tensors = {}
     try:
         with safe_open(path, "pt") as whole:

@@ -32,7 +32,6 @@ FLAGS = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_re
 MOST_SIZE = 2**20
 Ends = tuple[float | None, float | None]
 CODES: Ends = (-INT8_MAX, INT8_MAX)
-"""Least and largest INT8 code."""
 
 
 def held_by(layer: Any) -> Any:
@@ -54,7 +53,6 @@ def held_by(layer: Any) -> Any:
     ]
     index = layer.bucket_index.kept(max(layer.lengths()))
     return {
-        "shape": [layer.heads, layer.dim, layer.rotary_dim],
         "dtype": layer.dtype,
         "state": state._asdict(),
         "order": layer.order,
@@ -98,7 +96,7 @@ def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
     state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, bool, None, layer.config.recent_tokens)
     opened = OneOf((Stored(codes, torch.int8), Stored(codes, None)))
     return {
-        **dict.fromkeys(("shape", "order", "ranked", "valid", "universal", "left_by_head", "means"), object),
+        **dict.fromkeys(("order", "ranked", "valid", "universal", "left_by_head", "means"), object),
         "dtype": OneOf(FLOATS),
         "state": RowState(*state)._asdict(),
         "pages": Each([torch.Tensor] * 4),
@@ -134,7 +132,6 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int, columns: int) 
     by_head, ranked = (rows, heads), len(groups) == 1 or layer.head_order is not None
     left = None if layer.selector is None else layer.selector.left_by_head(rows, heads, META)
     return {
-        "shape": [heads, dim, rotary],
         "dtype": dtype,
         "state": held["state"],
         "order": Stored(by_head, torch.int64, 0, heads - 1),
@@ -273,16 +270,14 @@ def hold(layer: Any, held: dict[str, Any], device: torch.device) -> None:
     if not isinstance(layer, TurboLayer):
         vars(layer).update(held, device=device)
         return
-    (heads, dim, rotary), state = held["shape"], RowState(**held["state"])
-    of = (len(state.open), heads, 0)
-    layer.lazy_initialization(
-        *(torch.empty(*of, n, dtype=held["dtype"], device=device) for n in (dim, dim if rotary is None else rotary))
-    )
+    opened, state = held["open"], RowState(**held["state"])
+    sizes = ((*x.shape[:2], 0, x.shape[n]) for x, n in zip(opened, (3, 2), strict=False))
+    layer.lazy_initialization(*(torch.empty(size, dtype=held["dtype"], device=device) for size in sizes))
     pages = tuple(
         PagedHeads(widths_of(width)[0], *own) for (width, _), own in zip(layer.pool.groups, held["pages"], strict=True)
     )
     layer.state, layer.ranked, layer.valid_prefix = state, held["ranked"], held["valid"]
     layer.order, layer.universal, layer.left_by_head = held["order"], held["universal"], held["left_by_head"]
-    layer.buffer.k, layer.buffer.v, layer.buffer.k_scale, layer.buffer.v_scale = held["open"]
+    layer.buffer.k, layer.buffer.v, layer.buffer.k_scale, layer.buffer.v_scale = opened
     layer.pool.hold(pages, held["table"].cpu(), state.sealed, PageMeans(*held["means"]) if held["means"] else None)
     layer.bucket_index.hold(held["index"])

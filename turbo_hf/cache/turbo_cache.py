@@ -118,7 +118,7 @@ class TurboCache(CachePasses):
         super().__init__(layers, attention_mask)
 
     def save_pretrained(self, folder: str | Path, *, model: Any = None, input_ids: torch.Tensor | None = None) -> None:
-        """Write the cache into a folder, for `from_pretrained`: a JSON file, and a safetensors file that it names.
+        """Write the cache into a folder, for `from_pretrained`: one file, `turbo_cache.safetensors`.
 
         A saved cache that is there is replaced as a whole: whoever reads meanwhile, or after a process that was killed
         or a disk that was full, finds the former one or this one.
@@ -132,7 +132,7 @@ class TurboCache(CachePasses):
         Raises:
             ValueError: it is empty or broken, its tokens are not known, or `folder` is a file.
             Unsupported: the cache of a tensor parallel model, or a layer whose state no file can hold.
-            OSError: the folder cannot be written, or another process writes there.
+            OSError: the folder cannot be written.
         """
         self.deferred.begin()
         self.integrity.require_whole()
@@ -149,7 +149,7 @@ class TurboCache(CachePasses):
 
         Raises:
             ValueError: the model is not patched; model, weights, options or versions are not those of the saved cache
-                (the message names the first difference); or its files are damaged.
+                (the message names the first difference); or its file is damaged.
             Unsupported: a tensor parallel model, or one whose weights are offloaded.
             OSError: there is no saved cache.
         """
