@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,8 @@ from turbo_hf.eval.run_identity import META, open_run
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.maths import checksum
 
+FREE = (torch.uint8, torch.bool)
+"""Types of which every number is one that a cache may hold."""
 TIMES = 150
 """Changed files of each kind."""
 STRANGE: list[Any] = [
@@ -120,23 +123,32 @@ def read_or_refused(read: Callable[[], Any], what: Any) -> Any:
 KINDS = [llama(low_bits=2, low_heads=0.5), windows, by_bucket, by_means, family("lfm2"), family("deepseek_v3")]
 
 
-@pytest.mark.parametrize("make", KINDS, ids=["llama", "windows", "by_bucket", "by_means", "states", "latent"])
-def test_a_saved_cache_of_a_stranger(make: Make, tmp_path: Path) -> None:
+NAMES = ["llama", "windows", "by_bucket", "by_means", "states", "latent"]
+
+
+def saved(make: Make, folder: Path) -> tuple[Any, TurboCache, dict[str, Any], dict[str, torch.Tensor]]:
+    """A model, a cache of it, and what its file holds."""
     model, cache = make()
-    drawn, ids, step = random.Random(3), prompts(2, 150) % 63 + 1, torch.ones(2, 1, dtype=torch.long)
+    ids = prompts(2, 150) % 63 + 1
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+    cache.save_pretrained(folder, input_ids=ids)
+    facts, tensors = saved_files.read(folder)
+    whole = {name: each for name, each in facts.items() if name != "sha256"}
+    return model, cache, whole, {name: x.clone() for name, x in tensors.items()}
+
+
+@pytest.mark.parametrize("make", KINDS, ids=NAMES)
+def test_a_saved_cache_of_a_stranger(make: Make, tmp_path: Path) -> None:
+    model, cache, whole, own = saved(make, tmp_path)
+    drawn, step = random.Random(3), torch.ones(2, 1, dtype=torch.long)
 
     def after(held: Any) -> torch.Tensor:
         with torch.no_grad():
             logits: torch.Tensor = model(step, **{CACHE: held}).logits
         return logits
 
-    with torch.no_grad():
-        model(ids, **{CACHE: cache})
-    cache.save_pretrained(tmp_path, input_ids=ids)
-    right, (facts, own) = after(copy.deepcopy(cache)), saved_files.read(tmp_path)
-    whole = {name: each for name, each in facts.items() if name != "sha256"}
-    own = {name: x.clone() for name, x in own.items()}
-    taken = 0
+    right, taken = after(cache), 0
     for _ in range(TIMES):
         facts, tensors = whole, dict(own)
         if drawn.random() < 0.7:
@@ -155,6 +167,28 @@ def test_a_saved_cache_of_a_stranger(make: Make, tmp_path: Path) -> None:
             assert got is None or facts["sums"] != whole["sums"] or torch.equal(got, right), what
             taken += 1
     assert taken < TIMES / 3
+
+
+@pytest.mark.parametrize("make", KINDS, ids=NAMES)
+def test_numbers_that_no_saved_cache_holds(make: Make, tmp_path: Path) -> None:
+    model, _, whole, own = saved(make, tmp_path)
+    held = json.loads(json.dumps(whole["held"]).replace('["recording", false]', '["recording", true]', 1))
+    written(tmp_path, {**whole, "held": held}, own)
+    with pytest.raises(ValueError, match="some of its layers record the past"):
+        TurboCache.from_pretrained(tmp_path, model)
+    # steps and zero points of pages may be any
+    free = re.compile(r"tokens|.*pages\.\d\.2")
+    checked = {name: x for name, x in own.items() if not (free.fullmatch(name) or x.dtype in FREE)}
+    worst = {torch.int8: -128, torch.int16: -7, torch.int64: 999}
+    cases = [(name, torch.full_like(x, worst.get(x.dtype, math.nan))) for name, x in checked.items()]
+    # a head named twice, a table that leaves out pages
+    cases += [(name, torch.zeros_like(x)) for name, x in checked.items() if x.dtype == torch.int64]
+    for name, x in [*cases, ("stray", torch.zeros(2))]:
+        if not torch.equal(x, own.get(name, torch.ones(2))):
+            tensors = {**own, name: x}
+            written(tmp_path, {**whole, "sums": sums(tensors)}, tensors)
+            with pytest.raises(ValueError, match="is damaged"):
+                TurboCache.from_pretrained(tmp_path, model)
 
 
 def test_a_calibration_of_a_stranger(tmp_path: Path) -> None:

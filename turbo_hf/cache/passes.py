@@ -6,7 +6,6 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.integrity import Integrity
 from turbo_hf.cache.known_tokens import KnowsTokens
@@ -15,6 +14,7 @@ from turbo_hf.cache.new_columns import NewColumns, Planned, columns_from_mask
 from turbo_hf.cache.other_layers import MarkedUpdates
 from turbo_hf.cache.rows import SharedStates
 from turbo_hf.ops.host_device import require_finite
+from turbo_hf.parallel.context import WHOLE, Context
 from turbo_hf.ranks import ALONE, Ranks
 
 
@@ -53,8 +53,8 @@ class CachePasses(KnowsTokens, MarkedUpdates):
         self.decompressed = False
         # the patched model that has run over it
         self.model: weakref.ref[Any] | None = None
-        # the ranks over which its blocks are spread; None: this process holds them all
-        self.context: ContextRanks | None = None
+        # which blocks are in this process
+        self.context: Context = WHOLE
         # a number for all selections of rows so far
         self.selections = 0
 

@@ -24,6 +24,7 @@ from turbo_hf.layout import (
     type_16bit,
     widths_of,
 )
+from turbo_hf.parallel.context import WHOLE
 from turbo_hf.sparse.bucket_index import GRAIN
 from turbo_hf.sparse.selectors import Centroids, Selector
 
@@ -54,7 +55,7 @@ def held_by(layer: Any) -> Any:
     index = layer.bucket_index.kept(max(layer.lengths()))
     return {
         "dtype": layer.dtype,
-        "state": state._asdict(),
+        "state": _counted(state),
         "order": layer.order,
         "ranked": layer.ranked,
         "valid": layer.valid_prefix,
@@ -66,6 +67,11 @@ def held_by(layer: Any) -> Any:
         "open": opened,
         "index": index | {"buckets": _until(index["buckets"], layer.lengths(), 2, 0)},
     }
+
+
+def _counted(state: RowState) -> dict[str, Any]:
+    """What a file holds of it: blocks that ranks share are not saved."""
+    return {name: x for name, x in state._asdict().items() if name != "context"}
 
 
 def _until(x: torch.Tensor, counts: Sequence[int], dim: int, fill: int) -> torch.Tensor:
@@ -93,12 +99,12 @@ def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
     """What a saved compressed layer consists of, and what its numbers must be by themselves."""
     block, codes = layer.config.block_size, (rows, None, None, None)
     tokens, blocks = [Whole(0, columns)] * rows, [Whole(0, columns // block)] * rows
-    state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, bool, None, layer.config.recent_tokens)
+    state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, bool, WHOLE, layer.config.recent_tokens)
     opened = OneOf((Stored(codes, torch.int8), Stored(codes, None)))
     return {
         **dict.fromkeys(("order", "ranked", "valid", "universal", "left_by_head", "means"), object),
         "dtype": OneOf(FLOATS),
-        "state": RowState(*state)._asdict(),
+        "state": _counted(RowState(*state)),
         "pages": Each([torch.Tensor] * 4),
         "table": torch.Tensor,
         "open": [opened, opened, torch.Tensor, torch.Tensor],
@@ -204,8 +210,8 @@ def _of_other(layer: Any, held: dict[str, Any], rows: int, columns: int) -> dict
         count = min(columns, window - 1 or columns)
         if held.get("record_past") is True and len(size) == 4 and count <= size[2] <= columns:
             count = size[2]
-        wanted["keys"] = Stored((rows, None, count, None), None)
-        wanted["values"] = Stored((rows, *size[1:2], count, None), keys.dtype if size else None)
+        wanted["keys"] = Stored((rows, None, count, None), None, *FINITE)
+        wanted["values"] = Stored((rows, *size[1:2], count, None), keys.dtype if size else None, *FINITE)
         wanted |= {"is_initialized": True} | {name: columns for name in ("cumulative_length",) if name in wanted}
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         wanted |= _of_states(layer, held, rows)
@@ -222,7 +228,7 @@ def _of_states(layer: Any, held: dict[str, Any], rows: int) -> dict[str, Any]:
     for n in numbers:
         for name, flag in FLAGS.items():
             x = found[name][n]
-            wanted[name][n] = None if x is None else Stored((rows, *x.shape[1:]), None)
+            wanted[name][n] = None if x is None else Stored((rows, *x.shape[1:]), None, *FINITE)
             wanted[flag][n] = x is not None
         conv, recurrent, kernel = found["conv_states"][n], found["recurrent_states"][n], found.get(size, {}).get(n)
         if conv is None and recurrent is None:
@@ -231,7 +237,7 @@ def _of_states(layer: Any, held: dict[str, Any], rows: int) -> dict[str, Any]:
         if size in wanted:
             wanted[size][n] = None if conv is None else Whole(1, MOST_SIZE)
         if conv is not None and kernel is not None and held.get("record_past") is not True:
-            wanted["conv_states"][n] = Stored((rows, *conv.shape[1:-1], kernel), None)
+            wanted["conv_states"][n] = Stored((rows, *conv.shape[1:-1], kernel), None, *FINITE)
     return wanted
 
 

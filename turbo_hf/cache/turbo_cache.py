@@ -163,8 +163,7 @@ class TurboCache(CachePasses):
         `TurboLayer.removable`, and after a pass that broke off (`roll_back`)."""
         # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
         tokens_to_remove = int(tokens_to_remove)
-        if self.context is not None:
-            self.context.require_same_call(f"crop({tokens_to_remove})", self)
+        self.context.require_same_call(f"crop({tokens_to_remove})", self)
         self.integrity.require_whole()
         if tokens_to_remove <= 0 and self.rows() is None:
             # Transformers' own layers fail before the first pass
@@ -202,8 +201,7 @@ class TurboCache(CachePasses):
         """
         self.deferred.begin()
         self.deferred.drop()
-        if self.context is not None:
-            self.context.require_same_call("roll_back", self)
+        self.context.require_same_call("roll_back", self)
         before = self.integrity.before()
         surplus = {layer: self.get_seq_length(layer) - held for (layer, kind), held in before.items() if not kind}
         columns = sum(layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin))

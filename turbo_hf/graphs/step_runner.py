@@ -20,7 +20,6 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
-from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.turbo_cache import TurboCache
@@ -33,6 +32,7 @@ from turbo_hf.layout import power_of_two
 from turbo_hf.models.quantized_weights import why_not_captured
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.gpu import why_no_kernels_on
+from turbo_hf.parallel.context import context_of
 from turbo_hf.ranks import ALONE, Ranks, ranks_of
 
 CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_router_logits"})
@@ -184,7 +184,7 @@ class StepRunner:
             Unsupported: they never can be, and must be.
             ValueError: the ranks that share this context bring other passes.
         """
-        known, ranks = self._steps, cache.integrity.ranks
+        known = self._steps
         if known is not None and not (known.cache is cache and known.intact()):
             known = None
         if known is None:
@@ -194,9 +194,9 @@ class StepRunner:
                 raise Unsupported(f'cuda_graphs=True: {lasting}. Choose TurboConfig(cuda_graphs="auto") or False.')
             if why_no_replay(cache) is not None:
                 return None
-        if isinstance(ranks, ContextRanks) and self._depth == STEP:
+        if self._depth == STEP:
             # a step within the model's call has been compared by the hooks of that call
-            ranks.begin(cache, cache.integrity.require_whole, kwargs)
+            context_of(cache.integrity.ranks).begin_step(cache, kwargs)
         if known is None:
             known = self._steps = ReplayableSteps(cache, self._limit, self._depth)
             self._restarts += 1

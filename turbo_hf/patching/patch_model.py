@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from turbo_hf.attention.registration import register, switch_attention
 from turbo_hf.attention.turbo_attention import NAME
-from turbo_hf.cache.context_group import ContextRanks, context_ranks, require_spread_layers, require_spreadable
 from turbo_hf.cache.saved_cache import MAKER, weights_digest
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
@@ -24,6 +23,7 @@ from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.models.quantized_weights import describe_weights, why_not_captured
 from turbo_hf.ops.tuning import describe_prefill
+from turbo_hf.parallel.context import ContextRanks, context_ranks, require_spread_layers, require_spreadable
 from turbo_hf.patches.families import Family, family_of
 from turbo_hf.patches.layers import AttentionLayer, attention_layers
 from turbo_hf.patching import continuous_batching
@@ -146,7 +146,7 @@ def patch(
     if unpatched is not None:
         try:
             with ranks.together():
-                require_agreement(model, unpatched, chosen, planned.maker.uncompressed_layers, context)
+                require_agreement(model, unpatched, chosen, planned.maker.uncompressed_layers, ranks)
                 words = judged(text, model, handle, notices)
         except BaseException:
             handle.remove()

@@ -1,8 +1,13 @@
-"""One context over several processes: which of them holds which blocks, and that all of them run the same passes.
+"""One context in one process, or over several: which of them holds which blocks, and that all run the same passes.
 
-Every rank runs the whole model over the same tokens. Block i of a row belongs to rank i modulo their number, which
+A cache and its layers ask their `Context`, which is chosen when the cache is made: `WHOLE`, or `ContextRanks`. There
+every rank runs the whole model over the same tokens. Block i of a row belongs to rank i modulo their number, which
 alone keeps it. Open tokens are on all ranks, and count on the first. `RowState` counts the blocks of all ranks, so that
 its numbers are the same on each; `RowState.pages` are the rank's own.
+
+Each rank attends to its own blocks, one of them to the open tokens and to a chunk's own too. Outputs over parts of the
+keys are merged by their log-sum-exp: with all parts' outputs o and log-sum-exps l, the whole is sum(softmax(l) o), what
+ring attention computes part by part.
 """
 
 import json
@@ -17,7 +22,9 @@ import torch.distributed as dist
 
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.layout import KVStore, power_of_two
+from turbo_hf.layout import AttentionOutput, KVStore, Scoring, power_of_two
+from turbo_hf.ops.decode.contract import decode
+from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.maths import checksum
 from turbo_hf.ranks import ALONE, Ranks, ranks_of
@@ -45,8 +52,88 @@ class Cache(Protocol):
         """The compressed layers."""
 
 
+class Context:
+    """That of a cache which one process holds whole. `ContextRanks` does the same over several."""
+
+    spreads = False
+    """Whether blocks are spread over several processes."""
+    counts_open = True
+    """Whether attention to the open tokens, and to a chunk's own, is this rank's part."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        return "WHOLE"
+
+    def own(self, blocks: int) -> int:
+        """How many of the first `blocks` blocks of a row are this rank's."""
+        return blocks
+
+    def holds(self, block: int) -> bool:
+        """Whether a block of a row is this rank's."""
+        return True
+
+    def pages(self, sealed: list[int]) -> list[int]:
+        """`own` of each row."""
+        return sealed
+
+    def own_blocks(self, store: KVStore, before: Sequence[int], whole: Sequence[int]) -> tuple[KVStore, int]:
+        """The store with the open tokens of this rank's blocks alone, as `seal_open` takes it; and the most of a row.
+
+        before: blocks of each row before these. whole: whole blocks of open tokens of each row.
+        """
+        return store, max(whole)
+
+    def pages_of_all(self, pages: int, sealed: Sequence[int]) -> int:
+        """A number of pages that is the same on all ranks: `pages`, those of this one's pool, or all `sealed` ones."""
+        return pages
+
+    def new_plans(self) -> dict[Any, Any]:
+        """Where captured steps keep their plans."""
+        return {}
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' x, in place; at any place at most one of them is not 0."""
+        return x
+
+    def own_part(self, store: Any, scoring: Scoring) -> tuple[Any, Scoring]:
+        """What this rank attends to, and how: open tokens and sinks count once. store: a `KVStore`, or None."""
+        return store, scoring
+
+    def merged(self, part: AttentionOutput, starts: torch.Tensor | None) -> torch.Tensor:
+        """The outputs of all ranks' parts as one, [B, Hq, M, D]; 0 before `starts`. One exchange."""
+        return part.out
+
+    def decode(self, q: torch.Tensor, store: KVStore, scoring: Scoring, **how: Any) -> torch.Tensor:
+        """`ops.decode.contract.decode` over the blocks of all ranks: out [B, Hq, M, D], the same bits on each."""
+        return decode(q, store, scoring, **how).out
+
+    def begin(self, cache: "Cache", begin: Callable[[], None], given: Mapping[str, Any]) -> None:
+        """Begin a pass by calling `begin`, if the ranks begin the same. given: the arguments of the pass, by name.
+
+        Raises:
+            ValueError: another pass on some rank, or one that cannot begin; the same error on all of them.
+        """
+        if cache.context is not self:
+            raise ValueError(OTHER_CACHE)
+        begin()
+
+    def begin_step(self, cache: "Cache", given: Mapping[str, Any]) -> None:
+        """As `begin`, of a replayed step."""
+
+    def require_same_call(self, call: str, cache: "Cache") -> None:
+        """ValueError, the same on all ranks, unless all of them make this call over the same tokens."""
+
+    def require_all(self, index: int) -> None:
+        """`Unsupported` unless this process holds all blocks of layer `index`."""
+
+
+WHOLE = Context()
+
+
 @dataclass(frozen=True, eq=False)
-class ContextRanks(Ranks):
+class ContextRanks(Ranks, Context):
     """The ranks over which the blocks of one context are spread; more than one.
 
     sharing: of a tensor parallel model, the ranks that share its heads with this one. Each of them is in a context
@@ -55,6 +142,7 @@ class ContextRanks(Ranks):
 
     sharing: Ranks = ALONE
     shared_by: ClassVar[str] = "this context group"
+    spreads = True
 
     @property
     def speaks(self) -> bool:
@@ -100,23 +188,32 @@ class ContextRanks(Ranks):
         )
 
     @property
-    def counts_open(self) -> bool:
-        """Whether attention to the open tokens, and to a chunk's own, is this rank's part."""
+    def counts_open(self) -> bool:  # type: ignore[override]
+        """As in `Context`."""
         return self.rank == 0
 
     def own(self, blocks: int) -> int:
-        """How many of the first `blocks` blocks of a row are this rank's."""
+        """As in `Context`."""
         return (blocks + self.count - 1 - self.rank) // self.count
 
     def holds(self, block: int) -> bool:
-        """Whether a block of a row is this rank's."""
+        """As in `Context`."""
         return block % self.count == self.rank
 
-    def own_blocks(self, store: KVStore, before: Sequence[int], whole: Sequence[int]) -> tuple[KVStore, int]:
-        """The store with the open tokens of this rank's blocks alone, as `seal_open` takes it; and the most of a row.
+    def pages(self, sealed: list[int]) -> list[int]:
+        """As in `Context`."""
+        return [self.own(blocks) for blocks in sealed]
 
-        before: blocks of each row before these. whole: whole blocks of open tokens of each row.
-        """
+    def pages_of_all(self, pages: int, sealed: Sequence[int]) -> int:
+        """As in `Context`."""
+        return sum(sealed)
+
+    def new_plans(self) -> dict[Any, Any]:
+        """As in `Context`. Plans that move would move on one rank and not on another."""
+        return SteadyPlans()
+
+    def own_blocks(self, store: KVStore, before: Sequence[int], whole: Sequence[int]) -> tuple[KVStore, int]:
+        """As in `Context`."""
         first = [(self.rank - held) % self.count for held in before]
         counts = [len(range(skip, blocks, self.count)) for skip, blocks in zip(first, whole, strict=True)]
         most, device, block = max(counts), store.k_open.device, store.block
@@ -149,18 +246,46 @@ class ContextRanks(Ranks):
         return each.view(self.count, *x.shape)
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' x, in place; at any place at most one of them is not 0."""
+        """As in `Context`."""
         if x.numel():
             # as bytes, which every backend adds
             dist.all_reduce(x.view(torch.uint8), group=self.group)
         return x
 
-    def begin(self, cache: Cache, begin: Callable[[], None], given: Mapping[str, Any]) -> None:
-        """Begin a pass by calling `begin`, if the ranks begin the same. given: the arguments of the pass, by name.
+    def own_part(self, store: KVStore, scoring: Scoring) -> tuple[KVStore, Scoring]:
+        """As in `Context`."""
+        if self.counts_open:
+            return store, scoring
+        return store._replace(open_len=torch.zeros_like(store.open_len)), scoring._replace(sinks=None)
 
-        Raises:
-            ValueError: another pass on some rank, or one that cannot begin; the same error on all of them.
-        """
+    def decode(self, q: torch.Tensor, store: KVStore, scoring: Scoring, **how: Any) -> torch.Tensor:
+        """As in `Context`."""
+        starts = how.pop("starts")
+        store, scoring = self.own_part(store, scoring)
+        if self.counts_open:
+            return self.merged(decode(q, store, scoring, starts=starts, **how), starts)
+        # All new tokens are open, so that each query sees every sealed token: queries become heads, which have no
+        # order. Rounded up, as a kernel is compiled for each number of them.
+        tokens = q.shape[2]
+        wide = q if tokens == 1 else torch.nn.functional.pad(q, (0, 0, 0, power_of_two(tokens) - tokens))
+        out, lse = decode(wide.reshape(q.shape[0], -1, 1, q.shape[3]), store, scoring, **how)
+        out, lse = out.reshape(wide.shape), lse.reshape(wide.shape[:3])
+        return self.merged(AttentionOutput(out[:, :, :tokens], lse[:, :, :tokens]), starts)
+
+    def merged(self, part: AttentionOutput, starts: torch.Tensor | None) -> torch.Tensor:
+        """As in `Context`."""
+        # in the wider type of both
+        each = self.gathered(torch.cat((part.out, part.lse[..., None]), -1))
+        out, lse = each[..., :-1], each[..., -1:]
+        whole = out.mul_(lse.softmax(0)).sum(0).to(part.out.dtype)
+        if starts is None:
+            return whole
+        padding = torch.arange(whole.shape[2], device=whole.device) < starts[:, None]
+        # no rank has seen a key there
+        return whole.masked_fill(padding[:, None, :, None], 0.0)
+
+    def begin(self, cache: Cache, begin: Callable[[], None], given: Mapping[str, Any]) -> None:
+        """As in `Context`."""
         if cache.turbo_layers()[0].replay is not None:
             # compared before the step (`StepRunner`)
             begin()
@@ -177,9 +302,20 @@ class ContextRanks(Ranks):
             error = ValueError(OTHER_CACHE)
         self._require_same("a pass", cache, given, error)
 
+    def begin_step(self, cache: Cache, given: Mapping[str, Any]) -> None:
+        """As in `Context`."""
+        self.begin(cache, cache.integrity.require_whole, given)
+
     def require_same_call(self, call: str, cache: Cache) -> None:
-        """ValueError, the same on all ranks, unless all of them make this call over the same tokens."""
+        """As in `Context`."""
         self._require_same(call, cache, {})
+
+    def require_all(self, index: int) -> None:
+        """As in `Context`."""
+        raise Unsupported(
+            f"layer {index}: keys and values of a cache that is spread over a context group are not dequantized, as "
+            "each rank holds only its own blocks: use it with the patched model, and no 4D mask."
+        )
 
     def _require_same(self, call: str, cache: Cache, given: Mapping[str, Any], error: Exception | None = None) -> None:
         """One exchange, equally large for all calls; one read from the device."""
@@ -237,12 +373,17 @@ def _held(cache: Cache) -> int:
     return hash((cache.selections, cache.integrity.idle(), first.recording, *each))
 
 
-def spread(cache: Any, context: ContextRanks) -> None:
-    """Spread the blocks of an empty TurboCache over the ranks; layers with a sliding window stay whole on each."""
-    cache.context = context
+def context_of(ranks: Ranks) -> Context:
+    """The context of the caches of these ranks."""
+    return ranks if isinstance(ranks, ContextRanks) else WHOLE
+
+
+def spread(cache: Any, ranks: Ranks) -> None:
+    """Give an empty TurboCache its `Context`; layers with a sliding window stay whole on each rank."""
+    cache.context = context_of(ranks)
     for layer in cache.turbo_layers():
         if layer.window is None:
-            layer.state = layer.state._replace(context=context)
+            layer.state = layer.state._replace(context=cache.context)
 
 
 def context_ranks(group: Any, model: Any) -> ContextRanks | None:
