@@ -15,7 +15,7 @@ from turbo_hf.layout import KVStore, Rounding, Scoring
 from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.tuning import in_tiles, prefill_mode
-from turbo_hf.parallel.context import WHOLE, Context
+from turbo_hf.parallel.context import WHOLE, ContextRanks
 from turbo_hf.sparse.prompts import PromptTally
 
 PLAN_PAYS = 1 << 27
@@ -60,7 +60,7 @@ def prompt_attention(
     begins: Sequence[int] | None = None,
     held: Sequence[int] | None = None,
     sorted_past: bool = False,
-    context: Context = WHOLE,
+    context: ContextRanks = WHOLE,
 ) -> torch.Tensor:
     """Attention [B, Hq, M, D] of new tokens, aligned, over themselves and a past; nothing is stored.
 
@@ -71,7 +71,7 @@ def prompt_attention(
     q, k, v = qkv
     known = 0
     plain = config.v_scale == "block" and not config.smooth_k and (config.rotates or not config.hadamard)
-    if past is not None and window is None and scoring.is_plain and not context.spreads and plain and in_tiles(past):
+    if past is not None and window is None and scoring.is_plain and not context and plain and in_tiles(past):
         known = past.table.shape[1] * past.block if held is None else max(held)
     mode, rule, kept = prefill_mode(config.prompt_attention, q, known), config.sparse_prompt, None
     # over a past, the chunk's own keys are rotated like the stored ones

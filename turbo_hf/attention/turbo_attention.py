@@ -309,7 +309,7 @@ def _step(
         return out
     context = layer.state.context
     # of a replayed step, the launches are captured; those over a spread context are not repeated
-    repeats = layer.replay is None and not context.spreads
+    repeats = layer.replay is None and not context
     key = repeat_key(q, k, v, starts, scoring) if repeats else None
     queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
     assert queries is not None

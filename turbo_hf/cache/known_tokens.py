@@ -8,15 +8,13 @@ import torch
 class KnowsTokens:
     """The part of a `TurboCache` that knows its tokens, as far as it was shown them."""
 
-    # [B, columns], padding included; may be of more or fewer tokens than the cache holds: then they are not known
+    # [B, n], the first n columns, padding included; None: not known
     _known: torch.Tensor | None = None
     # they came from a file, and were not compared with the input of a `generate` call since
     _saved: bool = False
-    # a call of `generate` has begun whose tokens were not compared with those that are known
-    _doubted: bool = False
 
     def know(self, ids: torch.Tensor | None, saved: bool = False) -> None:
-        """Note the tokens [B, columns] that it holds once the next pass is over; None: they are not known."""
+        """Note the tokens [B, columns] that an empty cache will hold once a pass is over; None: they are not known."""
         self._known, self._saved = ids, saved
 
     def known_ids(self) -> torch.Tensor | None:
@@ -25,27 +23,17 @@ class KnowsTokens:
         ids = self._known
         return ids if ids is not None and ids.dim() == 2 and ids.shape[1] == cache.get_seq_length() else None
 
-    def doubt(self) -> None:
-        """A call of `generate` begins: what it shows may be other tokens than the cache holds."""
-        self._doubted = True
-
-    def show(self, ids: torch.Tensor | None) -> None:
-        """Know the whole input of a step of `generate`, [B, columns], if it begins with what is known; None: not shown.
+    def compare(self, ids: torch.Tensor | None) -> None:
+        """The first `generate` step over a loaded cache begins: its whole input is [B, columns]; None: not shown.
 
         Raises:
-            ValueError: the cache was loaded, and holds the keys and values of other tokens.
+            ValueError: the cache holds the keys and values of other tokens.
         """
         cache: Any = self
-        seen, known, doubted = cache.get_seq_length(), self._known, self._doubted
-        self._doubted = False
-        if ids is not None and known is not None and self._saved:
+        if ids is not None and self._saved and self._known is not None:
             valid = next((layer.valid for layer in cache.turbo_layers() if layer.is_initialized), None)
-            _require_same(known.to(ids.device)[:, :seen], ids, seen, valid)
-        if ids is not None and seen and (known is None or doubted):
-            held = self.known_ids()
-            if held is None or not torch.equal(held.to(ids.device), ids[:, :seen]):
-                ids = None
-        self.know(ids)
+            _require_same(self._known.to(ids.device), ids, cache.get_seq_length(), valid)
+        self._saved = False
 
     def _cut_known(self) -> None:
         cache: Any = self
@@ -62,25 +50,21 @@ def _require_same(own: torch.Tensor, ids: torch.Tensor, seen: int, valid: torch.
 
     own: the first tokens of a cache of `seen` columns. valid: bool [B, seen], which are no padding; None: all.
     """
-    said = None
     if len(own) != len(ids):
-        said = (
+        raise ValueError(
             f"this saved cache holds {len(own)} rows, and input_ids has {len(ids)}. Repeat its rows for beams and "
             "returned sequences: cache.batch_repeat_interleave(n)."
         )
-    elif ids.shape[1] <= seen:
-        said = (
+    if ids.shape[1] <= seen:
+        raise ValueError(
             f"this saved cache holds {seen} columns, and input_ids has {ids.shape[1]}: pass the saved prompt and at "
             "least one token more."
         )
-    else:
-        differs = own != ids[:, : own.shape[1]]
-        if valid is not None:
-            differs &= valid.to(ids.device)[:, : own.shape[1]]
-        for row, column in differs.nonzero()[:1].tolist():
-            said = (
-                f"input_ids does not begin with the prompt of this saved cache: row {row} has token "
-                f"{int(ids[row, column])} in column {column}, the saved prompt {int(own[row, column])}."
-            )
-    if said is not None:
-        raise ValueError(said)
+    differs = own != ids[:, : own.shape[1]]
+    if valid is not None:
+        differs &= valid.to(ids.device)[:, : own.shape[1]]
+    for row, column in differs.nonzero()[:1].tolist():
+        raise ValueError(
+            f"input_ids does not begin with the prompt of this saved cache: row {row} has token "
+            f"{int(ids[row, column])} in column {column}, the saved prompt {int(own[row, column])}."
+        )

@@ -12,7 +12,7 @@ from turbo_hf.cache.open_buffer import Tokens
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, PageMeans, Width, empty_means, empty_pages
 from turbo_hf.ops.host_device import nothing, shared
 from turbo_hf.ops.store.quantize import unpack_blocks
-from turbo_hf.parallel.context import WHOLE, Context
+from turbo_hf.parallel.context import WHOLE, ContextRanks
 
 TABLE_GRAIN = 16
 """Blocks by which the table grows at least."""
@@ -227,7 +227,7 @@ class PagePool:
             self._own_table, self._device_table = True, None
 
     def reopen(
-        self, sealed: list[int], counts: list[int], order: torch.Tensor, context: Context = WHOLE
+        self, sealed: list[int], counts: list[int], order: torch.Tensor, context: ContextRanks = WHOLE
     ) -> tuple[Tokens, list[int]]:
         """Drop the newest `counts[row]` tokens of each row's blocks, including whole blocks.
 

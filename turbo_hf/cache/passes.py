@@ -14,7 +14,7 @@ from turbo_hf.cache.new_columns import NewColumns, Planned, columns_from_mask
 from turbo_hf.cache.other_layers import MarkedUpdates
 from turbo_hf.cache.rows import SharedStates
 from turbo_hf.ops.host_device import require_finite
-from turbo_hf.parallel.context import WHOLE, Context
+from turbo_hf.parallel.context import WHOLE, ContextRanks
 from turbo_hf.ranks import ALONE, Ranks
 
 
@@ -54,7 +54,7 @@ class CachePasses(KnowsTokens, MarkedUpdates):
         # the patched model that has run over it
         self.model: weakref.ref[Any] | None = None
         # which blocks are in this process
-        self.context: Context = WHOLE
+        self.context: ContextRanks = WHOLE
         # a number for all selections of rows so far
         self.selections = 0
 

@@ -7,7 +7,7 @@ import torch
 
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.ops.host_device import send, shared
-from turbo_hf.parallel.context import WHOLE, Context
+from turbo_hf.parallel.context import WHOLE, ContextRanks
 
 
 class RowState(NamedTuple):
@@ -36,7 +36,7 @@ class RowState(NamedTuple):
     seen: int = 0
     decoded: bool = False
     recording: bool = False
-    context: Context = WHOLE
+    context: ContextRanks = WHOLE
     recent: int = 0
 
     def with_rows(self, rows: int) -> "RowState":

@@ -126,8 +126,8 @@ class TurboCache(CachePasses):
         Args:
             folder: may hold other files.
             model: the model that has run over it; only where that was not patched.
-            input_ids: int64 [B, columns], the tokens that it holds, padding included. Those of a `generate` call and of
-                a first pass of the model are known; those of later passes of your own loop are not.
+            input_ids: int64 [B, columns], the tokens that it holds, padding included. Those of a first pass of the
+                model are known; those of later ones are not.
 
         Raises:
             ValueError: it is empty or broken, its tokens are not known, or `folder` is a file.

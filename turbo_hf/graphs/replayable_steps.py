@@ -72,7 +72,7 @@ class _Group:
 
         Recent tokens move to the front behind them, which the step's own launch does not do.
         """
-        return self.in_step and not (self.state.recording or self.state.recent or self.state.context.spreads)
+        return self.in_step and not (self.state.recording or self.state.recent or self.state.context)
 
     def keep_counts(self) -> None:
         """Give all layers counts that are changed together."""

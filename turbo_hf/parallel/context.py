@@ -1,7 +1,7 @@
 """One context in one process, or over several: which of them holds which blocks, and that all run the same passes.
 
-A cache and its layers ask their `Context`, which is chosen when the cache is made: `WHOLE`, or `ContextRanks`. There
-every rank runs the whole model over the same tokens. Block i of a row belongs to rank i modulo their number, which
+A cache and its layers call their `ContextRanks`, given to them when the cache is made: `WHOLE`, or those of a group,
+each of which runs the whole model over the same tokens. Block i of a row belongs to rank i modulo their number, which
 alone keeps it. Open tokens are on all ranks, and count on the first. `RowState` counts the blocks of all ranks, so that
 its numbers are the same on each; `RowState.pages` are the rank's own.
 
@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, Protocol
 from zlib import crc32
 
 import torch
@@ -52,89 +52,9 @@ class Cache(Protocol):
         """The compressed layers."""
 
 
-class Context:
-    """That of a cache which one process holds whole. `ContextRanks` does the same over several."""
-
-    spreads = False
-    """Whether blocks are spread over several processes."""
-    counts_open = True
-    """Whether attention to the open tokens, and to a chunk's own, is this rank's part."""
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self
-
-    def __reduce__(self) -> Any:
-        return "WHOLE"
-
-    def own(self, blocks: int) -> int:
-        """How many of the first `blocks` blocks of a row are this rank's."""
-        return blocks
-
-    def holds(self, block: int) -> bool:
-        """Whether a block of a row is this rank's."""
-        return True
-
-    def pages(self, sealed: list[int]) -> list[int]:
-        """`own` of each row."""
-        return sealed
-
-    def own_blocks(self, store: KVStore, before: Sequence[int], whole: Sequence[int]) -> tuple[KVStore, int]:
-        """The store with the open tokens of this rank's blocks alone, as `seal_open` takes it; and the most of a row.
-
-        before: blocks of each row before these. whole: whole blocks of open tokens of each row.
-        """
-        return store, max(whole)
-
-    def pages_of_all(self, pages: int, sealed: Sequence[int]) -> int:
-        """A number of pages that is the same on all ranks: `pages`, those of this one's pool, or all `sealed` ones."""
-        return pages
-
-    def new_plans(self) -> dict[Any, Any]:
-        """Where captured steps keep their plans."""
-        return {}
-
-    def summed(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of the ranks' x, in place; at any place at most one of them is not 0."""
-        return x
-
-    def own_part(self, store: Any, scoring: Scoring) -> tuple[Any, Scoring]:
-        """What this rank attends to, and how: open tokens and sinks count once. store: a `KVStore`, or None."""
-        return store, scoring
-
-    def merged(self, part: AttentionOutput, starts: torch.Tensor | None) -> torch.Tensor:
-        """The outputs of all ranks' parts as one, [B, Hq, M, D]; 0 before `starts`. One exchange."""
-        return part.out
-
-    def decode(self, q: torch.Tensor, store: KVStore, scoring: Scoring, **how: Any) -> torch.Tensor:
-        """`ops.decode.contract.decode` over the blocks of all ranks: out [B, Hq, M, D], the same bits on each."""
-        return decode(q, store, scoring, **how).out
-
-    def begin(self, cache: "Cache", begin: Callable[[], None], given: Mapping[str, Any]) -> None:
-        """Begin a pass by calling `begin`, if the ranks begin the same. given: the arguments of the pass, by name.
-
-        Raises:
-            ValueError: another pass on some rank, or one that cannot begin; the same error on all of them.
-        """
-        if cache.context is not self:
-            raise ValueError(OTHER_CACHE)
-        begin()
-
-    def begin_step(self, cache: "Cache", given: Mapping[str, Any]) -> None:
-        """As `begin`, of a replayed step."""
-
-    def require_same_call(self, call: str, cache: "Cache") -> None:
-        """ValueError, the same on all ranks, unless all of them make this call over the same tokens."""
-
-    def require_all(self, index: int) -> None:
-        """`Unsupported` unless this process holds all blocks of layer `index`."""
-
-
-WHOLE = Context()
-
-
 @dataclass(frozen=True, eq=False)
-class ContextRanks(Ranks, Context):
-    """The ranks over which the blocks of one context are spread; more than one.
+class ContextRanks(Ranks):
+    """The ranks over which the blocks of one context are spread; one alone holds all of them, and exchanges nothing.
 
     sharing: of a tensor parallel model, the ranks that share its heads with this one. Each of them is in a context
         group of its own, and what one group decides, all do.
@@ -142,7 +62,6 @@ class ContextRanks(Ranks, Context):
 
     sharing: Ranks = ALONE
     shared_by: ClassVar[str] = "this context group"
-    spreads = True
 
     @property
     def speaks(self) -> bool:
@@ -181,39 +100,46 @@ class ContextRanks(Ranks, Context):
         self.sharing.require_same({"place in context_group": f"{self.rank} of {self.count}"})
         replace(self, sharing=ALONE).require_same({"weights": weights})
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce__(self) -> Any:
+        if not self:
+            return "WHOLE"
         raise Unsupported(
             "a model or cache of a context group is not pickled: each rank holds only its own blocks. Pickle a model "
             "before it is patched."
         )
 
     @property
-    def counts_open(self) -> bool:  # type: ignore[override]
-        """As in `Context`."""
+    def counts_open(self) -> bool:
+        """Whether attention to the open tokens, and to a chunk's own, is this rank's part."""
         return self.rank == 0
 
     def own(self, blocks: int) -> int:
-        """As in `Context`."""
+        """How many of the first `blocks` blocks of a row are this rank's."""
         return (blocks + self.count - 1 - self.rank) // self.count
 
     def holds(self, block: int) -> bool:
-        """As in `Context`."""
+        """Whether a block of a row is this rank's."""
         return block % self.count == self.rank
 
     def pages(self, sealed: list[int]) -> list[int]:
-        """As in `Context`."""
-        return [self.own(blocks) for blocks in sealed]
+        """`own` of each row."""
+        return [self.own(blocks) for blocks in sealed] if self else sealed
 
     def pages_of_all(self, pages: int, sealed: Sequence[int]) -> int:
-        """As in `Context`."""
-        return sum(sealed)
+        """A number of pages that is the same on all ranks: `pages`, those of this one's pool, or all `sealed` ones."""
+        return sum(sealed) if self else pages
 
     def new_plans(self) -> dict[Any, Any]:
-        """As in `Context`. Plans that move would move on one rank and not on another."""
-        return SteadyPlans()
+        """Where captured steps keep their plans. Plans that move would move on one rank and not on another."""
+        return SteadyPlans() if self else {}
 
     def own_blocks(self, store: KVStore, before: Sequence[int], whole: Sequence[int]) -> tuple[KVStore, int]:
-        """As in `Context`."""
+        """The store with the open tokens of this rank's blocks alone, as `seal_open` takes it; and the most of a row.
+
+        before: blocks of each row before these. whole: whole blocks of open tokens of each row.
+        """
+        if not self:
+            return store, max(whole)
         first = [(self.rank - held) % self.count for held in before]
         counts = [len(range(skip, blocks, self.count)) for skip, blocks in zip(first, whole, strict=True)]
         most, device, block = max(counts), store.k_open.device, store.block
@@ -246,20 +172,22 @@ class ContextRanks(Ranks, Context):
         return each.view(self.count, *x.shape)
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
-        """As in `Context`."""
-        if x.numel():
+        """The sum of the ranks' x, in place; at any place at most one of them is not 0."""
+        if self and x.numel():
             # as bytes, which every backend adds
             dist.all_reduce(x.view(torch.uint8), group=self.group)
         return x
 
-    def own_part(self, store: KVStore, scoring: Scoring) -> tuple[KVStore, Scoring]:
-        """As in `Context`."""
+    def own_part(self, store: Any, scoring: Scoring) -> tuple[Any, Scoring]:
+        """What this rank attends to, and how: open tokens and sinks count once. store: a `KVStore`, or None."""
         if self.counts_open:
             return store, scoring
         return store._replace(open_len=torch.zeros_like(store.open_len)), scoring._replace(sinks=None)
 
     def decode(self, q: torch.Tensor, store: KVStore, scoring: Scoring, **how: Any) -> torch.Tensor:
-        """As in `Context`."""
+        """`ops.decode.contract.decode` over the blocks of all ranks: out [B, Hq, M, D], the same bits on each."""
+        if not self:
+            return decode(q, store, scoring, **how).out
         starts = how.pop("starts")
         store, scoring = self.own_part(store, scoring)
         if self.counts_open:
@@ -273,7 +201,9 @@ class ContextRanks(Ranks, Context):
         return self.merged(AttentionOutput(out[:, :, :tokens], lse[:, :, :tokens]), starts)
 
     def merged(self, part: AttentionOutput, starts: torch.Tensor | None) -> torch.Tensor:
-        """As in `Context`."""
+        """The outputs of all ranks' parts as one, [B, Hq, M, D]; 0 before `starts`. One exchange."""
+        if not self:
+            return part.out
         # in the wider type of both
         each = self.gathered(torch.cat((part.out, part.lse[..., None]), -1))
         out, lse = each[..., :-1], each[..., -1:]
@@ -285,7 +215,16 @@ class ContextRanks(Ranks, Context):
         return whole.masked_fill(padding[:, None, :, None], 0.0)
 
     def begin(self, cache: Cache, begin: Callable[[], None], given: Mapping[str, Any]) -> None:
-        """As in `Context`."""
+        """Begin a pass by calling `begin`, if the ranks begin the same. given: the arguments of the pass, by name.
+
+        Raises:
+            ValueError: another pass on some rank, or one that cannot begin; the same error on all of them.
+        """
+        if not self:
+            if cache.context is not self:
+                raise ValueError(OTHER_CACHE)
+            begin()
+            return
         if cache.turbo_layers()[0].replay is not None:
             # compared before the step (`StepRunner`)
             begin()
@@ -303,19 +242,22 @@ class ContextRanks(Ranks, Context):
         self._require_same("a pass", cache, given, error)
 
     def begin_step(self, cache: Cache, given: Mapping[str, Any]) -> None:
-        """As in `Context`."""
-        self.begin(cache, cache.integrity.require_whole, given)
+        """As `begin`, of a replayed step."""
+        if self:
+            self.begin(cache, cache.integrity.require_whole, given)
 
     def require_same_call(self, call: str, cache: Cache) -> None:
-        """As in `Context`."""
-        self._require_same(call, cache, {})
+        """ValueError, the same on all ranks, unless all of them make this call over the same tokens."""
+        if self:
+            self._require_same(call, cache, {})
 
     def require_all(self, index: int) -> None:
-        """As in `Context`."""
-        raise Unsupported(
-            f"layer {index}: keys and values of a cache that is spread over a context group are not dequantized, as "
-            "each rank holds only its own blocks: use it with the patched model, and no 4D mask."
-        )
+        """`Unsupported` unless this process holds all blocks of layer `index`."""
+        if self:
+            raise Unsupported(
+                f"layer {index}: keys and values of a cache that is spread over a context group are not dequantized, "
+                "as each rank holds only its own blocks: use it with the patched model, and no 4D mask."
+            )
 
     def _require_same(self, call: str, cache: Cache, given: Mapping[str, Any], error: Exception | None = None) -> None:
         """One exchange, equally large for all calls; one read from the device."""
@@ -341,6 +283,10 @@ class ContextRanks(Ranks, Context):
                     "the same on all of them. Pass the same on every rank; if they sample, seed all ranks alike "
                     "(torch.manual_seed); then reset() the caches, or take new ones."
                 )
+
+
+WHOLE = ContextRanks()
+"""Of a cache that one process holds whole."""
 
 
 def _checksum(x: torch.Tensor) -> torch.Tensor:
@@ -373,13 +319,13 @@ def _held(cache: Cache) -> int:
     return hash((cache.selections, cache.integrity.idle(), first.recording, *each))
 
 
-def context_of(ranks: Ranks) -> Context:
+def context_of(ranks: Ranks) -> ContextRanks:
     """The context of the caches of these ranks."""
     return ranks if isinstance(ranks, ContextRanks) else WHOLE
 
 
 def spread(cache: Any, ranks: Ranks) -> None:
-    """Give an empty TurboCache its `Context`; layers with a sliding window stay whole on each rank."""
+    """Give an empty TurboCache its `ContextRanks`; layers with a sliding window stay whole on each rank."""
     cache.context = context_of(ranks)
     for layer in cache.turbo_layers():
         if layer.window is None:

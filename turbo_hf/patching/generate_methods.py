@@ -134,8 +134,6 @@ def _prepare_cache(
         )
     if isinstance(given, TurboCache) and not generation_config.is_assistant:
         given.stop_recording()
-        # not of a drafter, whose `generate` runs once per draft: to compare waits for the device
-        given.doubt()
     named_cache = "" if named is None else f"cache_implementation={named!r}"
     maker.begin_generate(
         given
@@ -180,7 +178,7 @@ def _prepare_inputs(
     method = type(model).prepare_inputs_for_generation
     original: Callable[..., dict[str, Any]] = before or functools.partial(method, model)
     named = by_name(method, args, kwargs)
-    _show_tokens(named)
+    _compare_tokens(named)
     inputs = original(*args, **kwargs)
     given, kept = named.get(CACHE), inputs.get(CACHE)
     if not isinstance(given, TurboCache) or kept is given or not uses_turbo(model):
@@ -205,8 +203,8 @@ def _prepare_inputs(
     return {**inputs, CACHE: given}
 
 
-def _show_tokens(named: dict[str, Any]) -> None:
-    """Tell a cache which tokens it will hold, where the call shows all of them, and compare those of a loaded one."""
+def _compare_tokens(named: dict[str, Any]) -> None:
+    """Compare the tokens of a loaded cache with those of this call, where the call shows all of them."""
     cache, ids, mask = (named.get(name) for name in (CACHE, "input_ids", "attention_mask"))
     if isinstance(cache, TurboCache):
         # embeddings may stand for other tokens, and fewer tokens than the mask has are only the newest ones
@@ -215,7 +213,7 @@ def _show_tokens(named: dict[str, Any]) -> None:
             shown = None
         if named.get("inputs_embeds") is not None:
             shown = None
-        cache.show(shown)
+        cache.compare(shown)
 
 
 def _columns(inputs: dict[str, Any]) -> int:
