@@ -74,11 +74,14 @@ def again(model: Any, cache: TurboCache, folder: Path, ids: torch.Tensor, cut: i
     assert torch.equal(*(run(model, each, prompts(len(ids), 50, 1), **given) for each in both))
 
 
-def test_ragged_rows_and_a_recording_cache(tmp_path: Path) -> None:
+def test_ragged_rows_cut(tmp_path: Path) -> None:
     model, cache = llama()()
     batch = left_padded([prompts(1, n, n)[0] for n in (70, 9, 40)])
     cache.activate_past_recording()
     run(model, cache, batch["input_ids"], attention_mask=batch["attention_mask"])
+    with pytest.raises(ValueError, match=r"waits for a crop .*: call stop_recording\(\)"):
+        cache.save_pretrained(tmp_path)
+    cache.stop_recording()
     mask = torch.nn.functional.pad(batch["attention_mask"], (0, 48), value=1)
     again(model, cache, tmp_path, batch["input_ids"], 2, attention_mask=mask)
 
@@ -89,14 +92,6 @@ def test_heads_that_were_ranked_by_tokens_that_are_gone(tmp_path: Path) -> None:
     cache.crop(-20)
     assert cache.turbo_layers()[0].ranked == [False, False]
     again(model, cache, tmp_path, prompts(2, 40)[:, :20])
-
-
-def test_windows_that_record(tmp_path: Path) -> None:
-    model, cache = windows()
-    run(model, cache, prompts(1, 50))
-    cache.activate_past_recording()
-    run(model, cache, prompts(1, 7, 1))
-    again(model, cache, tmp_path, prompts(1, 57), 5)
 
 
 def test_generate_goes_on_from_a_saved_prompt(tmp_path: Path) -> None:
@@ -133,7 +128,7 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     run(model, cache, prompts(1, 40))
     with pytest.raises(ValueError, match=r"does not know all of its 80 tokens: pass them"):
         cache.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"input_ids must be .* int64 \[1, 80\]"):
+    with pytest.raises(ValueError, match=r"input_ids.* is int64 \[1, 40\].*, and should be int64 \[1, 80\]"):
         cache.save_pretrained(tmp_path, input_ids=prompts(1, 40))
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file"):
@@ -141,7 +136,7 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     plain = tiny_llama()
     alone = TurboCache(plain.config)
     run(plain, alone, prompts(1, 40))
-    with pytest.raises(ValueError, match=r"does not know its model: pass it"):
+    with pytest.raises(ValueError, match="no patched model has run over this TurboCache"):
         alone.save_pretrained(tmp_path)
     cache.layers[0].selector = object()
     cache.all_layers[0].ranked = [object()]
@@ -295,10 +290,8 @@ def test_tokens_of_later_passes_are_not_known(tmp_path: Path) -> None:
     model.generate(prompts(1, 40), max_new_tokens=3, do_sample=False, **{CACHE: cache})
     with pytest.raises(ValueError, match="does not know all of its 42 tokens"):
         cache.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="input_ids must be a tensor, int64"):
+    with pytest.raises(ValueError, match=r"input_ids.* is .*, and should be int64 \[1, 42\]"):
         cache.save_pretrained(tmp_path, input_ids=[[1, 2]])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="another model than this one has run"):
-        cache.save_pretrained(tmp_path, model=tiny_llama(), input_ids=torch.zeros(1, 42).long())
     cache.crop(-2)
     cache.save_pretrained(tmp_path)
     assert torch.equal(TurboCache.from_pretrained(tmp_path, model).known_ids(), prompts(1, 40))  # type: ignore[arg-type]

@@ -35,22 +35,20 @@ NOT_OF_MODELS = ("transformers_version", "use_cache", "return_dict", "output_att
 """Entries of a model's config that change nothing of what it computes, as do those that begin with "_"."""
 
 
-def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | None) -> None:
+def save(cache: Any, folder: str | Path, input_ids: torch.Tensor | None) -> None:
     """`TurboCache.save_pretrained`, of a cache that is whole."""
     if cache.integrity.ranks:
         raise Unsupported("a cache that ranks share is not saved: each holds only its own heads, or blocks.")
     columns = cache.get_seq_length()
     if not columns:
         raise ValueError("this TurboCache holds no tokens: there is nothing to save. Run the prompt first.")
-    known = cache.model and cache.model()
-    if None not in (model, known) and model is not known:
+    if cache.is_recording():
         raise ValueError(
-            "another model than this one has run over this TurboCache: leave out model=, or pass the one that has."
+            "this TurboCache waits for a crop (assisted decoding): call stop_recording() before you save it."
         )
-    model = known if model is None else model
+    model = cache.model and cache.model()
     if model is None:
-        raise ValueError("this TurboCache does not know its model: pass it, save_pretrained(folder, model=model).")
-    require_model(model)
+        raise ValueError("no patched model has run over this TurboCache: patch the model, and run the prompt again.")
     ids = cache.known_ids() if input_ids is None else input_ids
     if ids is None:
         raise ValueError(
@@ -58,13 +56,7 @@ def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | N
             "input_ids=ids), padding included."
         )
     rows = cache.rows()
-    if not isinstance(ids, torch.Tensor):
-        raise ValueError(f"input_ids must be a tensor, int64 [{rows}, {columns}]; got a {type(ids).__name__}.")
-    if ids.shape != (rows, columns) or ids.dtype != torch.int64:
-        raise ValueError(
-            f"input_ids must be what the cache holds, int64 [{rows}, {columns}], padding included; got {ids.dtype} "
-            f"{list(ids.shape)}."
-        )
+    require(ids, Stored((rows, columns), torch.int64), "input_ids, the tokens that the cache holds, padding included,")
     tensors: saved_files.Tensors = {}
     saved_files.flatten(ids, "tokens", tensors)
     held = [saved_files.flatten(held_by(layer), f"layers.{n}", tensors) for n, layer in enumerate(cache.layers)]
@@ -72,7 +64,7 @@ def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | N
     try:
         for n, make in cache.others.items():
             require_layer(make(), each[n], rows, columns)
-        require_alike(cache.layers, each)
+        require_alike(each)
     except ValueError as error:
         raise Unsupported(f"a layer of this cache is of a kind that is not saved: {error}.") from error
     facts = {"identity": _identity(cache, model), "decompressed": cache.decompressed, "held": held}
@@ -149,7 +141,7 @@ def _read(
             require_layer(layer, own, len(ids), ids.shape[1])
         except ValueError as error:
             raise ValueError(f"layer {n}: {error}") from error
-    require_alike(cache.layers, layers)
+    require_alike(layers)
     return ids, layers
 
 

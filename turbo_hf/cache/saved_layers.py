@@ -30,7 +30,6 @@ from turbo_hf.sparse.selectors import Centroids, Selector
 
 META = torch.device("meta")
 FLAGS = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
-MOST_SIZE = 2**20
 Ends = tuple[float | None, float | None]
 CODES: Ends = (-INT8_MAX, INT8_MAX)
 
@@ -99,7 +98,7 @@ def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
     """What a saved compressed layer consists of, and what its numbers must be by themselves."""
     block, codes = layer.config.block_size, (rows, None, None, None)
     tokens, blocks = [Whole(0, columns)] * rows, [Whole(0, columns // block)] * rows
-    state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, bool, WHOLE, layer.config.recent_tokens)
+    state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, False, WHOLE, layer.config.recent_tokens)
     opened = OneOf((Stored(codes, torch.int8), Stored(codes, None)))
     return {
         **dict.fromkeys(("order", "ranked", "valid", "universal", "left_by_head", "means"), object),
@@ -200,44 +199,25 @@ def _of_other(layer: Any, held: dict[str, Any], rows: int, columns: int) -> dict
     wanted = {name: _constant(value) for name, value in vars(layer).items() if name != "device"}
     if "dtype" in held:
         wanted["dtype"] = OneOf((torch.dtype, None))
-    if "record_past" in wanted:
-        wanted["record_past"] = bool
     if isinstance(layer, DynamicLayer):
         keys: Any = held.get("keys")
-        window = getattr(layer, "sliding_window", 1)
-        size = list(keys.shape) if isinstance(keys, torch.Tensor) else []
-        # a window of 1 keeps all; one that records, at least its own
-        count = min(columns, window - 1 or columns)
-        if held.get("record_past") is True and len(size) == 4 and count <= size[2] <= columns:
-            count = size[2]
+        like = keys if isinstance(keys, torch.Tensor) else torch.empty(0)
+        # a window of 1 keeps all
+        count = min(columns, getattr(layer, "sliding_window", 1) - 1 or columns)
         wanted["keys"] = Stored((rows, None, count, None), None, *FINITE)
-        wanted["values"] = Stored((rows, *size[1:2], count, None), keys.dtype if size else None, *FINITE)
+        wanted["values"] = Stored((rows, *like.shape[1:2], count, None), like.dtype, *FINITE)
         wanted |= {"is_initialized": True} | {name: columns for name in ("cumulative_length",) if name in wanted}
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        wanted |= _of_states(layer, held, rows)
-    return wanted
-
-
-def _of_states(layer: Any, held: dict[str, Any], rows: int) -> dict[str, Any]:
-    """What the states of a saved linear layer must be."""
-    numbers, size, tensor = list(layer.conv_states), "conv_kernel_size", OneOf((None, torch.Tensor))
-    kinds = {"conv_states": tensor, "recurrent_states": tensor, size: OneOf((None, Whole(1, MOST_SIZE)))}
-    found: dict[str, Any] = {name: held.get(name) for name in kinds if name in vars(layer)}
-    require(found, {name: dict.fromkeys(numbers, kinds[name]) for name in found}, "")
-    wanted: dict[str, Any] = {name: {} for name in (*found, *FLAGS.values(), "has_previous_state")}
-    for n in numbers:
+        states = {name: held.get(name) for name in FLAGS}
+        require(states, dict.fromkeys(FLAGS, dict.fromkeys(layer.conv_states, OneOf((None, torch.Tensor)))), "")
         for name, flag in FLAGS.items():
-            x = found[name][n]
-            wanted[name][n] = None if x is None else Stored((rows, *x.shape[1:]), None, *FINITE)
-            wanted[flag][n] = x is not None
-        conv, recurrent, kernel = found["conv_states"][n], found["recurrent_states"][n], found.get(size, {}).get(n)
-        if conv is None and recurrent is None:
-            raise ValueError("it holds no state, and others do")
-        wanted["has_previous_state"][n] = conv is not None
-        if size in wanted:
-            wanted[size][n] = None if conv is None else Whole(1, MOST_SIZE)
-        if conv is not None and kernel is not None and held.get("record_past") is not True:
-            wanted["conv_states"][n] = Stored((rows, *conv.shape[1:-1], kernel), None, *FINITE)
+            each: Any = states[name]
+            wanted[flag] = {n: x is not None for n, x in each.items()}
+            wanted[name] = {n: x if x is None else Stored((rows, *x.shape[1:]), None, *FINITE) for n, x in each.items()}
+        wanted["has_previous_state"] = wanted[FLAGS["conv_states"]]
+        if "conv_kernel_size" in wanted:
+            sizes = {n: x if x is None else (x.shape or (0,))[-1] for n, x in held["conv_states"].items()}
+            wanted["conv_kernel_size"] = sizes
     return wanted
 
 
@@ -248,27 +228,19 @@ def _constant(value: Any) -> Any:
     return value
 
 
-def require_alike(layers: Sequence[Any], held: Sequence[Any]) -> None:
-    """ValueError unless what the layers of a cache hold is of one cache.
+def require_alike(held: Sequence[Any]) -> None:
+    """ValueError unless the linear layers of a cache hold states of one shape, and any.
 
-    held: of each, what `held_by` returned; `require_layer` has found it right.
+    held: of each layer, what `held_by` returned; `require_layer` has found it right.
     """
-    records, states = set[bool](), dict[tuple[str, Any], set[torch.Size]]()
-    for layer, own in zip(layers, held, strict=True):
-        if isinstance(layer, TurboLayer):
-            records.add(own["state"]["recording"])
-        elif "record_past" in own:
-            records.add(own["record_past"])
-        for name in FLAGS if isinstance(layer, LinearAttentionCacheLayerMixin) else ():
-            for n, x in own[name].items():
-                states.setdefault((name, n), set()).add(torch.Size([]) if x is None else x.shape)
-    if len(records) > 1:
-        raise ValueError("some of its layers record the past, and others do not")
-    for (name, n), shapes in states.items():
-        if len(shapes) > 1:
-            raise ValueError(
-                f"{name} {n} of its layers have the shapes {sorted(map(list, shapes))}, and should have one"
-            )
+    for name in FLAGS:
+        each = [own[name] for own in held if name in own]
+        for n in each[0] if each else ():
+            shapes = {torch.Size([]) if states[n] is None else states[n].shape for states in each}
+            if len(shapes) > 1:
+                raise ValueError(
+                    f"{name} {n} of its layers have the shapes {sorted(map(list, shapes))}, and should have one"
+                )
 
 
 def hold(layer: Any, held: dict[str, Any], device: torch.device) -> None:

@@ -117,7 +117,7 @@ class TurboCache(CachePasses):
                 layers.append(self.others[index]())
         super().__init__(layers, attention_mask)
 
-    def save_pretrained(self, folder: str | Path, *, model: Any = None, input_ids: torch.Tensor | None = None) -> None:
+    def save_pretrained(self, folder: str | Path, *, input_ids: torch.Tensor | None = None) -> None:
         """Write the cache into a folder, for `from_pretrained`: one file, `turbo_cache.safetensors`.
 
         A saved cache that is there is replaced as a whole: whoever reads meanwhile, or after a process that was killed
@@ -125,19 +125,19 @@ class TurboCache(CachePasses):
 
         Args:
             folder: may hold other files.
-            model: the model that has run over it; only where that was not patched.
             input_ids: int64 [B, columns], the tokens that it holds, padding included. Those of a first pass of the
                 model are known; those of later ones are not.
 
         Raises:
-            ValueError: it is empty or broken, its tokens are not known, or `folder` is a file.
+            ValueError: it is empty or broken, waits for a `crop`, or no patched model has run over it; its tokens are
+                not known, or `folder` is a file.
             Unsupported: the cache of a tensor parallel model, or a layer whose state no file can hold.
             OSError: the folder cannot be written.
         """
         self.deferred.begin()
         self.integrity.require_whole()
         self.require_finite()
-        save(self, folder, model, input_ids)
+        save(self, folder, input_ids)
 
     @staticmethod
     @ordinary
@@ -243,6 +243,10 @@ class TurboCache(CachePasses):
     def activate_past_recording(self) -> None:
         """Wait for `crop` after each pass before dropping what it may bring back."""
         super().activate_past_recording()
+
+    def is_recording(self) -> bool:
+        """Whether it waits for a `crop` after each pass (`activate_past_recording`)."""
+        return any(getattr(layer, "record_past", False) for layer in self.layers)
 
     def memory(self) -> Memory:
         """Bytes by layer and kind, as currently allocated."""
