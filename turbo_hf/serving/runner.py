@@ -152,7 +152,7 @@ class TurboModelRunner(ModelRunner):
         ranked = any(self.cache.storage.ranks_heads) and any(
             row.past < self.cache.storage.shape.block for row in prompts
         )
-        own = self._device is None or not self._prompts or ranks_heads or len({row.past > 0 for row in prompts}) > 1
+        own = self._device is None or not self._prompts or ranked or len({row.past > 0 for row in prompts}) > 1
         most = of_steps[0] + count * new > self.cache.max_batch_tokens
         # a past is unpacked for all rows at once
         most |= count * max(row.past + row.new for row in prompts) > self.cache.storage.shape.together
