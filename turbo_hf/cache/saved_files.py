@@ -55,7 +55,7 @@ NAMES = {
 """Types as safetensors names them."""
 TYPES = {name: dtype for dtype, name in NAMES.items()}
 MOST_DIMENSIONS, MOST_NUMBERS = 8, 2**56
-"""Of a tensor; 0 in a shape counts as 1. Beyond it torch itself counts wrong."""
+"""The most of a tensor; 0 in a shape counts as 1. Beyond them torch itself counts wrong."""
 LISTED = [str, OneOf(tuple(TYPES)), Each(Whole(0, 2**40)), int]
 """A tensor in the JSON: name, type, shape, checksum."""
 
@@ -317,7 +317,7 @@ class _Lane:
 
 
 def read(folder: Path) -> Read:
-    """The files of a folder, which another process may be replacing. Of the tensors, nothing is read yet.
+    """The files of a folder, which another process may be replacing. Tensors are not read yet.
 
     Raises:
         OSError: there are none.
