@@ -307,15 +307,13 @@ def _step(
         out = attend_sparse(layer, logits, qkv.query, new, starts, scoring).out
         layer.commit(check_later=True)
         return out
-    context = layer.state.context
     # of a replayed step, the launches are captured; those over a spread context are not repeated
-    repeats = layer.replay is None and not context
-    key = repeat_key(q, k, v, starts, scoring) if repeats else None
+    key = repeat_key(q, k, v, starts, scoring) if layer.replay is None and not layer.state.context else None
     queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
     assert queries is not None
     store, repeat = layer.to_repeat(key)
     how: dict[str, Any] = {"starts": starts, "mode": config.decode_attention, "backend": config.backend}
-    out = context.decode(queries, store, scoring, window=layer.window, repeat=repeat, **how)
+    out = layer.state.context.decode(queries, store, scoring, window=layer.window, repeat=repeat, **how)
     layer.commit(check_later=True)
     return out
 

@@ -113,7 +113,7 @@ class DeferredStores:
         self._waiting = []
 
     def hollow(self) -> None:
-        """Nobody will ask for their numbers, but perhaps how much memory they would take: keep nothing but shapes."""
+        """Replace the tensors by their shapes, which `memory()` may still ask for."""
         zeros: dict[Any, torch.Tensor] = {}
 
         def zero(x: torch.Tensor) -> torch.Tensor:

@@ -140,7 +140,7 @@ class CachePasses(KnowsTokens, MarkedUpdates):
         try:
             self.integrity.enter(depth)
         except ValueError:
-            # the better reason, if it is one; where other ranks go on, none of them is asked
+            # report NaN first if that is the cause; a local check, as other ranks may go on
             self._require_finite(ALONE)
             raise
         # what a pass has left that broke off is dropped

@@ -19,7 +19,7 @@ class Whole(NamedTuple):
 
 
 class Each(NamedTuple):
-    """A list of any length, every entry of which is as `wanted` says."""
+    """A list of any length whose entries are as `wanted` says."""
 
     wanted: Any
 

@@ -193,7 +193,7 @@ class TurboConfig(Options):
             numbers unquantized (float16 for a float32 model), in pages, read by the same kernel (LeanAttention). A
             layer with 16-bit heads also keeps its open tokens unquantized, and its prompt attention is not rounded.
         value_bits: bits of the values alone: 8, 4, 3 or 2, while keys have `bits`; None: both have `bits`. Not with
-            bits=16. Of the heads at `low_bits`, values have the smaller of both. A layer that is kept at 8 bit
+            bits=16. The heads at `low_bits` keep values at the smaller of both. A layer that is kept at 8 bit
             (`int8_layers`) keeps its values at 8 bit, too.
         layer_bits: bits by depth, first to last, each for an equal share of the model's layers: a number, or a pair of
             those of keys and of values, as in `bits`. `bits`, `value_bits` and `low_heads` stay at their defaults then.
@@ -241,7 +241,7 @@ class TurboConfig(Options):
         int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range, and of
             latent attention (MLA) the one in 20, at least one, whose scores 4 bit would disturb most, if that is much.
         dense_layers: layers that are not rounded: whatever the other options say, they have pages of 16 bit, as with
-            bits=16, and attention "native". Of a float32 model, pages are float16, which rounds to 11 bits.
+            bits=16, and attention "native". A float32 model has float16 pages, which round to 11 bits.
         sparse: decode steps attend to a few percent of the keys; None: to all of them.
         sparse_prompt: the queries of long prompts read the keys that `PromptSparsity` chooses; None: all of them. Not
             with sas.

@@ -68,7 +68,7 @@ class _Group:
 
     @property
     def seals_in_step(self) -> bool:
-        """Whether a step itself seals the blocks that are due. Of a spread context each rank seals its own before.
+        """Whether a step itself seals the blocks that are due. In a spread context each rank seals its own before.
 
         Recent tokens move to the front behind them, which the step's own launch does not do.
         """
@@ -371,7 +371,7 @@ class ReplayableSteps:
             tensors += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
             tensors.append(layer.bucket_index.spans)
             tensors += [] if layer.selector is None else layer.selector.tensors()
-            # of the next step; a number that is one object as long as it stays the same
+            # of the next step; the threshold is cached, so `is` tells whether it changed
             tensors.append(sas_threshold(layer.config, layer.seen + tokens))
         return tensors
 
@@ -386,7 +386,7 @@ class ReplayableSteps:
                 layer.bucket_index.trim(max(layer.lengths()))
 
     def finish(self, tokens: int = 1, surplus: int = 0) -> None:
-        """Count what the step has stored: `tokens` per row, of which the newest `surplus` are taken back."""
+        """Count what the step has stored: `tokens` per row. The newest `surplus` are taken back."""
         for group in self._groups:
             if group.seals_in_step:
                 group.become(group.state.after_step())

@@ -42,10 +42,10 @@ FALSE = frozenset({"output_attentions", "output_hidden_states"})
 """Keywords of a step that ask for outputs that a replay does not provide."""
 
 LOOKED_AT = frozenset({CACHE, "input_ids", "position_ids", "attention_mask", *HANDED_ON})
-"""Keywords of a step that it takes whatever they hold, or as far as their tensors fit."""
+"""Keywords that prevent no capture by their values; a tensor among them must fit."""
 
 OF_ONE_TOKEN = frozenset({"output_router_logits"})
-"""Constants of which a step over several tokens knows nothing."""
+"""Constants that only a step of one token may pass."""
 
 
 @dataclass(slots=True)
@@ -193,7 +193,7 @@ class StepRunner:
                 return None
         if self._depth == STEP:
             # a step within the model's call has been compared by the hooks of that call
-            context_of(cache.integrity.ranks).begin_step(cache, kwargs)
+            context_of(cache.integrity.ranks).begin(cache, cache.integrity.require_whole, kwargs)
         if known is None:
             known = self._steps = ReplayableSteps(cache, self._limit, self._depth)
             self._restarts += 1
@@ -268,7 +268,7 @@ class StepRunner:
         """Copy the inputs of this step to the memory from which a replayed step over `size` tokens reads them."""
         given = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         if size > 1 and given.get("logits_to_keep"):
-            # those of all tokens, of which the newest may be fillers
+            # those of all tokens; the newest may be fillers
             given["logits_to_keep"] = 0
         capture = self._captures.setdefault(size, _Capture())
         old, autocast = capture.inputs, _autocast(kwargs["input_ids"].device)

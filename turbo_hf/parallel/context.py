@@ -5,16 +5,15 @@ each of which runs the whole model over the same tokens. Block i of a row belong
 alone keeps it. Open tokens are on all ranks, and count on the first. `RowState` counts the blocks of all ranks, so that
 its numbers are the same on each; `RowState.pages` are the rank's own.
 
-Each rank attends to its own blocks, one of them to the open tokens and to a chunk's own too. Outputs over parts of the
-keys are merged by their log-sum-exp: with all parts' outputs o and log-sum-exps l, the whole is sum(softmax(l) o), what
-ring attention computes part by part.
+Each rank attends to its own blocks, one of them to the open tokens and to a chunk's own too. With all parts' outputs o
+and log-sum-exps l, the whole is sum(softmax(l) o), what ring attention computes part by part.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
@@ -39,17 +38,6 @@ OTHER_CACHE = (
     "this TurboCache is not spread over the ranks of the context group that the model was patched with (or the other "
     "way round). Take handle.new_cache(), of this patch."
 )
-
-
-class Cache(Protocol):
-    """What is read of a TurboCache."""
-
-    integrity: Any
-    context: Any
-    selections: int
-
-    def turbo_layers(self) -> Sequence[Any]:
-        """The compressed layers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,19 +202,16 @@ class ContextRanks(Ranks):
         # no rank has seen a key there
         return whole.masked_fill(padding[:, None, :, None], 0.0)
 
-    def begin(self, cache: Cache, begin: Callable[[], None], given: Mapping[str, Any]) -> None:
+    def begin(self, cache: Any, begin: Callable[[], None], given: Mapping[str, Any]) -> None:
         """Begin a pass by calling `begin`, if the ranks begin the same. given: the arguments of the pass, by name.
 
         Raises:
             ValueError: another pass on some rank, or one that cannot begin; the same error on all of them.
         """
-        if not self:
-            if cache.context is not self:
-                raise ValueError(OTHER_CACHE)
-            begin()
-            return
-        if cache.turbo_layers()[0].replay is not None:
-            # compared before the step (`StepRunner`)
+        if not self and cache.context is not self:
+            raise ValueError(OTHER_CACHE)
+        if not self or cache.turbo_layers()[0].replay is not None:
+            # a step is compared before (`StepRunner`)
             begin()
             return
         error: Exception | None = None
@@ -241,12 +226,7 @@ class ContextRanks(Ranks):
             error = ValueError(OTHER_CACHE)
         self._require_same("a pass", cache, given, error)
 
-    def begin_step(self, cache: Cache, given: Mapping[str, Any]) -> None:
-        """As `begin`, of a replayed step."""
-        if self:
-            self.begin(cache, cache.integrity.require_whole, given)
-
-    def require_same_call(self, call: str, cache: Cache) -> None:
+    def require_same_call(self, call: str, cache: Any) -> None:
         """ValueError, the same on all ranks, unless all of them make this call over the same tokens."""
         if self:
             self._require_same(call, cache, {})
@@ -259,7 +239,7 @@ class ContextRanks(Ranks):
                 "as each rank holds only its own blocks: use it with the patched model, and no 4D mask."
             )
 
-    def _require_same(self, call: str, cache: Cache, given: Mapping[str, Any], error: Exception | None = None) -> None:
+    def _require_same(self, call: str, cache: Any, given: Mapping[str, Any], error: Exception | None = None) -> None:
         """One exchange, equally large for all calls; one read from the device."""
         tensors = {name: x for name in COMPARED if isinstance(x := given.get(name), torch.Tensor)}
         facts = {"the call": crc32(call.encode()), "what the caches hold": 0 if error is not None else _held(cache)}
@@ -310,7 +290,7 @@ def _open_parts(store: KVStore) -> tuple[tuple[torch.Tensor, int], ...]:
     return (store.k_open, 2), (store.v_open, 3), (store.k_scale, 2), (store.v_scale, 2)
 
 
-def _held(cache: Cache) -> int:
+def _held(cache: Any) -> int:
     """A number for the tokens that a cache holds: hashes of numbers are the same in every process."""
     layers = cache.turbo_layers()
     # what rows hold follows from the same passes, in all layers alike

@@ -38,10 +38,10 @@ RUNNER = "turbo_runner"
 
 @dataclass(slots=True)
 class _Drafts:
-    """What the drafts of one assisted `generate` have in common, each of which is a `generate` of the drafter.
+    """What the drafts of one assisted `generate` share. Each draft is a `generate` of the drafter.
 
     runner: of the drafter's steps; None before its first draft, or if they are not captured.
-    config: whose number of layers the drafts lower, if the first layers of the model itself draft.
+    config: the config that early-exit drafting edits; None: another model drafts.
     """
 
     runner: StepRunner | None = None

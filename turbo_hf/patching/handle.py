@@ -86,7 +86,7 @@ class Report:
         serving: whether continuous batching can run, and the prompt tokens that stored prefixes have saved.
         ranks: of a tensor parallel model, how many share it and which heads each of them holds; how many share one
             context; "" for one process. Heads of `layers`, and `selectivity`, are those of this rank.
-        weights: which layers hold quantized weights, and of which library; "" if none do.
+        weights: which layers hold quantized weights, and whose library's; "" if none do.
         check: what `patch(check=True)` found; "" without it.
         generated: what the last call of `generate` has stored its tokens in, with tokens and compressed layers if that
             was a `TurboCache`.

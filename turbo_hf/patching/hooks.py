@@ -67,7 +67,7 @@ def add_hooks(
         hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
         failed = functools.partial(_abandon_pass, depth)
         hooks.append(module.register_forward_hook(failed, with_kwargs=True, always_call=True))
-        # not called after an exception; the last thing done, as what breaks off behind it has stored its tokens
+        # runs last and only on success, so it marks the pass as complete
         hooks.append(module.register_forward_hook(functools.partial(_finish_pass, depth), with_kwargs=True))
     for index, module in modules.items():
         at = layers[index]

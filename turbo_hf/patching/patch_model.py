@@ -63,8 +63,8 @@ def patch(
     context_group: Any = None,
 ) -> Handle:
     """Put `model.generate` on a compressed KV cache. Nothing else in the model changes, and `remove()` undoes the
-    patch. Of a tensor parallel model every rank must call it, with the same arguments: they patch it alike, or all
-    raise the same error.
+    patch. Every rank of a tensor parallel model must call it with the same arguments: all patch it alike, or all raise
+    the same error.
 
     Args:
         model: a loaded decoder-only Transformers model.

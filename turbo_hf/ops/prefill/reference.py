@@ -130,7 +130,7 @@ def _chunk(parts: Operands, v: torch.Tensor, place: torch.Tensor, block: int) ->
 def _past(store: KVStore, q: Operand, fp8: bool, tile: int, kept: torch.Tensor | None) -> list[Run]:
     """The sealed blocks (one scale per block) and the open tokens (one scale per token), as stored.
 
-    kept: bool [B, Hq, T, P + T], of which the first P are tiles of the past; None: all are read.
+    kept: bool [B, Hq, T, P + T]: the first P are tiles of the past; None: all are read.
     """
     batch, _, cap, _ = store.k_open.shape
     wide, sealed = q.x.dtype, store.sealed[:, None] * store.block
