@@ -192,6 +192,7 @@ def by_host(cache: TurboCache, new: list[tuple[Tensor, Tensor]]) -> None:
 def by_steps(run: ReplayableSteps, new: list[tuple[Tensor, Tensor]], surplus: int) -> None:
     """The tokens, and `surplus` more that are taken back at once."""
     size = new[0][0].shape[2] + surplus
+    run.mark_unfinished()
     run.begin(size)
     with run.running(size):
         for layer, pair in zip(run.layers, new, strict=True):
