@@ -39,7 +39,7 @@ def test_a_cache_whose_last_pass_broke_off_is_refused(dense: tuple[int, ...]) ->
     with model.model.layers[1].mlp.register_forward_hook(fail), pytest.raises(KeyboardInterrupt):
         feed(model, 1, cache)
     assert lengths(cache) == [101, 101, 100]
-    with pytest.raises(ValueError, match="an earlier pass over this TurboCache broke off when 2 of its 3 layers"):
+    with pytest.raises(ValueError, match="an earlier pass over this TurboCache broke off"):
         feed(model, 1, cache)
     cache.reset()
     feed(model, 3, cache)

@@ -33,6 +33,7 @@ SOURCES = (
 )
 """Files whose lines may break off."""
 
+
 class Broken(BaseException):
     """As KeyboardInterrupt: no handler of errors catches it."""
 

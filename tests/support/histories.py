@@ -28,7 +28,6 @@ ACTS = {
     "record": 2,
     "look": 1,
     "reset": 1,
-    "roll_back": 1,
     "wrong": 1,
     "broken": 4,
 }

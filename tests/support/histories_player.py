@@ -60,25 +60,14 @@ class Player(Acts):
             with MODES[r.choice(list(MODES))]():
                 result = act.call()
         except ValueError as error:
-            if world.broken is None and not (name == "crop" and self.may_refuse_crop()):
+            if not (world.broken or (name == "crop" and self.may_refuse_crop())):
                 raise Fault(f"{name} is refused: {error}") from error
             self.counts["refused"] += 1
             return
-        if world.broken is not None and name == "advance":
-            # by a model that is not patched, of a cache as it was before; which may be refused again later
-            held = world.cache.get_seq_length() - len(act.after[0][0]) + world.past
-            self.answered_though_broken(world, [row[world.past :] for row in act.after[0]], held, result)
-            return
+        if world.broken and name not in ("fork", "reset"):
+            raise Fault(f"{name} of a broken cache")
         act.done(result)
         self.counts[name] += 1
-
-    def answered_though_broken(self, world: World, new: list[Row], held: int, logits: Tensor) -> None:
-        """The answer must be right all the same."""
-        assert world.broken is not None
-        world.broken = [[*row[:held], *own] for row, own in zip(world.broken, new, strict=True)]
-        world.rows, kept = [row[:held] for row in world.broken], world.rows
-        self.note(world, new, logits, "patched")
-        world.rows = kept
 
     def may_refuse_crop(self) -> bool:
         """Whether there are layers that forget."""
@@ -87,7 +76,6 @@ class Player(Acts):
     def break_off(self, world: World, r: Random) -> None:
         """An act in whose midst something fails."""
         name = r.choices(list(BREAKABLE), list(BREAKABLE.values()))[0]
-        name = "roll_back" if world.broken else name
         act = getattr(self, name)(world, r)
         if act is None:
             return
@@ -111,12 +99,12 @@ class Player(Acts):
             world.cache.reset()
             self.emptied(world)
             return
-        held, kept = world.cache.get_seq_length(), world.broken
+        held = world.cache.get_seq_length()
         if not held:
             # what the cache was told of the padding belongs to the tokens that never came
             for layer in world.cache.turbo_layers():
                 layer.given_mask = None
-        candidates = [world.rows, *after] if kept is None else [[row[:held] for row in kept]]
+        candidates = [world.rows, *after]
         count = {layer.rows for layer in world.cache.turbo_layers() if layer.is_initialized} or {len(world.rows)}
         fit = [rows for rows in candidates if len(rows[0]) == held and {len(rows)} == count]
         asked = (fit or [world.rows])[0]
@@ -125,9 +113,10 @@ class Player(Acts):
             logits = self.ask(world, new, asked)
         except ValueError:
             self.counts["refused after a failure"] += 1
-            world.broken = kept or max(candidates, key=lambda rows: len(rows[0]))
-            world.life = [None] * len(world.rows)
+            world.broken = True
             return
+        if world.broken:
+            raise Fault(f"after a broken {name} a broken cache goes on")
         if not fit:
             raise Fault(f"after a broken {name} the cache holds {held} columns of {count} rows, and goes on")
         errors = []
@@ -136,18 +125,16 @@ class Player(Acts):
             right = oracle(self.made, told)
             errors.append(max(largest(logits[n, -1] - right[row][-1]) for n, row in enumerate(told)))
         rows = fit[errors.index(min(errors))]
-        if rows is not world.rows or name in ("record", "crop", "choose", "roll_back"):
+        if rows is not world.rows or name in ("record", "crop", "choose"):
             # how it came to this is not known
             world.life = [None] * len(rows)
-            world.reopened = [max(world.reopened) + (name in ("crop", "roll_back"))] * len(rows)
-        world.rows, world.broken = rows, None
+            world.reopened = [max(world.reopened) + (name == "crop")] * len(rows)
+        world.rows = rows
         self.note(world, new, logits, "patched")
 
     def finish(self, world: World) -> Tensor:
         """Logits of a last pass."""
-        if world.broken is not None:
-            self.run(world, Random(self.number), "roll_back")
-        if world.broken is not None:
+        if world.broken:
             world.cache.reset()
             self.emptied(world)
         world.cache.stop_recording()
@@ -162,7 +149,7 @@ class Player(Acts):
     def wrong(self, world: World, r: Random) -> None:
         """A call that must be refused, and change nothing."""
         count, past, cache = len(world.rows), world.past, world.cache
-        if world.broken is not None or not past:
+        if world.broken or not past:
             return
         passes: list[Callable[[], Any]] = []
         calls: list[Callable[[], Any]] = [
@@ -223,7 +210,8 @@ class Player(Acts):
         tokens = tokens_of(world.rows[n])
         alone = self.made.new_cache()
         with torch.no_grad():
-            forward(self.made.plain, [list(tokens)], [[]], alone)
+            linear = self.history.family in LINEAR_FAMILIES
+            forward(self.made.patched if linear else self.made.plain, [list(tokens)], [[]], alone)
         other: Any = alone.layers[world.cache.layers.index(layer)]
         width = layer.get_mask_sizes(0)[0]
         valid = [at for at, column in enumerate(world.rows[n][-width:]) if column is not None]

@@ -137,9 +137,9 @@ class MarkedUpdates(Cache):
         now = self.mark.now
         if kind and (now is None or now.depth is None):
             raise Unsupported(
-                f"layer {layer}: the {kind.split(maxsplit=1)[0]} of a {type(self.layers[layer]).__name__} change in place, so "
-                "that a TurboCache must be told of the whole pass: patch the model, and call the model itself. To read "
-                f"them, take cache.layers[{layer}]."
+                f"layer {layer}: the states of a {type(self.layers[layer]).__name__} change in place, so that a "
+                "TurboCache must be told of the whole pass: patch the model, and call the model itself. To read them, "
+                f"take cache.layers[{layer}]."
             )
         self.mark.turn((layer, kind) if kind else layer)
 
