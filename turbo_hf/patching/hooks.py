@@ -57,6 +57,11 @@ def add_hooks(
 ) -> list[RemovableHandle]:
     """Give the model and its attention modules their hooks; the handles to remove them by.
 
+    A pass needs `_bring_layer` alone, which gives attention its layer. `_begin_pass` and `_finish_pass` set and clear
+    the mark of its cache, so that none goes on after a pass that broke off. The other hooks guard calls that come by
+    other ways: those without a cache (`add_cache_hooks`), passes that no module announces (`_report_nonfinite`), and
+    attention modules that store to no cache (`left_alone`).
+
     modules: attention modules by layer, at least one. layers: what is done with each layer of the model.
     """
     around = _around(model, modules.values())
