@@ -37,7 +37,7 @@ OTHER_CACHE = (
 class Cache(Protocol):
     """What is read of a TurboCache."""
 
-    integrity: Any
+    mark: Any
     context: Any
     selections: int
 
@@ -155,8 +155,10 @@ class ContextRanks(Ranks):
             dist.all_reduce(x.view(torch.uint8), group=self.group)
         return x
 
-    def begin(self, cache: Cache, begin: Callable[[], None], given: Mapping[str, Any]) -> None:
-        """Begin a pass by calling `begin`, if the ranks begin the same. given: the arguments of the pass, by name.
+    def begin(self, cache: Cache, begin: Callable[[], bool | None], given: Mapping[str, Any]) -> None:
+        """Begin a pass by calling `begin`, if the ranks begin the same.
+
+        begin: returns False within a pass that was compared as a whole. given: the arguments of the pass, by name.
 
         Raises:
             ValueError: another pass on some rank, or one that cannot begin; the same error on all of them.
@@ -167,12 +169,10 @@ class ContextRanks(Ranks):
             return
         error: Exception | None = None
         try:
-            begin()
+            if begin() is False:
+                return
         except ValueError as raised:
             error = raised
-        if error is None and len(cache.integrity.last.calls) > 1:
-            # within a pass that was compared as a whole
-            return
         if error is None and cache.context is not self:
             error = ValueError(OTHER_CACHE)
         self._require_same("a pass", cache, given, error)
@@ -234,7 +234,7 @@ def _held(cache: Cache) -> int:
     # what rows hold follows from the same passes, in all layers alike
     first = layers[0].state
     each = (*first.sealed, -1, *first.open, *(at.seen for at in layers))
-    return hash((cache.selections, cache.integrity.idle(), first.recording, *each))
+    return hash((cache.selections, cache.mark.now is None, first.recording, *each))
 
 
 def spread(cache: Any, context: ContextRanks) -> None:

@@ -35,7 +35,7 @@ NOT_OF_MODELS = ("transformers_version", "use_cache", "return_dict", "output_att
 
 def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | None) -> None:
     """`TurboCache.save_pretrained`, of a cache that is whole."""
-    if cache.integrity.ranks:
+    if cache.mark.ranks:
         raise Unsupported("a cache that ranks share is not saved: each holds only its own heads, or blocks.")
     columns = cache.get_seq_length()
     if not columns:
@@ -92,7 +92,7 @@ def load(folder: str | Path, model: Any) -> Any:
 
 def _loaded(found: saved_files.Read, folder: str | Path, model: Any, cache: Any) -> Any:
     """`load`; cache: an empty one, which is filled."""
-    if cache.integrity.ranks:
+    if cache.mark.ranks:
         raise Unsupported("a saved cache is not loaded for ranks that share it: each holds only its heads, or blocks.")
     for name, own in _identity(cache, model).items():
         other = _difference(found.facts.get(name), own, name)

@@ -18,8 +18,8 @@ import torch
 from turbo_hf.attention.sparse_step import Source
 from turbo_hf.attention.step_operator import Kind, StepView, attending, nothing
 from turbo_hf.attention.turbo_attention import HANDED_ON, compressed
-from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.new_columns import NewQKV
+from turbo_hf.cache.pass_mark import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import warn
 from turbo_hf.layout import Rotary, Scoring
@@ -198,12 +198,9 @@ class CompiledStep:
         """As a call, for a step that is not captured: a pass of its own over the cache."""
         cache: TurboCache = inputs[CACHE]
         cache.begin_pass(STEP)
-        try:
-            out = self(model, inputs, mask)
-            cache.require_finite()
-        finally:
-            cache.integrity.abandon(STEP)
-        cache.integrity.leave(STEP)
+        out = self(model, inputs, mask)
+        cache.require_finite()
+        cache.mark.end()
         return out
 
 
