@@ -105,7 +105,7 @@ class DequantizedLayer(LayerStorage, CacheLayerMixin):
     def dequantized(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The newest `columns` columns: [B, Hkv, columns, D], 0 at padding."""
         self.state.context.require_all(self.index)
-        self.integrity.require_untorn()
+        self.mark.require_unwritten()
         seen, valid = self.seen, self.valid
         first = seen - min(columns, seen)
         k, v = dequantize(self.kv_store(), self.dtype, self.config.rotates)

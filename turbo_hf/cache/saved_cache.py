@@ -37,7 +37,7 @@ NOT_OF_MODELS = ("transformers_version", "use_cache", "return_dict", "output_att
 
 def save(cache: Any, folder: str | Path, input_ids: torch.Tensor | None) -> None:
     """`TurboCache.save_pretrained`, of a cache that is whole."""
-    if cache.integrity.ranks:
+    if cache.mark.ranks:
         raise Unsupported("a cache that ranks share is not saved: each holds only its own heads, or blocks.")
     columns = cache.get_seq_length()
     if not columns:
@@ -81,7 +81,7 @@ def load(folder: str | Path, model: Any) -> Any:
             "cache, before from_pretrained."
         )
     cache = maker.make(model.config)
-    if cache.integrity.ranks:
+    if cache.mark.ranks:
         raise Unsupported("a saved cache is not loaded for ranks that share it: each holds only its heads, or blocks.")
     facts, tensors = saved_files.read(Path(folder))
     try:

@@ -20,8 +20,8 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
-from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.pass_mark import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import CALIBRATED, TurboConfig
 from turbo_hf.errors import Unsupported, warn
@@ -139,12 +139,7 @@ class StepRunner:
         steps.mark_unfinished()
         if not steady:
             steps.begin(size)
-        try:
-            out = self._run(steps, self._device, capture, size, steady)
-        except BaseException:
-            # some layers may already hold the tokens, which the next pass must know
-            steps.recount()
-            raise
+        out = self._run(steps, self._device, capture, size, steady)
         if out is None:
             return self._pass(**kwargs)
         steps.finish(size, size - tokens)
@@ -193,7 +188,7 @@ class StepRunner:
                 return None
         if self._depth == STEP:
             # a step within the model's call has been compared by the hooks of that call
-            context_of(cache.integrity.ranks).begin(cache, cache.integrity.require_whole, kwargs)
+            context_of(cache.mark.ranks).begin(cache, cache.mark.require_whole, kwargs)
         if known is None:
             known = self._steps = ReplayableSteps(cache, self._limit, self._depth)
             self._restarts += 1
@@ -207,7 +202,7 @@ class StepRunner:
         self._forget()
         # It may also come with the interpreter's end, where torch aborts over new tensors; while another runner
         # captures, where what is launched does not run; or in the midst of a later pass over the cache.
-        if steps.integrity.idle() and not (sys.is_finalizing() or any(map(_capturing, steps.nonfinite))):
+        if steps.mark.now is None and not (sys.is_finalizing() or any(map(_capturing, steps.nonfinite))):
             steps.close()
 
     def _tokens_of(self, kwargs: dict[str, Any]) -> int:
@@ -255,7 +250,7 @@ class StepRunner:
         if mask is not None and known is not None:
             proofs.append((mask[:, :padded].bool() == known).all())
         if steps.seals():
-            found = [steps.integrity.ranks.most(flags) for flags in steps.nonfinite]
+            found = [steps.mark.ranks.most(flags) for flags in steps.nonfinite]
             proofs += [(bad == 0).all().to(steps.layers[0].device) for bad in found]
         if not proofs or bool(proofs[0] if len(proofs) == 1 else torch.stack(proofs).all()):
             self._mask = None if mask is None or mask.is_inference() else (mask, mask._version)
@@ -311,7 +306,7 @@ class StepRunner:
             steps.used[size] = steps.tensors(size)
             try:
                 # sums over ranks must be captured on all of them, or on none
-                with steps.integrity.ranks.together():
+                with steps.mark.ranks.together():
                     capture.replay = device.capture(step)
             except Exception as error:
                 steps.cancel()
@@ -324,7 +319,7 @@ class StepRunner:
                 message = f"turbo_hf: this model's decode step cannot be captured in a CUDA graph ({error})"
                 if self._demanded:
                     raise Unsupported(f'{message}. Choose TurboConfig(cuda_graphs="auto") or False.') from error
-                if steps.integrity.ranks.speaks:
+                if steps.mark.ranks.speaks:
                     warn(f"{message}; it runs without. TurboConfig(cuda_graphs=False) is silent.")
                 return None
             self.captures += 1

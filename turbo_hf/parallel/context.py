@@ -202,8 +202,10 @@ class ContextRanks(Ranks):
         # no rank has seen a key there
         return whole.masked_fill(padding[:, None, :, None], 0.0)
 
-    def begin(self, cache: Any, begin: Callable[[], None], given: Mapping[str, Any]) -> None:
-        """Begin a pass by calling `begin`, if the ranks begin the same. given: the arguments of the pass, by name.
+    def begin(self, cache: Any, begin: Callable[[], bool | None], given: Mapping[str, Any]) -> None:
+        """Begin a pass by calling `begin`, if the ranks begin the same.
+
+        begin: returns False within a pass that was compared as a whole. given: the arguments of the pass, by name.
 
         Raises:
             ValueError: another pass on some rank, or one that cannot begin; the same error on all of them.
@@ -216,12 +218,10 @@ class ContextRanks(Ranks):
             return
         error: Exception | None = None
         try:
-            begin()
+            if begin() is False:
+                return
         except ValueError as raised:
             error = raised
-        if error is None and len(cache.integrity.last.calls) > 1:
-            # within a pass that was compared as a whole
-            return
         if error is None and cache.context is not self:
             error = ValueError(OTHER_CACHE)
         self._require_same("a pass", cache, given, error)
@@ -296,7 +296,7 @@ def _held(cache: Any) -> int:
     # what rows hold follows from the same passes, in all layers alike
     first = layers[0].state
     each = (*first.sealed, -1, *first.open, *(at.seen for at in layers))
-    return hash((cache.selections, cache.integrity.idle(), first.recording, *each))
+    return hash((cache.selections, cache.mark.now is None, first.recording, *each))
 
 
 def context_of(ranks: Ranks) -> ContextRanks:

@@ -220,7 +220,7 @@ class CacheMaker:
             head_orders={index: order for index, order in self.head_orders.items() if index < count},
             selectors={index: selector for index, selector in self.selectors.items() if index < count},
         )
-        cache.integrity.ranks = self.ranks
+        cache.mark.ranks = self.ranks
         for layer in cache.turbo_layers():
             layer.prompt_tally = self.prompt_tallies.setdefault(layer.index, layer.prompt_tally)
         spread(cache, self.ranks)
