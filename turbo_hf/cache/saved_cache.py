@@ -42,7 +42,7 @@ def save(cache: Any, folder: str | Path, input_ids: torch.Tensor | None) -> None
     columns = cache.get_seq_length()
     if not columns:
         raise ValueError("this TurboCache holds no tokens: there is nothing to save. Run the prompt first.")
-    if cache.is_recording():
+    if any(getattr(layer, "record_past", False) for layer in cache.layers):
         raise ValueError(
             "this TurboCache waits for a crop (assisted decoding): call stop_recording() before you save it."
         )

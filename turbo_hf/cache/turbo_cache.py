@@ -190,10 +190,6 @@ class TurboCache(CachePasses):
         """Wait for `crop` after each pass before dropping what it may bring back."""
         super().activate_past_recording()
 
-    def is_recording(self) -> bool:
-        """Whether it waits for a `crop` after each pass (`activate_past_recording`)."""
-        return any(getattr(layer, "record_past", False) for layer in self.layers)
-
     def memory(self) -> Memory:
         """Bytes by layer and kind, as currently allocated."""
         return measure(self.layers, self.mark.ranks.processes)

@@ -186,9 +186,10 @@ class StepRunner:
                 raise Unsupported(f'cuda_graphs=True: {lasting}. Choose TurboConfig(cuda_graphs="auto") or False.')
             if why_no_replay(cache) is not None:
                 return None
-        if self._depth == STEP:
+        context = context_of(cache.mark.ranks)
+        if context and self._depth == STEP:
             # a step within the model's call has been compared by the hooks of that call
-            context_of(cache.mark.ranks).begin(cache, cache.mark.require_whole, kwargs)
+            context.begin(cache, cache.mark.require_whole, kwargs)
         if known is None:
             known = self._steps = ReplayableSteps(cache, self._limit, self._depth)
             self._restarts += 1
