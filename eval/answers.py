@@ -16,7 +16,7 @@ REMEDY = "Delete it, and the same command asks its items anew; do not use one wh
 
 
 class Answers(dict[str, Answer]):
-    """Answers by the hash of their request, each of which is a line of JSON in a file as soon as it is set.
+    """Answers by the hash of their request. Each is written as a line of JSON as soon as it is set.
 
     Raises:
         ValueError: the file holds anything but such answers; the message names it.

@@ -155,7 +155,7 @@ def _default() -> list[str]:
 
 
 def _windows(model: Any, tokenizer: Any, texts: str | None, window: int, count: int) -> torch.Tensor:
-    """Windows of the texts, of which the model has positions for each token."""
+    """Windows of the texts, none longer than the model's positions."""
     text = model.config.get_text_config(decoder=True)
     room = getattr(text, "max_position_embeddings", None) or window
     if window > room:

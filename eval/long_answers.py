@@ -69,7 +69,7 @@ FORMS: dict[str, tuple[str, Callable[[Any], str], Callable[[Any], str]]] = {
         lambda r: f"assert {r[0]} + {r[3]} == {r[0] + r[3]}",
     ),
 }
-"""Of each form: what is asked, a row of the table, a row of the answer."""
+"""(question, row of the table, row of the answer) of each form."""
 
 
 def right_rows(rows: Sequence[str], reply: str) -> list[bool]:

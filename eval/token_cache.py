@@ -20,7 +20,7 @@ class Prompts:
         self._known: dict[str, torch.Tensor] = {}
 
     def ids(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        """Of each text, int32 [tokens]."""
+        """The tokens of each text, int32 [tokens]."""
         new = [text for text in dict.fromkeys(texts) if text not in self._known]
         begin = getattr(self.tokenizer, "bos_token", None)
         for special in (True, False):

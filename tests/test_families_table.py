@@ -1,7 +1,7 @@
 """The page of families: a sample of its rows is made anew, and what makes a row notices what is wrong."""
 
+import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from all_pairs import in_one_test
 from families_modes import MODES, half_cache, prompts, verdict
 from families_table import (
     CONFIG,
+    NOT_TRIED,
     REFUSED,
     WORKS,
     WRONG,
@@ -20,17 +21,18 @@ from families_table import (
     examine,
     examine_multimodal,
     main,
-    multimodal_cells,
-    refused,
+    page,
+    record,
     run,
-    working,
 )
 from tiny_families import VARIANTS, build, families
 from tiny_multimodal import MODELS
 
 import turbo_hf
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "models.md"
+SEEN = json.loads((ROOT / "eval" / "results" / "families.json").read_text())
 SAMPLE = [
     ("llama", "dynamic rope"),
     ("gemma2", ""),
@@ -47,16 +49,18 @@ SAMPLE = [
 ]
 
 
-def lines(multimodal: bool = False) -> dict[str, list[str]]:
-    """The rows of the page by their first cell: of its families, or of its multimodal classes."""
-    part = PAGE.read_text().partition("## Multimodal classes")[2 if multimodal else 0]
-    found = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in part.splitlines() if line.startswith("| `")]
-    return {cells[0]: cells for cells in found}
+def name_of(row: dict[str, Any]) -> str:
+    """Family and variant, or the class of a multimodal row."""
+    return ", ".join(filter(None, (row.get("family", row.get("model")), row.get("variant"))))
+
+
+FAMILIES = {name_of(row): row for row in SEEN["families"]}
+MULTIMODAL = {name_of(row): row for row in SEEN["multimodal"]}
 
 
 def newest() -> bool:
     """Whether this is the version of Transformers that the page was made with."""
-    return f"Transformers {transformers.__version__}," in PAGE.read_text()
+    return bool(transformers.__version__ == SEEN["transformers"])
 
 
 @in_one_test(("family", "variant"), [pytest.param(*at, id="-".join(filter(None, at))) for at in SAMPLE])
@@ -65,9 +69,8 @@ def test_rows_are_those_of_the_page(family: str, variant: str) -> None:
         pytest.skip(f"Transformers {transformers.__version__} has no {family}")
     row = examine(family, variant)
     assert row.outcome != WRONG, row.sentence
-    cells = working(row) if row.outcome == WORKS else refused(row)
     if newest():
-        assert [cell.strip() for cell in cells] == [cell.replace("\\|", "|").strip() for cell in lines()[cells[0]]]
+        assert record([row], {}, [])["families"] == [FAMILIES[row.name]]
 
 
 @pytest.mark.parametrize(
@@ -81,24 +84,30 @@ def test_multimodal_rows_are_those_of_the_page(family: str) -> None:
     assert row.medium == ("audio" if family == "voxtral" else "image")
     assert ('With `strict="warn"` it works' in row.sentence) == (family in ("gemma3", "gemma4"))
     if newest():
-        cells = multimodal_cells(row)
-        assert cells == [cell.replace("\\|", "|").strip() for cell in lines(multimodal=True)[cells[0]]]
+        assert record([], {}, [row])["multimodal"] == [MULTIMODAL[row.model]]
 
 
 def test_the_page_has_every_multimodal_class() -> None:
     if not newest():
         pytest.skip("the page was made with another version of Transformers")
-    named = re.findall(r"`(\w+)`", PAGE.read_text().partition("## Multimodal classes")[2])
-    assert set(MODELS.values()) <= set(named)
+    assert set(MODELS.values()) <= set(MULTIMODAL)
 
 
 def test_the_page_has_every_family() -> None:
     if not newest():
         pytest.skip("the page was made with another version of Transformers")
-    names = {f"`{family}`" for family in families()[0]}
-    names |= {f"`{family}`, {variant}" for family in names_of(VARIANTS) for variant in VARIANTS[family]}
-    assert set(lines()) == names
-    assert "## Wrong" not in PAGE.read_text()
+    names = set(families()[0])
+    names |= {f"{family}, {variant}" for family in names_of(VARIANTS) for variant in VARIANTS[family]}
+    assert set(FAMILIES) == names
+    assert SEEN["left_out"] == families()[1]
+
+
+def test_the_page_is_made_of_the_record() -> None:
+    text = PAGE.read_text()
+    assert text == page(SEEN)
+    assert "## Wrong" not in text
+    for row in (*SEEN["families"], *SEEN["multimodal"]):
+        assert row["outcome"] == NOT_TRIED or f"`{row.get('family', row.get('model'))}`" in text
 
 
 def names_of(found: dict[str, Any]) -> list[str]:
@@ -151,9 +160,10 @@ def test_a_crash_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(families_table, "run", lambda names, more: iter([Row(name, outcome=WRONG) for name in names]))
-    out = tmp_path / "docs" / "models.md"
-    assert main(["--only", "gemma,llama", "--out", str(out)]) == 1
-    assert "| `gemma` |" in out.read_text()
+    out, written = tmp_path / "results" / "families.json", tmp_path / "docs" / "models.md"
+    assert main(["--only", "gemma,llama", "--out", str(out), "--page", str(written)]) == 1
+    assert written.read_text() == page(json.loads(out.read_text()))
+    assert "| `gemma`, `llama` |" in written.read_text()
     with pytest.raises(SystemExit):
         main(["--only", "lama"])
     assert "unknown families: lama" in capsys.readouterr().err

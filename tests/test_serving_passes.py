@@ -221,7 +221,7 @@ def test_a_short_rest_of_a_prompt_fills_a_block(passes: Any) -> None:
 
 def test_prompts_over_long_pasts_are_not_captured_together() -> None:
     """Each past is unpacked for the pass: no more than in passes that are launched."""
-    stored = SimpleNamespace(ranks=[False], shape=SimpleNamespace(block=64, together=rows.TOGETHER))
+    stored = SimpleNamespace(ranks_heads=[False], shape=SimpleNamespace(block=64, together=rows.TOGETHER))
     cache = SimpleNamespace(storage=stored, allocator=SimpleNamespace(rows=lambda prompts: 4), max_batch_tokens=8192)
     made: Any = SimpleNamespace(cache=cache, _device=object(), _prompts=True)
 

@@ -157,26 +157,6 @@ def test_layers_kept_at_8_bit_need_no_low_heads(recwarn: pytest.WarningsRecorder
     assert not [told for told in recwarn if "less than one KV head" in str(told.message)]
 
 
-def test_a_pass_that_broke_off_is_not_gone_on_with() -> None:
-    model, ids = tiny_llama(), prompts(1, 40)
-    with turbo_hf.patch(model, PLAIN) as handle, torch.no_grad():
-        held = handle.new_cache()
-        model(ids, **{CACHE: held})
-
-        def fails(*_: Any) -> None:
-            raise RuntimeError("broken off")
-
-        hook = model.model.layers[1].register_forward_pre_hook(fails)
-        with pytest.raises(RuntimeError, match="broken off"):
-            model(ids[:, :1], **{CACHE: held})
-        hook.remove()
-        with pytest.raises(ValueError, match=r"an earlier pass .* broke off when 1 of its 2 layers"):
-            model(ids[:, :1], **{CACHE: held})
-        held.reset()
-        model(ids, **{CACHE: held})
-        assert held.get_seq_length() == 40
-
-
 def test_weights_of_a_selector_keep_their_precision() -> None:
     config = SparseConfig(selector="kmeans", probes=2)
     selector = Centroids(config, 1, torch.randn(2, 8, 16).half(), True)

@@ -234,7 +234,7 @@ class Ranks:
 
 
 ALONE = Ranks()
-"""Of a model that one process holds."""
+"""The ranks of a model that one process holds."""
 
 
 def ranks_of(model: Any) -> Ranks:

@@ -27,7 +27,6 @@ from transformers import (
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
-from turbo_hf.cache.integrity import Pass
 from turbo_hf.graphs import replayable_steps
 from turbo_hf.models.versions import CACHE
 
@@ -253,7 +252,7 @@ class Ranks(Asked):
             found["whole"] = error_of(lambda: model(ids, **{CACHE: turbo_hf.TurboCache(model.config, SMALL)}))
             if one:
                 # as if a pass had broken off here
-                cache.integrity.last = Pass(operation="crop")
+                cache.mark.begin("crop()")
             found["broken"] = error_of(lambda: model(ids, **{CACHE: cache}))
             cache.reset()
             model(ids, **{CACHE: cache})
@@ -271,7 +270,7 @@ class Ranks(Asked):
         return found
 
     def broken_off(self) -> Any:
-        """NaN in a pass of both ranks, which they take back; then as if one more had broken off on one of them."""
+        """NaN in a pass of both ranks, after which they begin again; then as if one had broken off on one of them."""
         ids, model = prompts(1, 140), tiny_llama()
         weight = model.model.layers[-1].self_attn.k_proj.weight
         found: list[Any] = []
@@ -283,11 +282,13 @@ class Ranks(Asked):
             weight[0] = torch.nan
             found.append(error_of(lambda: model(ids[:, 64:], **{CACHE: cache})))
             weight.copy_(before)
-            found.append(cache.roll_back())
+            found.append(error_of(lambda: model(ids[:, 64:], **{CACHE: cache})))
+            cache.reset()
+            model(ids[:, :64], **{CACHE: cache})
             found.append([model(ids[:, 64:], **{CACHE: x}).logits[0, -1].tolist() for x in (cache, other)])
             if self.rank == 1:
-                cache.integrity.last = Pass(operation="crop")
-            found.append(error_of(cache.roll_back))
+                cache.mark.begin("crop()")
+            found.append(error_of(lambda: cache.crop(-1)))
         return found
 
 

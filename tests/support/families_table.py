@@ -1,18 +1,19 @@
 """Tries every decoder-only family of Transformers, as tiny random models, and writes a page of what came of it.
 
-python tests/support/families_table.py --out docs/models.md    all families: some minutes
-python tests/support/families_table.py --only llama,gpt_neox   these alone, to the screen; exits with 1 if one is wrong
+python tests/support/families_table.py --out eval/results/families.json --page docs/models.md    all: some minutes
+python tests/support/families_table.py --only llama,gpt_neox    these alone, to the screen; exits with 1 if one is wrong
 """
 
 import argparse
 import contextlib
+import json
 import multiprocessing
+import re
 import sys
-import textwrap
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,8 @@ def _conclude(row: Row) -> None:
         row.sentence = row.modes["batch"]
     elif row.outcome != REFUSED:
         row.outcome = WORKS
+    elif len(row.modes) == len(COLUMNS) and not refused:
+        row.sentence += f' With `strict="warn"` it works: {row.layers}.'
 
 
 def _unused(cache: Any, compressed: list[int]) -> str:
@@ -310,74 +313,88 @@ def _send(pipe: Any, family: str, variant: str | None) -> None:
     pipe.send(examine_multimodal(family) if variant is None else examine(family, variant))
 
 
-def page(rows: list[Row], left_out: dict[str, list[str]], multimodal: list[Row]) -> str:
-    """docs/models.md."""
-    by = {outcome: [row for row in rows if row.outcome == outcome] for outcome in (WORKS, REFUSED, NOT_TRIED, WRONG)}
-    families_of = {outcome: len({row.family for row in found}) for outcome, found in by.items()}
+def record(rows: list[Row], left_out: dict[str, list[str]], multimodal: list[Row]) -> dict[str, Any]:
+    """All that was seen, as JSON: eval/results/families.json. What a row has nothing of is left out of it."""
+    return {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__.split("+")[0],
+        "families": [_recorded(row, "model") for row in rows],
+        "left_out": left_out,
+        "multimodal": [_recorded(row, "family") for row in multimodal],
+    }
+
+
+def _recorded(row: Row, other_name: str) -> dict[str, Any]:
+    seen = {name: value for name, value in asdict(row).items() if value and name != other_name}
+    kept = {"family", "variant", "model", "outcome", "sentence"} if row.outcome != WORKS else seen
+    return {name: value for name, value in seen.items() if name in kept}
+
+
+def page(found: dict[str, Any]) -> str:
+    """docs/models.md, of what `record` gives."""
+    rows = [Row(**fields) for fields in found["families"]]
+    multimodal = [Row(**{"family": "", **fields}) for fields in found["multimodal"]]
+    works = [row for row in rows if row.outcome == WORKS]
     parts = [
-        INTRODUCTION.format(version=transformers.__version__, torch=torch.__version__.split("+")[0], **_words(by)),
-        f"## Works: {families_of[WORKS]} families\n",
-        _table(("family", "layers compressed", *COLUMNS, "notes"), [working(row) for row in by[WORKS]]),
-        f"## Refused: {families_of[REFUSED]} families\n",
-        REFUSED_WORDS,
-        _table(("family", "the sentence"), [refused(row) for row in by[REFUSED]]),
+        INTRODUCTION.format(**found, tried=len(rows)),
+        f"## Works: {len({row.family for row in works})} families\n",
+        _table(("layers in full precision", "families"), _lists(works, _dense)),
+        *(f"- {note}: {names}." for note, names in _lists(works, _notes)),
+        "",
     ]
-    for outcome, title in ((NOT_TRIED, "Not tried"), (WRONG, "Wrong")):
-        if by[outcome]:
-            parts += [f"## {title}\n", _table(("family", "why"), [refused(row) for row in by[outcome]])]
-    left = [_listed(f"- {reason}: ", names, "  ") for reason, names in left_out.items()]
-    parts += ["## Left out\n", *left, "", *multimodal_section(multimodal)]
-    return "\n".join(parts)
+    for outcome, title in TITLES.items():
+        listed = [row for row in rows if row.outcome == outcome]
+        if listed:
+            parts += [f"## {title}: {len({row.family for row in listed})}\n"]
+            parts += [_table(("why", "families"), _lists(listed, _why))]
+    same = [reason for reason in found["left_out"] if reason.startswith(SAME)]
+    others = [reason for reason in found["left_out"] if reason not in same]
+    equal = ", ".join(f"`{name}` (`{why.removeprefix(SAME)}`)" for why in same for name in found["left_out"][why])
+    parts += [LEFT_OUT.format(others="; ".join(others), equal=equal), *_multimodal(multimodal)]
+    return "\n".join(parts).rstrip() + "\n"
 
 
-def multimodal_section(rows: list[Row]) -> list[str]:
-    """Its part about multimodal classes."""
-    by = {outcome: [row for row in rows if row.outcome == outcome] for outcome in (WORKS, REFUSED, NOT_TRIED, WRONG)}
-    shown = [row for row in by[WORKS] if row.medium != "text alone"]
-    count = {"tried": len(rows), "works": len(by[WORKS]), "shown": len(shown), "text": len(by[WORKS]) - len(shown)}
-    parts = [
-        MULTIMODAL.format(**count, refused=len(by[REFUSED]), rest=len(by[NOT_TRIED])),
-        _table(("class", "shown", "layers compressed", "its tokens"), [multimodal_cells(row) for row in by[WORKS]]),
-        "Refused:\n",
-        _table(("class", "the sentence"), [multimodal_cells(row) for row in by[REFUSED]]),
+def _multimodal(rows: list[Row]) -> list[str]:
+    """The page's part about multimodal classes."""
+    by = {outcome: [row for row in rows if row.outcome == outcome] for outcome in (WORKS, *TITLES)}
+    count = {"tried": len(rows), "works": len(by[WORKS]), "refused": len(by[REFUSED]), "rest": len(by[NOT_TRIED])}
+    return [
+        MULTIMODAL.format(**count),
+        _table(("shown", "classes that give the unpatched tokens"), _lists(by[WORKS], lambda row: [row.medium])),
+        _table(("why it is refused", "classes"), _lists(by[REFUSED], _why)),
+        *([_table(("wrong", "classes"), _lists(by[WRONG], _why))] if by[WRONG] else []),
     ]
-    if by[WRONG]:
-        parts += ["## Wrong\n", _table(("class", "why"), [multimodal_cells(row) for row in by[WRONG]])]
-    names = [row.model for row in by[NOT_TRIED]]
-    return [*parts, _listed("Not tried, as no tiny config or no input was found by rule: ", names), ""]
 
 
-def multimodal_cells(row: Row) -> list[str]:
-    """Cells of a multimodal class."""
-    name = f"`{row.model}`"
-    return [name, row.medium, row.layers, row.modes["batch"]] if row.outcome == WORKS else [name, row.sentence]
+def _lists(rows: list[Row], reasons: Callable[[Row], list[str]]) -> list[list[str]]:
+    """(reason, the rows that have it) for each reason. A variant is named where its family is not."""
+    lists: dict[str, list[Row]] = {}
+    for row in rows:
+        for reason in reasons(row):
+            lists.setdefault(reason, []).append(row)
+    cells = []
+    for reason, these in lists.items():
+        plain = {row.family for row in these if not row.variant}
+        names = [f"`{row.family or row.model}`" + f" ({row.variant})" * bool(row.variant) for row in these]
+        kept = [name for name, row in zip(names, these, strict=True) if not (row.variant and row.family in plain)]
+        cells.append([reason, ", ".join(kept)])
+    return cells
 
 
-def _listed(begin: str, names: Iterable[str], indent: str = "") -> str:
-    text = f"{begin}{', '.join(f'`{name}`' for name in names)}."
-    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+def _dense(row: Row) -> list[str]:
+    _, *kept = row.layers.split("; ")
+    return ["; ".join(sorted({why.partition("(")[2].removesuffix(")") for why in kept})) or "none"]
 
 
-def working(row: Row) -> list[str]:
-    """Cells of a model that works."""
-    return [f"`{row.family}`{', ' * bool(row.variant)}{row.variant}", row.layers, *_modes(row), "; ".join(row.notes)]
+def _notes(row: Row) -> list[str]:
+    return [*row.notes, *(f"{name}: {said}" for name, said in row.modes.items() if said not in ("yes", "exact"))]
 
 
-def refused(row: Row) -> list[str]:
-    """Cells of a model that does not."""
-    first = f"`{row.family}`{', ' * bool(row.variant)}{row.variant}"
-    served = row.outcome == REFUSED and len(row.modes) == len(COLUMNS)
-    if not served or any(what.startswith("refused") for what in row.modes.values()):
-        return [first, row.sentence]
-    return [first, f'{row.sentence} With `strict="warn"` it works: {row.layers}.']
-
-
-def _modes(row: Row) -> list[str]:
-    return [row.modes[name] for name in COLUMNS]
-
-
-def _words(by: dict[str, list[Row]]) -> dict[str, Any]:
-    return {"tried": sum(len(found) for found in by.values())}
+def _why(row: Row) -> list[str]:
+    """The first sentence, without the name of the class and what stands in brackets."""
+    sentence = row.sentence.partition(" can be compressed: ")[2] or row.sentence
+    first = re.sub(r" \([^()]*(\([^()]*\))?[^()]*\)|, nor anything that is known here", "", sentence).partition(". ")[0]
+    return [first.removesuffix(".") + ' (works with `strict="warn"`)' * (" it works: " in sentence)]
 
 
 def _table(head: tuple[str, ...], cells: list[list[str]]) -> str:
@@ -385,51 +402,45 @@ def _table(head: tuple[str, ...], cells: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+TITLES = {REFUSED: "Refused", NOT_TRIED: "Not tried", WRONG: "Wrong"}
+
 INTRODUCTION = """# Models
 
-Every decoder-only family of Transformers {version}, tried with `turbo_hf.patch` on tiny random models ({tried} configs,
-torch {torch}, on a CPU). This page is written by a script. To make it anew, or to try some families with the versions
-that you have:
+Every decoder-only family of Transformers {transformers}, tried with `turbo_hf.patch` on tiny random models
+({tried} configs, torch {torch}, on a CPU). A script writes this page, and
+[families.json](../eval/results/families.json) with each config, mode and whole sentence:
 
 ```bash
-python tests/support/families_table.py --out docs/models.md
+python tests/support/families_table.py --out eval/results/families.json --page docs/models.md
 python tests/support/families_table.py --only llama,gemma3_text
 ```
 
-It says whether a family's attention and cache are served rightly, not how much accuracy a trained model keeps at few
-bits: for that, evaluate (`turbo-hf eval`). "yes" means that the patched model has chosen the unpatched one's tokens,
-with unquantized pages (`TurboConfig(bits=16, attention="fp16")`, which keep float16), and that its logits were no
-further off than about what rounding the unpatched model's own cache to float16 changes. Where that rounding
-alone chooses a token, other prompts are tried; "but for ties": with each of these, some token was another one, where
-two were as close as that. "Unpatched" says what the model does without turbo_hf. The columns:
+"Works" means that attention and cache are right; how accurate few bits are, `turbo-hf eval` says. Over 16-bit pages the
+patched model chose the unpatched one's tokens, with logits as near as a float16 cache allows: in a left-padded batch,
+beams, chunks (`prefill_chunk_size`), and a second turn. After `remove()` logits were bit-identical. Continuous batching
+serves families all of whose layers are compressed, with heads of one number and size.
+"""
 
-- layers compressed: of how many; the others stay in full precision, for the reason given.
-- batch: three prompts of different length, padded at the left.
-- beams: beam search over that batch.
-- chunks: the same prompts with `prefill_chunk_size`.
-- second turn: `generate` goes on with the cache of a first answer and more tokens.
-- un-patch: after `remove()` logits are bit-identical, and all attributes are the same objects as before.
+SAME = "the same class as "
+"""How `families` begins the reason of a family whose class is tried as another one."""
 
-Continuous batching has no column: it serves the families all of whose layers are compressed, with heads of one number
-and size, those of latent attention (`axk1`, `deepseek_v2`, `deepseek_v3`, `glm4_moe_lite`, `longcat_flash`, `minicpm3`,
-`youtu`) included; `report()` says so, and [limits.md](limits.md) why others are refused.
+LEFT_OUT = """## Left out
+
+Not decoder-only by themselves: {others}. Tried under the name of another family with the same class: {equal}.
 """
 
 MULTIMODAL = """## Multimodal classes
 
-Of the {tried} classes of `AutoModelForMultimodalLM`, {works} give the unpatched tokens: {shown} in a row of text with
-an image or a sound, which changes their logits, {text} with text alone. {refused} are refused, and {rest} were not
-tried. The patch is on the language model alone. Tokens and logits were compared as above, of a single row.
-"""
-
-REFUSED_WORDS = """`patch` raises `turbo_hf.Unsupported` with this sentence, or `generate` does.
+Of the {tried} classes of `AutoModelForMultimodalLM`, {works} work, {refused} are refused, and {rest} were not tried (no
+tiny config or input was found by rule). The patch is on the language model alone.
 """
 
 
 def main(given: list[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description="Tries every decoder-only family of Transformers, as tiny models.")
-    parser.add_argument("--out", type=Path, help="write the page to this file; without it, to the screen")
+    parser.add_argument("--out", type=Path, help="write what was seen to this JSON file")
+    parser.add_argument("--page", type=Path, help="write the page to this file; without it, to the screen")
     parser.add_argument("--only", help="names of families, separated by commas")
     arguments = parser.parse_args(given)
     names, left_out = families()
@@ -446,12 +457,13 @@ def main(given: list[str] | None = None) -> int:
     for row in run(names, multimodal):
         rows.append(row)
         sys.stderr.write(f"{row.name}: {row.outcome} {row.sentence}\n")
-    text = page(rows[: -len(multimodal) or None], left_out, rows[len(rows) - len(multimodal) :])
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text)
-    else:
-        sys.stdout.write(text)
+    found = record(rows[: len(rows) - len(multimodal)], left_out, rows[len(rows) - len(multimodal) :])
+    for file, text in ((arguments.out, json.dumps(found, indent=1) + "\n"), (arguments.page, page(found))):
+        if file:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    if not arguments.page:
+        sys.stdout.write(page(found))
     return int(any(row.outcome == WRONG for row in rows))
 
 

@@ -55,20 +55,21 @@ class Graphs(Again):
 
     def __init__(self, cache: TurboCache):
         super().__init__()
-        self._integrity = cache.integrity
+        self._mark = cache.mark
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         again = super().capture(step)
 
         def replay() -> Any:
-            last, trace = self._integrity.last, sys.gettrace()
-            before = dict(vars(last))
-            before["done"] = dict(last.done)
+            now, trace = self._mark.now, sys.gettrace()
+            assert now is not None
+            before = set(now.stored)
             sys.settrace(None)
             try:
                 return again()
             finally:
-                vars(last).update(before)
+                now.stored.clear()
+                now.stored.update(before)
                 sys.settrace(trace)
 
         return replay

@@ -1,7 +1,7 @@
 """Random histories of a cache, judged by a plain oracle: `python tests/support/histories.py --count 20000 --seed 1`.
 
 A history is a list of acts, each with a seed of its own: passes of all lengths over left-padded and ragged batches,
-crops, reorders, selections, repeats, copies, resets, recording, wrong calls, and failures in the midst of any of these.
+crops, reorders, selections, repeats, copies, resets, recording, and wrong calls.
 What the cache must hold is kept beside it as lists of tokens. Every answer is compared with the unpatched model's to
 the same tokens in one pass from nothing, and, where a cache loses something, with that of a row that lived alone.
 """
@@ -28,9 +28,7 @@ ACTS = {
     "record": 2,
     "look": 1,
     "reset": 1,
-    "roll_back": 1,
     "wrong": 1,
-    "broken": 4,
 }
 """Acts, and how often they are drawn."""
 

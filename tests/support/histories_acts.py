@@ -51,15 +51,14 @@ class Seen(NamedTuple):
 class World:
     """A cache and what it must hold.
 
-    life: what has happened to each row, for `_alone`; None: not known after a failure. reopened: of each row how many
-    crops have reached a sealed block. broken: columns that a pass that broke off may have stored; None: it is whole.
+    life: what has happened to each row, for `check_alone`; None: not known. reopened: of each row how many crops have
+    reached a sealed block.
     """
 
     cache: Compressed
     rows: list[Row]
     life: list[list[tuple[str, Any]] | None]
     reopened: list[int]
-    broken: list[Row] | None = None
 
     @property
     def past(self) -> int:
@@ -68,11 +67,10 @@ class World:
 
 
 class Act(NamedTuple):
-    """call: does it to the cache. done: notes the result. after: what the rows may be if it breaks off."""
+    """call: does it to the cache. done: notes the result."""
 
     call: Callable[[], Any]
     done: Callable[[Any], None]
-    after: list[list[Row]]
 
 
 def tokens_of(row: Row) -> tuple[int, ...]:
@@ -116,7 +114,10 @@ class Acts:
         route, given = "patched", None
         even = all(column is not None for row in new for column in row)
         inside = any(None in row[tokens_begin(row) :] for row in rows)
-        if r.random() < 0.15 and not (inside and self.history.family in WINDOWED):
+        # a model with linear layers must be patched, and so must one that goes on after a pass that was refused
+        family, begun = self.history.family, world.cache.mark.now is not None
+        plain = not (begun or family in LINEAR_FAMILIES or (inside and family in WINDOWED))
+        if plain and r.random() < 0.15:
             if even:
                 route = "plain"
             elif not world.past and not any(layer.is_initialized for layer in world.cache.turbo_layers()):
@@ -129,7 +130,7 @@ class Acts:
                 tell(world.cache, new)
             return self.ask(world, new, world.rows, route, mask)
 
-        return Act(call, lambda logits: self.note(world, new, logits, route), [rows])
+        return Act(call, lambda logits: self.note(world, new, logits, route))
 
     def columns(self, world: World, r: Random) -> list[Row]:
         """New columns of each row."""
@@ -164,37 +165,21 @@ class Acts:
         reached = self.reopened(world, count)
 
         def done(_: None) -> None:
-            if world.broken is not None:
-                raise Fault("a broken cache is cropped")
             world.rows = rows
             world.reopened = [n + more for n, more in zip(world.reopened, reached, strict=True)]
             self.lived(world, ("crop", count))
 
-        return Act(call, done, [rows])
-
-    def roll_back(self, world: World, r: Random) -> Act | None:
-        """Take back what is left of a pass that broke off."""
-
-        def done(_: int) -> None:
-            if world.broken is not None:
-                # what is left is whole again
-                held = world.cache.get_seq_length()
-                world.rows, world.broken = [row[:held] for row in world.broken], None
-                world.life, world.reopened = [None] * len(world.rows), [n + 1 for n in world.reopened]
-
-        return Act(world.cache.roll_back, done, [])
+        return Act(call, done)
 
     def reopened(self, world: World, count: int) -> list[bool]:
         """Of each row whether a crop by `count` columns reaches a sealed block."""
         gone = [len(tokens_of(row[world.past - count :])) for row in world.rows]
         layers = [layer for layer in world.cache.turbo_layers() if layer.is_initialized]
-        if world.broken is not None:
-            return [True] * len(gone)
         return [any(n > layer.state.open[row] for layer in layers) for row, n in enumerate(gone)]
 
     def choose(self, world: World, r: Random) -> Act | None:
         """Reorder, select or repeat rows."""
-        if world.broken is not None or not world.past:
+        if not world.past:
             return None
         count, cache = len(world.rows), world.cache
         way = r.choice(("reorder", "list", "tuple", "mask", "slice", "repeat"))
@@ -222,7 +207,7 @@ class Acts:
             lives = [world.life[n] for n in index]
             world.life = [None if life is None else list(life) for life in lives]
 
-        return Act(call, done, [rows])
+        return Act(call, done)
 
     def fork(self, world: World, r: Random) -> Act | None:
         """A copy, with which the history goes on beside the original, or the other way round."""
@@ -236,13 +221,13 @@ class Acts:
             self.worlds = self.worlds[-2:]
             self.worlds.insert(0 if first else len(self.worlds), World(**{**other, "cache": twin}))
 
-        return Act(call, done, [])
+        return Act(call, done)
 
     def record(self, world: World, r: Random) -> Act | None:
         """Begin or end the recording of what may be cropped."""
         begin = r.random() < 0.6
         call = world.cache.activate_past_recording if begin else world.cache.stop_recording
-        return None if world.broken else Act(call, lambda _: self.lived(world, ("start" if begin else "stop", 0)), [])
+        return Act(call, lambda _: self.lived(world, ("start" if begin else "stop", 0)))
 
     def look(self, world: World, r: Random) -> Act | None:
         """Read keys and values as users of a `DynamicCache` do."""
@@ -259,11 +244,11 @@ class Acts:
             if shown and shown[-1][0].shape[2] != width:
                 raise Fault(f"keys of {shown[-1][0].shape[2]} columns, not {width}")
 
-        return None if world.broken else Act(call, done, [])
+        return Act(call, done)
 
     def reset(self, world: World, r: Random) -> Act | None:
         """Forget everything."""
-        return Act(world.cache.reset, lambda _: self.emptied(world, r), [])
+        return Act(world.cache.reset, lambda _: self.emptied(world, r))
 
     # --- what is noted ----------------------------------------------------------------------------------------
 
@@ -290,4 +275,4 @@ class Acts:
 
     def emptied(self, world: World, r: Random | None = None) -> None:
         fresh = self.new_world(r or Random(self.number))
-        world.rows, world.life, world.reopened, world.broken = fresh.rows, fresh.life, fresh.reopened, None
+        world.rows, world.life, world.reopened = fresh.rows, fresh.life, fresh.reopened

@@ -1,4 +1,4 @@
-"""Plays a random history of a cache, breaks it off here and there, and judges all answers."""
+"""Plays a random history of a cache, and judges all answers."""
 
 from collections.abc import Callable
 from random import Random
@@ -7,15 +7,12 @@ from typing import Any
 import torch
 from histories_acts import Acts, Fault, World, tell, tokens_of
 from histories_support import (
-    INJECTED,
     LINEAR_FAMILIES,
     MODES,
-    TOKENS,
     WINDOWED,
     Row,
     error_of,
     error_of_padding,
-    failing,
     forward,
     largest,
     oracle,
@@ -23,8 +20,6 @@ from histories_support import (
 from torch import Tensor
 
 from turbo_hf.cache.layer import TurboLayer
-
-BREAKABLE = {"advance": 6, "crop": 2, "choose": 2, "fork": 1, "record": 1, "look": 1, "reset": 1}
 
 
 class Player(Acts):
@@ -38,9 +33,7 @@ class Player(Acts):
         for number, (name, seed) in enumerate(self.history.acts):
             self.number, r = number, Random(seed)
             world = self.worlds[-1]
-            if name == "broken":
-                self.break_off(world, r)
-            elif name == "wrong":
+            if name == "wrong":
                 self.wrong(world, r)
             else:
                 self.run(world, r, name)
@@ -60,96 +53,19 @@ class Player(Acts):
             with MODES[r.choice(list(MODES))]():
                 result = act.call()
         except ValueError as error:
-            if world.broken is None and not (name == "crop" and self.may_refuse_crop()):
+            if not (name == "crop" and self.may_refuse_crop()):
                 raise Fault(f"{name} is refused: {error}") from error
             self.counts["refused"] += 1
             return
-        if world.broken is not None and name == "advance":
-            # by a model that is not patched, of a cache as it was before; which may be refused again later
-            held = world.cache.get_seq_length() - len(act.after[0][0]) + world.past
-            self.answered_though_broken(world, [row[world.past :] for row in act.after[0]], held, result)
-            return
         act.done(result)
         self.counts[name] += 1
-
-    def answered_though_broken(self, world: World, new: list[Row], held: int, logits: Tensor) -> None:
-        """The answer must be right all the same."""
-        assert world.broken is not None
-        world.broken = [[*row[:held], *own] for row, own in zip(world.broken, new, strict=True)]
-        world.rows, kept = [row[:held] for row in world.broken], world.rows
-        self.note(world, new, logits, "patched")
-        world.rows = kept
 
     def may_refuse_crop(self) -> bool:
         """Whether there are layers that forget."""
         return self.history.family in (*LINEAR_FAMILIES, *WINDOWED)
 
-    def break_off(self, world: World, r: Random) -> None:
-        """An act in whose midst something fails."""
-        name = r.choices(list(BREAKABLE), list(BREAKABLE.values()))[0]
-        name = "roll_back" if world.broken else name
-        act = getattr(self, name)(world, r)
-        if act is None:
-            return
-        kind = r.choice(("operation", "line"))
-        count = r.randint(1, r.choice((20, 200, 2000)))
-        try:
-            with MODES[r.choice(list(MODES))](), failing(kind, count):
-                result = act.call()
-        except INJECTED:
-            self.counts[f"broken {name}"] += 1
-            self.settle(world, name, act.after)
-        except ValueError:
-            if not (world.broken or (name == "crop" and self.may_refuse_crop())):
-                raise
-        else:
-            act.done(result)
-
-    def settle(self, world: World, name: str, after: list[list[Row]]) -> None:
-        """Find out what a cache holds after a failure. It must be one of two things, or refuse to be used."""
-        if name == "reset":
-            world.cache.reset()
-            self.emptied(world)
-            return
-        held, kept = world.cache.get_seq_length(), world.broken
-        if not held:
-            # what the cache was told of the padding belongs to the tokens that never came
-            for layer in world.cache.turbo_layers():
-                layer.given_mask = None
-        candidates = [world.rows, *after] if kept is None else [[row[:held] for row in kept]]
-        count = {layer.rows for layer in world.cache.turbo_layers() if layer.is_initialized} or {len(world.rows)}
-        fit = [rows for rows in candidates if len(rows[0]) == held and {len(rows)} == count]
-        asked = (fit or [world.rows])[0]
-        new: list[Row] = [[1 + (7 * n + self.number) % (TOKENS - 1)] for n in range(len(asked))]
-        try:
-            logits = self.ask(world, new, asked)
-        except ValueError:
-            self.counts["refused after a failure"] += 1
-            world.broken = kept or max(candidates, key=lambda rows: len(rows[0]))
-            world.life = [None] * len(world.rows)
-            return
-        if not fit:
-            raise Fault(f"after a broken {name} the cache holds {held} columns of {count} rows, and goes on")
-        errors = []
-        for rows in fit:
-            told = [(*tokens_of(row), *tokens_of(own)) for row, own in zip(rows, new, strict=True)]
-            right = oracle(self.made, told)
-            errors.append(max(largest(logits[n, -1] - right[row][-1]) for n, row in enumerate(told)))
-        rows = fit[errors.index(min(errors))]
-        if rows is not world.rows or name in ("record", "crop", "choose", "roll_back"):
-            # how it came to this is not known
-            world.life = [None] * len(rows)
-            world.reopened = [max(world.reopened) + (name in ("crop", "roll_back"))] * len(rows)
-        world.rows, world.broken = rows, None
-        self.note(world, new, logits, "patched")
-
     def finish(self, world: World) -> Tensor:
         """Logits of a last pass."""
-        if world.broken is not None:
-            self.run(world, Random(self.number), "roll_back")
-        if world.broken is not None:
-            world.cache.reset()
-            self.emptied(world)
         world.cache.stop_recording()
         for row in world.life:
             if row is not None:
@@ -162,7 +78,7 @@ class Player(Acts):
     def wrong(self, world: World, r: Random) -> None:
         """A call that must be refused, and change nothing."""
         count, past, cache = len(world.rows), world.past, world.cache
-        if world.broken is not None or not past:
+        if not past:
             return
         passes: list[Callable[[], Any]] = []
         calls: list[Callable[[], Any]] = [
@@ -185,9 +101,12 @@ class Player(Acts):
                 (calls + passes)[number]()
         except ValueError:
             self.counts["wrong"] += 1
-            if number >= len(calls):
-                # earlier layers may have stored what a later one has refused
-                self.settle(world, "wrong", [])
+            try:
+                cache.mark.require_whole()
+            except ValueError:
+                # earlier layers have stored what a later one has refused
+                cache.reset()
+                self.emptied(world)
             return
         raise Fault(f"wrong call {number} is accepted")
 
@@ -223,7 +142,8 @@ class Player(Acts):
         tokens = tokens_of(world.rows[n])
         alone = self.made.new_cache()
         with torch.no_grad():
-            forward(self.made.plain, [list(tokens)], [[]], alone)
+            linear = self.history.family in LINEAR_FAMILIES
+            forward(self.made.patched if linear else self.made.plain, [list(tokens)], [[]], alone)
         other: Any = alone.layers[world.cache.layers.index(layer)]
         width = layer.get_mask_sizes(0)[0]
         valid = [at for at, column in enumerate(world.rows[n][-width:]) if column is not None]

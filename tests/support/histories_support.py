@@ -5,19 +5,14 @@ bits then stores them exactly, and what the patched model answers is what the un
 to the last digits.
 """
 
-import contextlib
 import copy
 import functools
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from families_support import DELTA_NET, EXPERTS, FULL, LINEAR, SLIDING, build
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 import turbo_hf
@@ -197,51 +192,6 @@ def forward(model: Any, new: list[Row], past: list[Row], cache: Any, dense_mask:
     shown = None if bool(mask.all()) and not dense_mask else mask.long()
     logits: Tensor = model(ids, attention_mask=shown, position_ids=place, **{CACHE: cache}).logits
     return logits
-
-
-class _Failing(TorchDispatchMode):
-    """The `count`-th torch operation fails."""
-
-    def __init__(self, count: int):
-        super().__init__()
-        self.left = count
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.left -= 1
-        if not self.left:
-            raise torch.OutOfMemoryError("injected")
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _interrupted(count: int) -> Iterator[None]:
-    """A KeyboardInterrupt at the `count`-th line that the package runs."""
-    package, left, before = str(Path(turbo_hf.__file__).parent), count, sys.gettrace()
-
-    def line(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal left
-        if event == "line":
-            left -= 1
-            if not left:
-                raise KeyboardInterrupt
-        return line
-
-    def call(frame: FrameType, event: str, arg: Any) -> Any:
-        return line if frame.f_code.co_filename.startswith(package) and left > 0 else None
-
-    sys.settrace(call)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-
-
-INJECTED = (torch.OutOfMemoryError, KeyboardInterrupt)
-
-
-def failing(kind: str, count: int) -> Any:
-    """Inside, something fails: an operation of torch ("operation"), or the package at one of its lines ("line")."""
-    return _Failing(count) if kind == "operation" else _interrupted(count)
 
 
 MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}

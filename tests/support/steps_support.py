@@ -67,6 +67,7 @@ def by_host(cache: TurboCache, new: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def by_steps(run: ReplayableSteps, new: list[tuple[Tensor, Tensor]]) -> None:
+    run.mark_unfinished()
     run.begin()
     with run.running():
         for layer, (k, v) in zip(run.layers, new, strict=True):

@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from turbo_hf.attention.context_group import merged, own_part
 from turbo_hf.attention.sparse_step import Source, audit_by_means, new_buckets
-from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
@@ -17,6 +15,7 @@ from turbo_hf.layout import KVStore, Rounding, Scoring, narrowed
 from turbo_hf.ops.maths import balanced_keys, balanced_queries
 from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.tuning import in_tiles, prefill_mode
+from turbo_hf.parallel.context import WHOLE, ContextRanks
 from turbo_hf.sparse.prompts import PromptTally
 
 PLAN_PAYS = 1 << 27
@@ -62,19 +61,19 @@ def prompt_attention(
     begins: Sequence[int] | None = None,
     held: Sequence[int] | None = None,
     sorted_past: bool = False,
-    context: ContextRanks | None = None,
+    context: ContextRanks = WHOLE,
     balance: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention [B, Hq, M, D] of new tokens, aligned, over themselves and a past; nothing is stored.
 
     tally: notes what sparse prompts read; None: every key is read. begins: `starts` as the host knows them. held:
-    tokens of each row that the past holds; sorted_past: not in the order of time. context: the ranks over which the
-    past is spread; without a past, each computes all. balance: of the past's keys (`layout`).
+    tokens of each row that the past holds; sorted_past: not in the order of time. context: which blocks of
+    the past are in this process; without a past, each computes all. balance: of the past's keys (`layout`).
     """
     q, k, v = qkv
     known = 0
     plain = config.v_scale == "block" and not config.smooth_k
-    if past is not None and window is None and scoring.is_plain and context is None and plain and in_tiles(past):
+    if past is not None and window is None and scoring.is_plain and not context and plain and in_tiles(past):
         known = past.table.shape[1] * past.block if held is None else max(held)
     mode, rule, kept = prefill_mode(config.prompt_attention, q, known), config.sparse_prompt, None
     if balance is not None and (past is not None or mode != "fp16"):
@@ -92,9 +91,8 @@ def prompt_attention(
     # "fp16" rounds nothing, so nothing needs preparing
     rounding = Rounding(mode, v_scale=config.v_scale, smooth_k=config.smooth_k and mode != "fp16")
     if past is None:
-        context = None
-    elif context is not None:
-        past, scoring = own_part(context, past, scoring)
+        context = WHOLE
+    past, scoring = context.own_part(past, scoring)
     found = prefill(
         q,
         k,
@@ -105,10 +103,10 @@ def prompt_attention(
         starts=starts,
         window=window,
         kept=kept,
-        own=context is None or context.counts_open,
+        own=context.counts_open,
         backend=config.backend,
     )
-    return found.out if context is None else merged(context, found, starts)
+    return context.merged(found, starts)
 
 
 def packed_attention(

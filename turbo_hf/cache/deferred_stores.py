@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from turbo_hf.cache.guards import ordinary, untraced
-from turbo_hf.cache.integrity import Integrity, Pass
 from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.pass_mark import PassMark
 from turbo_hf.cache.storage import LayerStorage
 from turbo_hf.ops import gpu
 from turbo_hf.ops.host_device import require_finite
@@ -32,26 +32,25 @@ class _New(NamedTuple):
     buckets: torch.Tensor | None
     stream: Any
 
-    def store(self, turn: bool) -> None:
+    def store(self) -> None:
         # a thread that only reads the cache may have another stream
         on: AbstractContextManager[Any] = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
         with on:
-            self.layer.append(self.k, self.v, self.new, self.buckets, check_later=True, turn=turn)
+            self.layer.append(self.k, self.v, self.new, self.buckets, check_later=True, turn=False)
             self.layer.commit(check_later=True)
 
 
 class DeferredStores:
-    """New tokens of a cache that are still to be stored. They are part of one pass, and are dropped if it breaks off.
+    """New tokens of a cache that are still to be stored: of the pass that stands, or of the last one.
 
     Attributes:
         wanted: whether the next pass may defer, if it is the cache's first. `generate` asks for it on a GPU, of a cache
             that nobody else has seen yet.
     """
 
-    def __init__(self, integrity: Integrity, wanted: bool = False):
+    def __init__(self, mark: PassMark, wanted: bool = False):
         self.wanted = wanted
-        self._integrity = integrity
-        self._of: Pass | None = None
+        self._mark = mark
         self._waiting: list[_New] = []
         # of several threads, one stores; the others then find it stored
         self._lock = RLock()
@@ -74,18 +73,14 @@ class DeferredStores:
         if layer.selector is not None and layer.selector.by_means:
             # its audit reads what has been stored, by the prompt's newest queries
             return False
-        last = self._integrity.last
-        if last.ended or not last.announced or last.thread != get_ident():
+        now = self._mark.now
+        if now is None or now.depth is None:
             return False
         # a view keeps all of its memory alive
         if layers * sum(x.untyped_storage().nbytes() for x in (k, v)) > MOST_BYTES:
             return False
-        if self._of is not last:
-            self._of, self._waiting = last, []
-        if self._waiting and layer.index <= self._waiting[-1].layer.index:
-            # its second turn in a pass, which is refused; or an order of layers that is not known
-            self.store()
-            return False
+        # a pass that breaks off from here on has broken the cache
+        self._mark.turn(layer.index)
         if k.requires_grad or v.requires_grad:
             k, v = k.detach(), v.detach()
         stream = self._stream(k) if k.is_cuda else None
@@ -109,11 +104,11 @@ class DeferredStores:
                 require_finite({layer.index: (torch.stack(norms) * 0).sum().ne(0)}, ranks)
 
     def drop(self) -> None:
-        """Forget them: the cache is emptied, or their pass is taken back."""
+        """Forget them: the cache is emptied."""
         self._waiting = []
 
     def hollow(self) -> None:
-        """Nobody will ask for their numbers, but perhaps how much memory they would take: keep nothing but shapes."""
+        """Replace the tensors by their shapes, which `memory()` may still ask for."""
         zeros: dict[Any, torch.Tensor] = {}
 
         def zero(x: torch.Tensor) -> torch.Tensor:
@@ -125,14 +120,11 @@ class DeferredStores:
         self._waiting = [waiting._replace(k=zero(waiting.k), v=zero(waiting.v)) for waiting in self._waiting]
 
     def begin(self) -> None:
-        """A pass or operation is about to begin: store them, or drop them if their own pass has broken off."""
+        """A pass or operation is about to begin: store them, unless their own pass still stands."""
         # waits for another thread that stores
         with self._lock:
-            if self._waiting:
+            if self._mark.now is None:
                 self.store()
-                of = self._of
-                if of is not self._integrity.last or of.failed:
-                    self.drop()
 
     @untraced
     def store(self) -> None:
@@ -142,30 +134,27 @@ class DeferredStores:
             ValueError: as `LayerStorage.append`. The cache is then broken.
         """
         with self._lock:
-            of, integrity = self._of, self._integrity
-            if not self._waiting or of is None or of is not integrity.last or of.failed:
+            now = self._mark.now
+            if not self._waiting:
                 return
-            if of.ended:
-                # not a pass of its own: one that broke off could be taken back from some layers alone
-                begun = integrity.begin(operation="store")
-                self._store_each(turn=False)
-                begun.ended = True
-            elif of.thread == get_ident():
-                # something reads the cache in the midst of the pass: these layers are marked as stored only now
-                claimed, of.claimed = of.claimed, None
-                self._store_each(turn=True)
-                of.claimed = claimed
+            if now is None:
+                self._mark.begin("store()")
+                self._store_each()
+                self._mark.end()
+            elif now.thread == get_ident():
+                # something reads the cache in the midst of the pass
+                self._store_each()
 
     @ordinary
-    def _store_each(self, turn: bool) -> None:
+    def _store_each(self) -> None:
         self.wanted = False
         while self._waiting:
-            self._waiting[0].store(turn)
+            self._waiting[0].store()
             del self._waiting[0]
 
     def __getstate__(self) -> dict[str, Any]:
         # copies are made of what has been stored
-        return {"integrity": self._integrity, "wanted": self.wanted}
+        return {"mark": self._mark, "wanted": self.wanted}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         DeferredStores.__init__(self, **state)

@@ -1,26 +1,14 @@
-"""Decorators for methods that change a cache: ordinary tensors, a mark while storing, no tracing by torch.compile."""
+"""Decorators for methods that change a cache: ordinary tensors, no tracing by torch.compile."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
-
-from turbo_hf.cache.integrity import Integrity
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Marked(Protocol):
-    """What a cache consists of. name: in errors."""
-
-    integrity: Integrity
-    name: str
-
-
-S = TypeVar("S", bound=Marked)
 
 
 def untraced(function: F) -> F:
@@ -55,19 +43,3 @@ def ordinary(method: Callable[P, R]) -> Callable[P, R]:
         return method(*args, **kwargs) if plain else guarded(*args, **kwargs)
 
     return stores
-
-
-def storing(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """As `ordinary`. While it runs, `integrity.writing` is set; an exception leaves the mark."""
-    stores = ordinary(method)
-
-    @functools.wraps(method)
-    def marked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        integrity = self.integrity
-        # calls may be nested
-        integrity.writing, before = self.name, integrity.writing
-        result = stores(self, *args, **kwargs)
-        integrity.writing = before
-        return result
-
-    return marked

@@ -6,7 +6,8 @@ from typing import Any, NoReturn
 import torch
 
 from turbo_hf.cache.dequantized import DequantizedLayer
-from turbo_hf.cache.guards import ordinary, storing, untraced
+from turbo_hf.cache.guards import ordinary, untraced
+from turbo_hf.cache.pass_mark import storing
 from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.errors import Unsupported
 from turbo_hf.ops.host_device import shared
@@ -40,7 +41,6 @@ class TurboLayer(DequantizedLayer):
 
         The attention modules of a patched model do not come here (`ClaimedCache.update`).
         """
-        self.integrity.require_unclaimed()
         return self.append_and_dequantize(key_states, value_states, self.given_mask)
 
     def get_seq_length(self) -> int:
@@ -76,7 +76,7 @@ class TurboLayer(DequantizedLayer):
         empty = type(self)(
             self.config, self.window, self.index, self.head_order, self.selector, self.latent, self.balance
         )
-        empty.integrity, empty.states = self.integrity, self.states
+        empty.mark, empty.states = self.mark, self.states
         empty.prompt_tally = self.prompt_tally
         empty.state = empty.state._replace(context=self.state.context)
         # in one assignment, so that an exception leaves nothing half reset

@@ -1,15 +1,16 @@
 """Transformers' own layers in a TurboCache: marked updates, the end of their recording, what they can bring back."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from turbo_hf.cache.guards import ordinary
-from turbo_hf.cache.integrity import Integrity
 from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.pass_mark import PassMark
+from turbo_hf.errors import Unsupported
 
 R = TypeVar("R")
 
@@ -63,7 +64,7 @@ def require_recorded(layer: Any, index: int, tokens_to_remove: int, seen: int) -
 class MarkedUpdates(Cache):
     """The part of a `TurboCache` that updates Transformers' own layers."""
 
-    integrity: Integrity
+    mark: PassMark
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -93,12 +94,12 @@ class MarkedUpdates(Cache):
                     "Use a new TurboCache, or reset() this one."
                 )
         with_layer = functools.partial(update, key_states, value_states, layer_idx, *args, **kwargs)
-        return self._marked(with_layer, layer_idx, "")
+        return self._marked(with_layer, layer_idx)
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """As in `Cache`; refused as `update` is."""
+        """As in `Cache`; refused as `update` is, and outside of a patched model's pass."""
         if conv_states.is_inference() and getattr(self.layers[layer_idx], "record_past", False):
             # while recording, the state is kept instead of copied: it must be an ordinary tensor of its own
             conv_states = ordinary(conv_states.clone)()
@@ -108,44 +109,58 @@ class MarkedUpdates(Cache):
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """As in `Cache`; refused as `update` is."""
+        """As in `Cache`; refused as `update_conv_state` is."""
         update = functools.partial(super().update_recurrent_state, recurrent_states, layer_idx, state_idx, **kwargs)
         return self._marked(update, layer_idx, f"recurrent_states {state_idx}")
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """As in `Cache`; refused as `update` is."""
+        """As in `Cache`; refused as `update_conv_state` is."""
         update = functools.partial(super().update_indexer, indexer_key_states, layer_idx)
         return self._marked(update, layer_idx, "indexer")
 
-    def _marked(self, update: Callable[[], R], layer: int, kind: str) -> R:
+    def _marked(self, update: Callable[[], R], layer: int, kind: str = "") -> R:
         """The result of an update of one of Transformers' own layers."""
-        self.integrity.turn(layer, 0 if kind else self.get_seq_length(layer), kind)
-        self.integrity.writing = f"layer {layer}"
+        self._turn(layer, kind)
+        self.mark.writing = f"layer {layer}"
         # states are written in place, also outside `torch.inference_mode` later
         result = ordinary(update)() if kind and torch.is_inference_mode_enabled() else update()
-        self.integrity.writing = None
-        self.integrity.settle(layer)
+        self.mark.writing = None
+        self.mark.settle()
         return result
+
+    def _turn(self, layer: int, kind: str) -> None:
+        """`PassMark.turn` for a kind of state; "": keys and values.
+
+        Raises:
+            Unsupported: no hook tells the end of the pass, which other states than keys and values do not tell either.
+        """
+        now = self.mark.now
+        if kind and (now is None or now.depth is None):
+            raise Unsupported(
+                f"layer {layer}: the states of a {type(self.layers[layer]).__name__} change in place, so that a "
+                "TurboCache must be told of the whole pass: patch the model, and call the model itself. To read them, "
+                f"take cache.layers[{layer}]."
+            )
+        self.mark.turn((layer, kind) if kind else layer)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """As in `Cache`: transformers 5.17 asks before it changes a state in place."""
         if layer_idx is not None:
-            self._read(layer_idx, ("conv_states", "recurrent_states"), state_idx)
+            self._read(layer_idx, f"states {state_idx}")
         return super().has_previous_state(layer_idx, state_idx)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """As in `Cache`. Within a pass, the caller may change the returned state in place."""
-        self._read(layer_idx, ("conv_states",), state_idx)
+        """As in `Cache`, in a patched model's pass: the caller may change the returned state in place."""
+        self._read(layer_idx, f"conv_states {state_idx}, to be read")
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """As in `Cache`. Within a pass, the caller may change the returned state in place."""
-        self._read(layer_idx, ("recurrent_states",), state_idx)
+        """As `get_conv_state`."""
+        self._read(layer_idx, f"recurrent_states {state_idx}, to be read")
         return super().get_recurrent_state(layer_idx, state_idx)
 
-    def _read(self, layer: int, names: Sequence[str], number: int | None) -> None:
-        """The layer's states of these names are taken: that of a number, or all."""
+    def _read(self, layer: int, kind: str) -> None:
+        """The states of a layer are taken, if it has any."""
         linear: Any = self.layers[layer]
         if isinstance(linear, LinearAttentionCacheLayerMixin) and any(linear.has_previous_state.values()):
-            states = [state for name in names for n, state in getattr(linear, name).items() if number in (None, n)]
-            self.integrity.read(layer, f"{' or '.join(names)} {number}", states)
+            self._turn(layer, kind)

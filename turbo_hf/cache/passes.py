@@ -6,15 +6,15 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.deferred_stores import DeferredStores
-from turbo_hf.cache.integrity import Integrity
 from turbo_hf.cache.known_tokens import KnowsTokens
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, Planned, columns_from_mask
 from turbo_hf.cache.other_layers import MarkedUpdates
+from turbo_hf.cache.pass_mark import PassMark
 from turbo_hf.cache.rows import SharedStates
 from turbo_hf.ops.host_device import require_finite
+from turbo_hf.parallel.context import WHOLE, ContextRanks
 from turbo_hf.ranks import ALONE, Ranks
 
 
@@ -38,11 +38,10 @@ class CachePasses(KnowsTokens, MarkedUpdates):
         super().__init__(layers=layers)
         # not the dummy layers, which transformers 5.17 does not have
         kinds = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
-        storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if isinstance(layer, kinds)}
-        self.integrity = Integrity(storing)
-        self.deferred, states = DeferredStores(self.integrity), SharedStates()
+        self.mark = PassMark(sum(isinstance(layer, kinds) for layer in layers))
+        self.deferred, states = DeferredStores(self.mark), SharedStates()
         for layer in self.turbo_layers():
-            layer.integrity, layer.states, layer.given_mask = self.integrity, states, given_mask
+            layer.mark, layer.states, layer.given_mask = self.mark, states, given_mask
         # of the pass under way: plans by mask, the first compressed layer, columns without a mask
         self._planned: list[Planned] = []
         self._first: TurboLayer | None = None
@@ -53,8 +52,8 @@ class CachePasses(KnowsTokens, MarkedUpdates):
         self.decompressed = False
         # the patched model that has run over it
         self.model: weakref.ref[Any] | None = None
-        # the ranks over which its blocks are spread; None: this process holds them all
-        self.context: ContextRanks | None = None
+        # which blocks are in this process
+        self.context: ContextRanks = WHOLE
         # a number for all selections of rows so far
         self.selections = 0
 
@@ -127,8 +126,8 @@ class CachePasses(KnowsTokens, MarkedUpdates):
                 "ended in an error midway. reset() it, or take a new one."
             )
 
-    def begin_pass(self, depth: int, model: Any = None, ids: Any = None) -> None:
-        """A module that calls all layers begins (`Integrity.enter`); `integrity.leave` ends it.
+    def begin_pass(self, depth: int, model: Any = None, ids: Any = None) -> bool:
+        """A module that calls all layers begins; whether it is the outermost (`PassMark.enter`).
 
         model: the module, if it is the model itself. ids: the tokens that it was given.
 
@@ -138,23 +137,22 @@ class CachePasses(KnowsTokens, MarkedUpdates):
         # what the last pass has left is stored
         self.deferred.begin()
         try:
-            self.integrity.enter(depth)
+            outermost = self.mark.enter(depth)
         except ValueError:
-            # the better reason, if it is one; where other ranks go on, none of them is asked
+            # report NaN first if that is the cause; a local check, as other ranks may go on
             self._require_finite(ALONE)
             raise
-        # what a pass has left that broke off is dropped
-        self.deferred.begin()
         if model is not None and (self.model is None or self.model() is not model):
             self.model = weakref.ref(model)
         if model is not None and isinstance(ids, torch.Tensor) and not self.get_seq_length():
             self.know(ids.detach().clone())
+        return outermost
 
     def store_prompt(
         self, layer: TurboLayer, k: torch.Tensor, v: torch.Tensor, new: NewColumns, buckets: torch.Tensor | None
     ) -> None:
         """Store what a prompt's pass brings to a layer, as `TurboLayer.append` does; or after the pass (`deferred`)."""
-        if not self.deferred.take(layer, k, v, new, buckets, len(self.integrity.layers)):
+        if not self.deferred.take(layer, k, v, new, buckets, self.mark.layers):
             layer.append(k, v, new, buckets, check_later=True)
             layer.commit(check_later=True)
 
@@ -163,7 +161,7 @@ class CachePasses(KnowsTokens, MarkedUpdates):
 
         Of a tensor parallel model every rank must call it, and all raise the error if one of them has cause to.
         """
-        self._require_finite(self.integrity.ranks)
+        self._require_finite(self.mark.ranks)
 
     def _require_finite(self, ranks: Ranks) -> None:
         self.deferred.require_finite(ranks)

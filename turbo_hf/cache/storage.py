@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.cache.guards import ordinary, storing
-from turbo_hf.cache.integrity import Integrity
+from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.open_buffer import OpenBuffer
 from turbo_hf.cache.page_pool import PagePool
+from turbo_hf.cache.pass_mark import PassMark, storing
 from turbo_hf.cache.rows import DeviceCounts, RowState, SharedStates
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED, KVStore, Scoring, type_16bit
@@ -117,7 +117,7 @@ class LayerStorage:
         self.prompt_tally = PromptTally()
         self.config, self.window, self.index, self.head_order = config, window, index, head_order
         # shared by all layers of a cache
-        self.integrity, self.name = Integrity({index: type(self).__name__}), f"layer {index}"
+        self.mark, self.name = PassMark(1), f"layer {index}"
         self.is_sliding = window is not None
         self.state, self.states = (
             RowState(config.block_size, [], [], [], [], recent=config.recent_tokens),
@@ -268,13 +268,13 @@ class LayerStorage:
         # without a kernel, NaN and Inf are refused before anything is written
         if not (self.in_place or _surely_finite(k, v)):
             return None
-        integrity, after = self.integrity, self.states.stored(state, tokens, None, True)
-        integrity.turn(self.index, state.seen)
-        integrity.writing, before = self.name, integrity.writing
+        mark, after = self.mark, self.states.stored(state, tokens, None, True)
+        mark.turn(self.index)
+        mark.writing = self.name
         balanced = repeat.append(k, v, None if self.balance is None else q)
         self.device_counts.counted(state, after)
         self.state = kept.state = after
-        integrity.writing = before
+        mark.writing = None
         out, _ = repeat.decode(q if balanced is None else balanced, scoring.sas_threshold)
         self.commit(check_later=True)
         return out
@@ -309,7 +309,7 @@ class LayerStorage:
         waits = self.is_initialized and self.replay is None and self.state.is_due()
         # the rest of a prompt is sorted together with the part that is still open
         if waits and (self.state.decoded or self.is_decoding(tokens)):
-            self.integrity.require_untorn()
+            self.mark.require_unwritten()
             self.commit(check_later, whole_prompt=True)
             self.seal_prompt()
 
@@ -327,7 +327,7 @@ class LayerStorage:
         """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `new`, as are their buckets.
 
         check_later: NaN and Inf that kernels have noted are read later (`unchecked`), for all layers at once.
-        turn: whether this is the layer's turn in a pass; else part of an operation on all layers.
+        turn: whether this is the layer's turn in a pass; else it has had it, and what it left is stored now.
         queries: of these tokens; returned as they meet the stored keys, perhaps in memory that the next step writes.
         key: of `to_repeat`.
 
@@ -343,11 +343,8 @@ class LayerStorage:
             # refuse before anything is written
             self._require_finite(new.blank(k), new.blank(v))
         if turn:
-            self.integrity.turn(self.index, self.seen)
+            self.mark.turn(self.index)
         balanced = self._append(k, v, new, buckets, check_later, None if self.balance is None else queries, key)
-        if self.replay is not None:
-            # the launch has sealed the blocks that were due
-            self.integrity.settle(self.index)
         return queries if balanced is None else balanced
 
     @ordinary
@@ -357,7 +354,7 @@ class LayerStorage:
         # aminmax returns NaN twice if there is one
         extremes = [end for x in stored if x.numel() for end in torch.aminmax(x.to(dtype))]
         if extremes:
-            require_finite({self.index: ~torch.isfinite(torch.stack(extremes)).all()}, self.integrity.ranks)
+            require_finite({self.index: ~torch.isfinite(torch.stack(extremes)).all()}, self.mark.ranks)
 
     @storing
     def _append(
@@ -409,7 +406,7 @@ class LayerStorage:
         """ValueError if kernels have noted NaN or Inf; check_later: left to `TurboCache.require_finite`."""
         self.unchecked = True
         if not check_later:
-            require_finite({self.index: self.nonfinite}, self.integrity.ranks)
+            require_finite({self.index: self.nonfinite}, self.mark.ranks)
             self.unchecked = False
 
     def commit(self, check_later: bool = False, whole_prompt: bool = False) -> None:
@@ -419,7 +416,7 @@ class LayerStorage:
         """
         if not self.state.recording and self.replay is None and self._may_commit():
             self._commit(check_later, whole_prompt)
-        self.integrity.settle(self.index)
+        self.mark.settle()
 
     def _may_commit(self) -> bool:
         """Whether a block is whole, or may have left the window."""
@@ -474,9 +471,7 @@ class LayerStorage:
             store = self.kv_store()
             if index.sorts or kept or after.recent:
                 store = store._replace(open_len=shared([row.whole * block for row in rows], self.device))
-            most = max(row.whole for row in rows)
-            if after.context is not None:
-                store, most = after.context.own_blocks(store, before.sealed, [row.whole for row in rows])
+            store, most = after.context.own_blocks(store, before.sealed, [row.whole for row in rows])
             if most:
                 seal_open(store, most, backend=self.config.backend)
         if any(row.whole for row in rows):

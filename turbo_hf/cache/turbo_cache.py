@@ -8,18 +8,13 @@ from typing import Any, Concatenate, NoReturn, ParamSpec
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    CacheLayerMixin,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from turbo_hf.cache.guards import ordinary
-from turbo_hf.cache.integrity import RESET, Pass
 from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
 from turbo_hf.cache.memory import Memory, measure
 from turbo_hf.cache.other_layers import require_recorded, stop_recording
+from turbo_hf.cache.pass_mark import Pass
 from turbo_hf.cache.passes import CachePasses, InPlace
 from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.cache.saved_cache import load, save
@@ -38,9 +33,9 @@ def _whole(method: Callable[Concatenate["TurboCache", P], None]) -> Callable[Con
     @functools.wraps(method)
     def operation(self: "TurboCache", /, *args: P.args, **kwargs: P.kwargs) -> None:
         self.deferred.begin()
-        begun = self.integrity.begin(operation=method.__name__.strip("_"))
+        self.mark.begin(f"{method.__name__.strip('_')}()")
         changes(self, *args, **kwargs)
-        begun.ended = True
+        self.mark.end()
 
     return operation
 
@@ -124,27 +119,27 @@ class TurboCache(CachePasses):
                 layers.append(self.others[index]())
         super().__init__(layers, attention_mask)
 
-    def save_pretrained(self, folder: str | Path, *, model: Any = None, input_ids: torch.Tensor | None = None) -> None:
-        """Write the cache into a folder, for `from_pretrained`: a JSON file, and a safetensors file that it names.
+    def save_pretrained(self, folder: str | Path, *, input_ids: torch.Tensor | None = None) -> None:
+        """Write the cache into a folder, for `from_pretrained`: one file, `turbo_cache.safetensors`.
 
         A saved cache that is there is replaced as a whole: whoever reads meanwhile, or after a process that was killed
         or a disk that was full, finds the former one or this one.
 
         Args:
             folder: may hold other files.
-            model: the model that has run over it; only where that was not patched.
-            input_ids: int64 [B, columns], the tokens that it holds, padding included. Those of a `generate` call and of
-                a first pass of the model are known; those of later passes of your own loop are not.
+            input_ids: int64 [B, columns], the tokens that it holds, padding included. Those of a first pass of the
+                model are known; those of later ones are not.
 
         Raises:
-            ValueError: it is empty or broken, its tokens are not known, or `folder` is a file.
+            ValueError: it is empty or broken, waits for a `crop`, or no patched model has run over it; its tokens are
+                not known, or `folder` is a file.
             Unsupported: the cache of a tensor parallel model, or a layer whose state no file can hold.
-            OSError: the folder cannot be written, or another process writes there.
+            OSError: the folder cannot be written.
         """
         self.deferred.begin()
-        self.integrity.require_whole()
+        self.mark.require_whole()
         self.require_finite()
-        save(self, folder, model, input_ids)
+        save(self, folder, input_ids)
 
     @staticmethod
     @ordinary
@@ -156,7 +151,7 @@ class TurboCache(CachePasses):
 
         Raises:
             ValueError: the model is not patched; model, weights, options or versions are not those of the saved cache
-                (the message names the first difference); or its files are damaged.
+                (the message names the first difference); or its file is damaged.
             Unsupported: a tensor parallel model, or one whose weights are offloaded.
             OSError: there is no saved cache.
         """
@@ -167,12 +162,11 @@ class TurboCache(CachePasses):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in
-        `TurboLayer.removable`, and after a pass that broke off (`roll_back`)."""
+        `TurboLayer.removable`, and after a pass that broke off."""
         # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
         tokens_to_remove = int(tokens_to_remove)
-        if self.context is not None:
-            self.context.require_same_call(f"crop({tokens_to_remove})", self)
-        self.integrity.require_whole()
+        self.context.require_same_call(f"crop({tokens_to_remove})", self)
+        self.mark.require_whole()
         if tokens_to_remove <= 0 and self.rows() is None:
             # Transformers' own layers fail before the first pass
             return
@@ -198,56 +192,6 @@ class TurboCache(CachePasses):
         captured = None if self.captured is None else self.captured()
         return captured if captured is not None and captured.cache is self else None
 
-    def roll_back(self) -> int:
-        """After a pass that broke off (an error, Ctrl-C): remove what some layers have stored of it, as `crop` does.
-
-        Returns the columns taken back: 0 if no layer has stored any, or no pass has broken off. Not to be called while
-        another thread uses the cache.
-
-        Raises:
-            ValueError: a layer was being written, or can no longer be cropped; nothing has changed. `reset()` it then.
-        """
-        self.deferred.begin()
-        self.deferred.drop()
-        if self.context is not None:
-            self.context.require_same_call("roll_back", self)
-        before = self.integrity.before()
-        surplus = {layer: self.get_seq_length(layer) - held for (layer, kind), held in before.items() if not kind}
-        columns = sum(layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin))
-        was_empty = bool(before) and columns == sum(surplus.values())
-        if not was_empty:
-            self._require_kept(before, surplus)
-        masks = [turbo.given_mask for turbo in self.turbo_layers()]
-        recording = [layer for layer in self.layers if getattr(layer, "record_past", False)]
-        self.integrity.last = Pass(operation="roll_back")
-        if was_empty:
-            self._empty()
-            for layer in recording:
-                if isinstance(layer, TurboLayer | DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin):
-                    layer.activate_past_recording()
-        else:
-            for index, count in surplus.items():
-                stored: Any = self.layers[index]
-                stored.crop(-count)
-        for turbo, mask in zip(self.turbo_layers(), masks, strict=True):
-            # also for columns to come
-            turbo.given_mask = mask
-        self.integrity.forget()
-        self._cut_known()
-        return max(surplus.values(), default=0)
-
-    def _require_kept(self, before: Mapping[tuple[int, str], int], surplus: Mapping[int, int]) -> None:
-        """ValueError unless layers still hold what they held before they took `surplus` columns, and other states."""
-        changed = [layer for layer, kind in before if kind]
-        if changed:
-            kind = type(self.layers[changed[0]]).__name__
-            raise ValueError(f"layer {changed[0]}: a {kind} does not keep what it held before a pass: {RESET}")
-        try:
-            for layer, count in surplus.items():
-                self._require_croppable(layer, -count)
-        except ValueError as error:
-            raise ValueError(f"{error} What broke off cannot be taken back: {RESET}") from None
-
     @_whole
     def activate_past_recording(self) -> None:
         """Wait for `crop` after each pass before dropping what it may bring back."""
@@ -255,7 +199,7 @@ class TurboCache(CachePasses):
 
     def memory(self) -> Memory:
         """Bytes by layer and kind, as currently allocated."""
-        return measure(self.layers, self.integrity.ranks.processes)
+        return measure(self.layers, self.mark.ranks.processes)
 
     @property
     def max_cache_len(self) -> int:
@@ -280,11 +224,7 @@ class TurboCache(CachePasses):
     @ordinary
     def reset(self) -> None:
         """Forget every token, also of a broken cache; it can then take another batch."""
-        self.integrity.last = Pass(operation="reset")
-        self._empty()
-        self.integrity.forget()
-
-    def _empty(self) -> None:
+        self.mark.now, self.mark.writing = Pass("reset()", None), None
         self._planned, self.decompressed, self.selections = [], False, 0
         self.know(None)
         self.deferred.drop()
@@ -295,12 +235,13 @@ class TurboCache(CachePasses):
             attributes = vars(self.layers[index])
             attributes.clear()
             attributes.update(vars(make()))
+        self.mark.end()
 
     # --- rows of the batch -------------------------------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Row i of every layer continues what row `beam_idx[i]` was: ValueError as in `chosen_rows`."""
-        self.integrity.require_whole()
+        self.mark.require_whole()
         rows = self.rows()
         if rows is not None:
             chosen = chosen_rows(beam_idx, rows).tolist()
@@ -313,7 +254,7 @@ class TurboCache(CachePasses):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times, side by side: ValueError unless a whole number above 0."""
-        self.integrity.require_whole()
+        self.mark.require_whole()
         rows = self.rows()
         if rows is not None:
             self._select_rows(repeated_rows(repeats, rows).tolist())
@@ -355,7 +296,7 @@ class TurboCache(CachePasses):
             Unsupported: a layer without keys (linear attention).
             ValueError: the cache is broken.
         """
-        self.integrity.require_whole()
+        self.mark.require_whole()
         for index, layer in enumerate[Any](self.layers):
             if not hasattr(layer, "keys"):
                 raise Unsupported(

@@ -44,7 +44,7 @@ READS = 10
 NO_INDEX = "no index: "
 """Start of the note of a layer that has head priorities alone; the reason follows."""
 SINGLE = ("centroids", "rotated_centroids", "prompt", "left_by_head")
-"""Tensors of a layer, each of which may be missing."""
+"""Tensors of a layer; each may be missing."""
 SHAPE_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 

@@ -89,7 +89,7 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Cali
     """Probe the model and group its layers.
 
     Raises:
-        ValueError: unknown or unsuitable settings, a model of which nothing can be captured, or one in training mode.
+        ValueError: unknown or unsuitable settings, a model whose attention cannot be captured, or one in training mode.
         TypeError: not a Transformers model.
     """
     require_model(model)

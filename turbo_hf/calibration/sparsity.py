@@ -26,7 +26,7 @@ QUERIES = 128
 """Random queries of a window whose dropped shares are measured."""
 
 BLOCK = 64
-"""Tokens of a block, of which steps know the mean key."""
+"""Tokens of a block; steps know its mean key."""
 
 COVERED = 0.95
 """Share of the queries that must drop no more than `CALIBRATED_DROP`."""

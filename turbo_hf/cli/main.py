@@ -306,7 +306,7 @@ def doctor_command(
 
 
 def _diagnose(model: str, device: str, gguf_file: str | None) -> "Diagnosis":
-    """Of the config alone if that is enough for a refusal, or if there are no weights."""
+    """The diagnosis by the config alone, if that refuses the model or there are no weights; else by the model."""
     from turbo_hf.cli.weights import has_weights  # noqa: PLC0415
     from turbo_hf.patching.doctor import diagnose, diagnose_config  # noqa: PLC0415
 

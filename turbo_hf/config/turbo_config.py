@@ -193,7 +193,7 @@ class TurboConfig(Options):
             numbers unquantized (float16 for a float32 model), in pages, read by the same kernel (LeanAttention). A
             layer with 16-bit heads also keeps its open tokens unquantized, and its prompt attention is not rounded.
         value_bits: bits of the values alone: 8, 4, 3 or 2, while keys have `bits`; None: both have `bits`. Not with
-            bits=16. Of the heads at `low_bits`, values have the smaller of both. A layer that is kept at 8 bit
+            bits=16. The heads at `low_bits` keep values at the smaller of both. A layer that is kept at 8 bit
             (`int8_layers`) keeps its values at 8 bit, too.
         layer_bits: bits by depth, first to last, each for an equal share of the model's layers: a number, or a pair of
             those of keys and of values, as in `bits`. `bits`, `value_bits` and `low_heads` stay at their defaults then.
@@ -229,7 +229,8 @@ class TurboConfig(Options):
         cuda_graphs: replay decode steps of `generate` and of continuous batching as CUDA graphs. "auto": on a GPU, for
             the tested families, where nothing prevents it (`report()` says what does; `docs/limits.md` lists what
             runs without). True: for any family, and a step that cannot be captured is an error. False: never.
-        compile: compile the decode steps of `generate` by inductor as one graph, in which all but attention is fused.
+        compile: compile the decode steps of `generate` that are captured as CUDA graphs by inductor, as one graph in
+            which all but attention is fused; an error with cuda_graphs=False.
             The first step then takes up to a minute, or seconds once its code is on disk. "tuned": inductor tunes its
             tiles too, which takes longer, in each process. A model that cannot be compiled runs as without, after a
             warning; `report()` has the reason.
@@ -237,7 +238,7 @@ class TurboConfig(Options):
             family's rotary embedding is not known (else keys with large biases are balanced: `report()`), and of latent
             attention (MLA) the one in 20, at least one, whose scores 4 bit would disturb most, if that is much.
         dense_layers: layers that are not rounded: whatever the other options say, they have pages of 16 bit, as with
-            bits=16, and attention "native". Of a float32 model, pages are float16, which rounds to 11 bits.
+            bits=16, and attention "native". A float32 model has float16 pages, which round to 11 bits.
         sparse: decode steps attend to a few percent of the keys; None: to all of them.
         sparse_prompt: the queries of long prompts read the keys that `PromptSparsity` chooses; None: all of them. Not
             with sas.
@@ -290,6 +291,11 @@ class TurboConfig(Options):
         one_of("sas", self.sas, (True, False), "TurboConfig")
         one_of("cuda_graphs", self.cuda_graphs, ("auto", True, False), "TurboConfig")
         one_of("compile", self.compile, (True, False, "tuned"), "TurboConfig")
+        if self.compile and self.cuda_graphs is False:
+            raise ValueError(
+                f"TurboConfig.compile={self.compile!r} compiles the decode steps that are captured as CUDA graphs, and "
+                "cuda_graphs=False captures none. Leave out one of them."
+            )
         share = self.low_heads
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"TurboConfig.low_heads must be a share from 0 to 1; got {share!r}.")

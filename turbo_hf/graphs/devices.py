@@ -39,7 +39,7 @@ class CudaDevice:
             with torch.cuda.stream(self._stream):
                 return step()
         finally:
-            # also after an error: `recount` reads what the step has stored
+            # also after an error: what the step has used may be used again
             current.wait_stream(self._stream)
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:

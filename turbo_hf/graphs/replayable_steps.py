@@ -18,16 +18,14 @@ from typing import Any
 import torch
 
 from turbo_hf.attention.turbo_attention import sas_threshold
-from turbo_hf.cache.guards import storing
-from turbo_hf.cache.integrity import STEP, Pass
 from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.pass_mark import STEP, storing
 from turbo_hf.cache.rows import RowState
 from turbo_hf.cache.storage import ReplayState
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.ops.decode.contract import why_no_step_kernel
-from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.store.append import seal_open
 from turbo_hf.ops.store.select_rows import select_rows
@@ -69,11 +67,11 @@ class _Group:
 
     @property
     def seals_in_step(self) -> bool:
-        """Whether a step itself seals the blocks that are due. Of a spread context each rank seals its own before.
+        """Whether a step itself seals the blocks that are due. In a spread context each rank seals its own before.
 
         Recent tokens move to the front behind them, which the step's own launch does not do.
         """
-        return self.in_step and not (self.state.recording or self.state.recent) and self.state.context is None
+        return self.in_step and not (self.state.recording or self.state.recent or self.state.context)
 
     def keep_counts(self) -> None:
         """Give all layers counts that are changed together."""
@@ -170,7 +168,7 @@ class ReplayableSteps:
     Args:
         cache: its layers are prepared at once.
         limit: columns that the cache will hold at the end; None: not known. Pages are reserved for no more.
-        depth: of the call that a step is: `STEP`, or that of the model, if its own call has begun (`Integrity.enter`).
+        depth: of the call that a step is: `STEP`, or that of the model, if its own call has begun (`PassMark.enter`).
     """
 
     name = "what decode steps prepare"
@@ -178,13 +176,13 @@ class ReplayableSteps:
     def __init__(self, cache: TurboCache, limit: int | None, depth: int = STEP):
         # while steps run, nothing is read from the device
         cache.require_finite()
-        self.integrity = cache.integrity
-        self.integrity.require_whole()
+        self.mark = cache.mark
+        self.mark.require_whole()
         self.cache, self.layers, self._limit, self._depth = cache, cache.turbo_layers(), limit, depth
         # the objects that captured steps use, by tokens per row, as `tensors` returned them
         self.used: dict[int, list[Any]] = {}
-        # the pass that the newest step was and its tokens, if the next one can be replayed like it (`steady`)
-        self._steady: tuple[Pass, int] | None = None
+        # how many passes had begun with the newest step and its tokens, if the next can be replayed like it (`steady`)
+        self._steady: tuple[int, int] | None = None
         self._prepare()
         cache.captured = weakref.ref(self)
 
@@ -258,8 +256,7 @@ class ReplayableSteps:
 
     def _ahead(self, group: _Group) -> list[int]:
         state, rows = group.state, len(group.state.open)
-        # the same number on all ranks
-        pages = group.layers[0].pool.pages if state.context is None else sum(state.sealed)
+        pages = state.context.pages_of_all(group.layers[0].pool.pages, state.sealed)
         most = min(AHEAD, max(1, SLACK // rows, pages // (20 * rows)))
         left = 0 if self._limit is None else self._limit - group.state.seen
         ahead = [most] * rows
@@ -284,7 +281,7 @@ class ReplayableSteps:
     def steady(self, tokens: int) -> bool:
         """Whether this step only repeats the one before: no pass or operation came between, nothing is due, and `used`
         holds the objects that it uses. It then needs no `begin`."""
-        return self._steady is not None and self._steady[0] is self.integrity.last and self._steady[1] == tokens
+        return self._steady == (self.mark.begun, tokens)
 
     def unmoved(self, tokens: int) -> bool:
         """Whether the launches of a step use the same objects as those of the captured step over as many tokens."""
@@ -293,7 +290,7 @@ class ReplayableSteps:
 
     def require_finite(self) -> None:
         """ValueError if `nonfinite`, which is read from the device, names a layer."""
-        require_finite({layer.index: layer.nonfinite for layer in self.layers}, self.integrity.ranks)
+        require_finite({layer.index: layer.nonfinite for layer in self.layers}, self.mark.ranks)
 
     @storing
     def begin(self, tokens: int = 1) -> None:
@@ -310,58 +307,36 @@ class ReplayableSteps:
                 self._seal(group)
 
     def mark_unfinished(self) -> None:
-        """Mark the cache as broken until `finish`.
+        """Mark the cache until `finish`: what begins meanwhile is a pass of its own, but within `running`.
 
         Raises:
             ValueError: it is broken already.
         """
         if self._depth == STEP:
-            self.integrity.enter(STEP, nests=False)
-        self.integrity.writing = STEPS
+            self.mark.begin(depth=STEP)
+        self._stored = self.mark.turn(STEPS).stored
 
     @contextmanager
     def running(self, tokens: int = 1) -> Iterator[None]:
         """Inside, a pass over the cache is the step: layers do not count its tokens."""
-        self.integrity.again(self._depth)
         for group in self._groups:
-            seals, spread = group.seals_in_step, group.state.context is not None
+            seals = group.seals_in_step
             sealed = group.state.sealed_by_step() if seals else group.state.pages()
-            # plans that move would move on one rank and not on another
-            plans = group.plans.setdefault(tokens, SteadyPlans() if spread else {})
+            plans = group.plans.setdefault(tokens, group.state.context.new_plans())
             replay = ReplayState(tuple(sealed), plans, group.arrived, seals)
             for layer in group.layers:
                 layer.replay = replay
         try:
+            # the layers store, perhaps once more after a capture that failed
+            self._stored.clear()
             yield
         finally:
+            self._stored.add(STEPS)
             self._no_step()
-            self.integrity.over(self._depth)
 
     def _no_step(self) -> None:
         for layer in self.layers:
             layer.replay = None
-
-    def recount(self) -> None:
-        """After a step that broke off: read from the device what each layer holds. No step may follow."""
-        seen = self.layers[0].seen
-        for layer in self.layers:
-            before, counts = layer.state, layer.device_counts
-            after = before._replace(open=counts.open(before).tolist())
-            if before.context is None:
-                # else no step seals
-                after = after._replace(sealed=counts.sealed(before).tolist())
-            stored = after.lengths()[0] - before.lengths()[0]
-            layer.state = after._replace(seen=before.seen + stored, decoded=before.decoded or stored > 0)
-            counts.counted(before, layer.state)
-        lengths = [self.cache.get_seq_length(index) for index in range(len(self.cache.layers))]
-        reached = {(index, ""): seen for index, length in enumerate(lengths) if length > seen}
-        if len(reached) < len(lengths):
-            # between the graphs of two devices: a replay has noted nothing of what `roll_back` is to take back
-            self.integrity.last.done.update(reached)
-        # the exception may have come before `running` ended
-        self._no_step()
-        if self.integrity.writing == STEPS:
-            self.integrity.writing = None
 
     def tensors(self, tokens: int = 1) -> list[Any]:
         """The objects that the launches of a step use. As long as they are the same, it can be replayed."""
@@ -374,7 +349,7 @@ class ReplayableSteps:
             tensors += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
             tensors.append(layer.bucket_index.spans)
             tensors += [] if layer.selector is None else layer.selector.tensors()
-            # of the next step; a number that is one object as long as it stays the same
+            # of the next step; the threshold is cached, so `is` tells whether it changed
             tensors.append(sas_threshold(layer.config, layer.seen + tokens))
         return tensors
 
@@ -389,7 +364,7 @@ class ReplayableSteps:
                 layer.bucket_index.trim(max(layer.lengths()))
 
     def finish(self, tokens: int = 1, surplus: int = 0) -> None:
-        """Count what the step has stored: `tokens` per row, of which the newest `surplus` are taken back."""
+        """Count what the step has stored: `tokens` per row. The newest `surplus` are taken back."""
         for group in self._groups:
             if group.seals_in_step:
                 group.become(group.state.after_step())
@@ -400,13 +375,12 @@ class ReplayableSteps:
             for layer in group.layers:
                 if layer.selector is not None:
                     layer.selector.count(layer.lengths(), [1] * layer.rows, layer.heads)
-        if self.integrity.writing == STEPS:
-            self.integrity.writing = None
-        # the model's own call is still to end
-        self.integrity.leave(STEP)
+        if self._depth == STEP:
+            # else the model's own call is still to end
+            self.mark.end()
         # looked up here, where the device is busy with the step, and not before the next one, which it waits for
         rests = self._depth == STEP and not any(group.state.recording or group.seals() for group in self._groups)
-        self._steady = (self.integrity.last, tokens) if rests and self.unmoved(tokens) else None
+        self._steady = (self.mark.begun, tokens) if rests and self.unmoved(tokens) else None
 
     @storing
     def crop(self, columns: int) -> bool:
@@ -448,11 +422,10 @@ class ReplayableSteps:
         # the op seals the whole blocks among open tokens, and counts them as sealed already
         group.become(before._replace(sealed=after.sealed))
         for layer in group.layers:
-            store, most = layer.kv_store(), max(whole)
-            if before.context is not None:
-                store, most = before.context.own_blocks(store, before.sealed, whole)
-            elif before.recent:
+            store = layer.kv_store()
+            if before.recent:
                 store = store._replace(open_len=shared(gone, device))
+            store, most = before.context.own_blocks(store, before.sealed, whole)
             if most:
                 seal_open(store, most, backend=layer.config.backend)
             layer.buffer.drop_front_in_place(gone, after.open)
@@ -487,6 +460,6 @@ class ReplayableSteps:
     def cancel(self) -> None:
         """After a capture that failed: nothing has been stored."""
         self._no_step()
-        self.integrity.again(self._depth)
-        self.integrity.writing = None
-        self.integrity.leave(STEP)
+        self._stored.clear()
+        if self._depth == STEP:
+            self.mark.end()

@@ -45,8 +45,8 @@ def require_model(model: object) -> None:
     """TypeError unless it is a Transformers model."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"model must be a transformers.PreTrainedModel; got {type(model).__name__}. Of a model that another "
-            "library has wrapped, pass the one inside (PEFT: model.get_base_model(), a pipeline: pipe.model)."
+            f"model must be a transformers.PreTrainedModel; got {type(model).__name__}. If another "
+            "library wrapped the model, pass the one inside (PEFT: model.get_base_model(), a pipeline: pipe.model)."
         )
 
 

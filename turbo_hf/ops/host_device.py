@@ -29,7 +29,7 @@ def shared(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch
 
 @lru_cache(maxsize=16)
 def _sent(numbers: bytes, device: torch.device, stream: int) -> torch.Tensor:
-    """Of one stream: another would not wait for the copy. An ordinary tensor: it may outlive an inference mode."""
+    """The copy for one stream, as another would not wait for it; no inference tensor, as it may outlive the mode."""
     with torch.inference_mode(False):
         if not any(numbers):
             return torch.zeros(len(numbers) // 8, dtype=torch.int64, device=device)

@@ -105,8 +105,8 @@ def fills_sms(q: torch.Tensor, room: int) -> bool:
 def prefill_mode(attention: str, q: torch.Tensor, past: int = 0) -> str:
     """The mode of `prefill` for `TurboConfig.attention`: itself, or what "auto" means for queries [B, Hq, M, D].
 
-    past: tokens before them which the kernel for Hopper could read, as far as the host knows. A shorter prompt over
-    them is worth it from twice the pairs of a query and a key on that the shortest prompt has.
+    past: tokens before them that the kernel for Hopper could read, as far as the host knows. A chunk over a past pays
+    off from twice as many query-key pairs on as the shortest prompt of `AUTO_PREFILL` has.
     """
     if attention != "auto":
         return attention
@@ -237,8 +237,8 @@ ONE_WARP_TILES = (
 
 
 TILE_COST = {16: 4.0, 8: 2.3, 4: 1.3, 3: 1.3, 2: 1.2}
-"""Microseconds of a tile of 4 blocks of each width on one SM of an H200, d = 128, 16 rows of 32k tokens; at 2 bit the
-one that made the fastest plans beside 4 bit; at 3 bit that of 4, from their instructions."""
+"""Microseconds of a tile of 4 blocks of each width on one SM of an H200, d = 128, 16 rows of 32k tokens. 2 bit:
+tuned, by the fastest plans beside 4 bit; 3 bit: taken from 4 bit, as it has about as many instructions."""
 
 TILE_SETUP = 2.6
 """Cost of starting an output of decode, in the same unit."""

@@ -24,7 +24,7 @@ CHECKED_ON_GPUS |= {((16,), "latents"), ((8,), "latents"), ((4,), "latents")}
 static batches on a GPU."""
 
 CHANNELS = 2048
-"""Channels of keys and values of a token, in all heads, of which `Shape.together` tokens of a past are unpacked."""
+"""Channels of keys and values of a token, in all heads; `Shape.together` tokens of a past are unpacked."""
 
 
 class HeadSizes(NamedTuple):
@@ -72,7 +72,7 @@ class Maker(Protocol):
 
 
 def latent_sizes(module: Any) -> HeadSizes:
-    """Of an attention module of latent attention."""
+    """The head sizes of a module of latent attention (MLA)."""
     nope, rotary, value = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
     heads = module.kv_b_proj.out_features // (nope + value)
     return HeadSizes(module.kv_lora_rank, rotary, heads * (nope + rotary + value))

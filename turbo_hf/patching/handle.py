@@ -13,7 +13,6 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from turbo_hf.attention.registration import register
 from turbo_hf.attention.turbo_attention import NAME
-from turbo_hf.cache.context_group import ContextRanks, spread
 from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.cache.turbo_cache import TurboCache
@@ -21,6 +20,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.step_runner import hooked_module
 from turbo_hf.layout import HeadGroups, in_words
+from turbo_hf.parallel.context import spread
 from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.continuous_batching import HeadSizes
 from turbo_hf.patching.other_threads import alone
@@ -89,7 +89,7 @@ class Report:
         serving: whether continuous batching can run, and the prompt tokens that stored prefixes have saved.
         ranks: of a tensor parallel model, how many share it and which heads each of them holds; how many share one
             context; "" for one process. Heads of `layers`, and `selectivity`, are those of this rank.
-        weights: which layers hold quantized weights, and of which library; "" if none do.
+        weights: which layers hold quantized weights, and whose library's; "" if none do.
         check: what `patch(check=True)` found; "" without it.
         generated: what the last call of `generate` has stored its tokens in, with tokens and compressed layers if that
             was a `TurboCache`.
@@ -227,11 +227,10 @@ class CacheMaker:
             selectors={index: selector for index, selector in self.selectors.items() if index < count},
             balances={index: balance for index, balance in self.balances.items() if index < count},
         )
-        cache.integrity.ranks = self.ranks
+        cache.mark.ranks = self.ranks
         for layer in cache.turbo_layers():
             layer.prompt_tally = self.prompt_tallies.setdefault(layer.index, layer.prompt_tally)
-        if isinstance(self.ranks, ContextRanks):
-            spread(cache, self.ranks)
+        spread(cache, self.ranks)
         # `memory()` leaves out drafts by the first layers alone
         if count == self.layers:
             self.made, self.unmeasured = self.made + 1, None

@@ -15,13 +15,13 @@ from turbo_hf.attention.masks import forget_windows, require_window
 from turbo_hf.attention.step_operator import outside_of_steps, step_view
 from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
 from turbo_hf.cache.claimed_cache import claimed
-from turbo_hf.cache.context_group import OTHER_CACHE, ContextRanks
 from turbo_hf.cache.guards import untraced
-from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.pass_mark import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported
 from turbo_hf.models.model_layers import CACHE_KEYWORDS, given_cache
+from turbo_hf.parallel.context import context_of
 from turbo_hf.patches.generic import chooses_attention
 from turbo_hf.patching.cache_hooks import CACHE_HOOKS, add_cache_hooks
 from turbo_hf.patching.handle import CacheMaker, LayerReport
@@ -57,6 +57,11 @@ def add_hooks(
 ) -> list[RemovableHandle]:
     """Give the model and its attention modules their hooks; the handles to remove them by.
 
+    A pass needs `_bring_layer` alone, which gives attention its layer. `_begin_pass` and `_finish_pass` set and clear
+    the mark of its cache, so that none goes on after a pass that broke off. The other hooks guard calls that come by
+    other ways: those without a cache (`add_cache_hooks`), passes that no module announces (`_report_nonfinite`), and
+    attention modules that store to no cache (`left_alone`).
+
     modules: attention modules by layer, at least one. layers: what is done with each layer of the model.
     """
     around = _around(model, modules.values())
@@ -65,15 +70,12 @@ def add_hooks(
         # behind the hook that may bring the cache
         begin = functools.partial(_begin_pass, depth, maker.ranks)
         hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-        failed = functools.partial(_abandon_pass, depth)
-        hooks.append(module.register_forward_hook(failed, with_kwargs=True, always_call=True))
-        # not called after an exception; the last thing done, as what breaks off behind it has stored its tokens
+        # runs last and only on success, so it marks the pass as complete
         hooks.append(module.register_forward_hook(functools.partial(_finish_pass, depth), with_kwargs=True))
     for index, module in modules.items():
         at = layers[index]
         hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, bool(at.groups), strict))
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-        hooks.append(module.register_forward_hook(_release_layer, with_kwargs=True, always_call=True))
     hooks.append(modules[max(modules)].register_forward_hook(_report_nonfinite, with_kwargs=True))
     hooked = set(modules.values())
     for other in model.modules():
@@ -107,38 +109,24 @@ def _begin_pass(depth: int, ranks: Ranks, module: Any, args: tuple[Any, ...], kw
         forget_windows()
     if cache is not None:
         # of a cache that the patch has not made, too
-        cache.integrity.ranks = ranks
+        cache.mark.ranks = ranks
         model = module if depth == STEP + 1 else None
         given = kwargs if "input_ids" in kwargs or not args else {**kwargs, "input_ids": args[0]}
         begin = functools.partial(cache.begin_pass, depth, model, given.get("input_ids"))
-        if isinstance(ranks, ContextRanks):
-            ranks.begin(cache, begin, given)
-        elif cache.context is not None:
-            raise ValueError(OTHER_CACHE)
-        else:
-            begin()
+        context_of(ranks).begin(cache, begin, given)
 
 
 @outside_of_steps(-2)
 def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook of a module that calls all layers: the pass has not broken off.
+    """Forward hook of a module that calls all layers: the pass of the outermost one has ended.
 
-    The outermost raises an error if the pass has stored NaN or Inf, before any token is chosen.
+    It raises an error if the pass has stored NaN or Inf, before any token is chosen.
     """
     cache = _cache_of(args, kwargs)
-    if cache is not None:
-        if cache.integrity.last.calls == [depth]:
-            # one read for all layers, which waits for the device: here the host has launched all of the pass
-            cache.require_finite()
-        cache.integrity.leave(depth)
-
-
-@outside_of_steps(-2)
-def _abandon_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook of what calls all layers, also run after an Exception: one before any change leaves no trace."""
-    cache = _cache_of(args, kwargs)
-    if cache is not None:
-        cache.integrity.abandon(depth)
+    if cache is not None and cache.mark.ends(depth):
+        # one read for all layers, which waits for the device: here the host has launched all of the pass
+        cache.require_finite()
+        cache.mark.end()
 
 
 def _bring_layer(
@@ -156,11 +144,12 @@ def _claim_layer(
     spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     cache = given_cache(kwargs)
-    if not (isinstance(cache, TurboCache) and cache.integrity.last.knows(module.config)):
+    now = cache.mark.now if isinstance(cache, TurboCache) else None
+    if now is None or now.config is not module.config:
         if module.config._attn_implementation != NAME:
             return None
-        if isinstance(cache, TurboCache):
-            cache.integrity.last.config = module.config
+        if now is not None:
+            now.config = module.config
     count = len(cache.all_layers) if isinstance(cache, TurboCache) else spec.layers
     # a draft by the first layers alone (assistant_early_exit) changes the config accordingly in the meantime
     if count != spec.layers and count != module.config.num_hidden_layers:  # noqa: PLR1714  the config is slow to ask
@@ -187,7 +176,6 @@ def _claim_layer(
                 "generate, or train without a TurboCache (use_cache=False)."
             )
         view = claimed(cache, spec.layer)
-        layer.integrity.claim(spec.layer)
         for name in CACHE_KEYWORDS:
             if kwargs.get(name) is cache:
                 kwargs[name] = view
@@ -197,18 +185,10 @@ def _claim_layer(
 
 
 @outside_of_steps(-2)
-def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook, also run after an Exception (not Ctrl-C): the call's new tokens are no longer on their way."""
-    call = kwargs.get("turbo")
-    if call is not None and call.layer is not None:
-        call.layer.integrity.unclaim(call.layer.index)
-
-
-@outside_of_steps(-2)
 def _report_nonfinite(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of the last attention module: as `_finish_pass`, where no module has announced the pass."""
     cache = given_cache(kwargs)
-    if isinstance(cache, TurboCache) and not cache.integrity.last.calls:
+    if isinstance(cache, TurboCache) and (cache.mark.now is None or cache.mark.now.depth is None):
         cache.require_finite()
 
 
@@ -218,9 +198,7 @@ def is_own(hook: Any) -> bool:
         *CACHE_HOOKS,
         _begin_pass,
         _finish_pass,
-        _abandon_pass,
         _bring_layer,
-        _release_layer,
         _report_nonfinite,
         left_alone,
     )

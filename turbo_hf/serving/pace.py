@@ -10,7 +10,7 @@ MOST_WAIT = 0.25
 """Seconds that are waited at most: a pass that was held up once shall not hold up requests again."""
 
 KEPT = 0.9
-"""Of the time that the slowest preparation took, what counts one batch later."""
+"""The share of the slowest preparation's time that counts one batch later."""
 
 
 class Pace:

@@ -55,7 +55,7 @@ class Serving:
     peak: Memory | None = None
 
     def memory(self) -> Memory | None:
-        """Of the newest manager that has a cache; None: there is none."""
+        """The memory of the newest manager that has a cache; None: there is none."""
         made = [manager.batch_processor for manager in list(self.managers)]
         caches = [processor.cache for processor in made if processor is not None]
         found: Memory | None = caches[-1].memory() if caches else None

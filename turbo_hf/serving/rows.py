@@ -74,7 +74,7 @@ SHORT = 1024
 """Prompts, and chunks of prompts, up to this length are computed together."""
 
 MOST_ROWS, LEAST, MOST = 8, 128, 1024
-"""Of a `Layout`: prompts, columns of each, and columns of all of them. On fewer tokens a pass spends as long."""
+"""Most prompts of a `Layout`, least columns of each (fewer tokens take as long), and most columns of all."""
 
 
 class Row(NamedTuple):
@@ -205,7 +205,7 @@ class StepRows:
 
     @cached_property
     def _own_tokens(self) -> torch.Tensor:
-        """Of the requests, in their order."""
+        """The tokens of the requests, in the order of requests."""
         slots = self.slot[: len(self.rows)]
         return self.tokens.view(self.size, self.new).index_select(0, slots).flatten()
 
@@ -251,7 +251,7 @@ class Prompts:
 
     @classmethod
     def of(cls, rows: list[Row], block: int, device: torch.device) -> "Prompts":
-        """Of these requests alone, whose tokens lie one after the other in the pass: for `take` and `put`."""
+        """The prompts of these requests, whose tokens lie one after the other in the pass: for `take` and `put`."""
         new, past = max(row.new for row in rows), rows[0].past > 0
         padded = past or any(row.new < new for row in rows)
         new = _multiple(new) if padded else new
@@ -304,7 +304,7 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, rows: list[Row], own: list[Row], device: torch.device) -> "Packed | None":
-        """Of the requests `own` among those of a pass; None: there are fewer than two."""
+        """The requests `own` of a pass, packed; None: there are fewer than two."""
         if len(own) < 2:
             return None
         longest, tokens = max(row.new for row in own), rows[-1].first + rows[-1].new
@@ -377,7 +377,7 @@ class Blocks:
 
     @classmethod
     def of(cls, rows: list[Row], shape: Shape, device: torch.device, spare: int) -> "Blocks":
-        """Of these requests alone, whose tokens lie one after the other in the pass."""
+        """The blocks of these requests, whose tokens lie one after the other in the pass."""
         count = _multiple(1 + sum(blocks_of(row, shape.block) for row in rows))
         made = cls(count, len(rows), shape, device, spare)
         made.fill(rows, [row.first for row in rows])
@@ -437,7 +437,7 @@ class Layout:
         self._both.copy_(both, non_blocking=True)
 
     @property
-    def ranks(self) -> bool:
+    def ranks_heads(self) -> bool:
         """Whether some request gets its first block, which may rank its heads."""
         return any(bool(rows.first_blocks) for rows in (self.steps, self.blocks) if rows is not None)
 

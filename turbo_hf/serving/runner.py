@@ -149,8 +149,10 @@ class TurboModelRunner(ModelRunner):
         if not prompts:
             return (*of_steps, 0, 0, 0, 0)
         count, new = power_of_two(len(prompts)), power_of_two(max(LEAST, *(row.new for row in prompts)))
-        ranks = any(self.cache.storage.ranks) and any(row.past < self.cache.storage.shape.block for row in prompts)
-        own = self._device is None or not self._prompts or ranks or len({row.past > 0 for row in prompts}) > 1
+        ranked = any(self.cache.storage.ranks_heads) and any(
+            row.past < self.cache.storage.shape.block for row in prompts
+        )
+        own = self._device is None or not self._prompts or ranked or len({row.past > 0 for row in prompts}) > 1
         most = of_steps[0] + count * new > self.cache.max_batch_tokens
         # a past is unpacked for all rows at once
         most |= count * max(row.past + row.new for row in prompts) > self.cache.storage.shape.together
@@ -159,7 +161,7 @@ class TurboModelRunner(ModelRunner):
         return (*of_steps, count, new, max(16, most_blocks(prompts)), int(prompts[0].past > 0))
 
     def _layout(self, key: tuple[int, ...]) -> Layout:
-        """Of these sizes; see `_key`."""
+        """The layout of these sizes; see `_key`."""
         if key not in self._layouts:
             storage = self.cache.storage
             size, blocks, count, new, own_blocks, past = key
@@ -196,7 +198,7 @@ class TurboModelRunner(ModelRunner):
         step = functools.partial(self._forward_process_and_sample, forward, batch_data, *read[len(STAGED) :])
         if self._device is None:
             step()
-        elif any(self.cache.storage.ranks) and layout.ranks:
+        elif any(self.cache.storage.ranks_heads) and layout.ranks_heads:
             # the host tells which rows rank their heads
             self._device.warm(step)
         else:

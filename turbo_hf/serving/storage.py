@@ -66,8 +66,8 @@ class Storage:
         # of each row
         self._given = torch.stack(given)[:, None].repeat(1, slots, 1)
         # whether each request's first block ranks its heads; the order then belongs to that block
-        self.ranks = [len(own) > 1 and order is None for own, order in zip(shape.groups, orders, strict=True)]
-        self._order_of_block = plain.repeat(layers, self.blocks if any(self.ranks) else 0, 1)
+        self.ranks_heads = [len(own) > 1 and order is None for own, order in zip(shape.groups, orders, strict=True)]
+        self._order_of_block = plain.repeat(layers, self.blocks if any(self.ranks_heads) else 0, 1)
         # not tried with latents
         self._side = torch.cuda.Stream(self.device) if pool.is_cuda and shape.rotary_dim is None else None
 
@@ -146,7 +146,7 @@ class Storage:
 
     def _order(self, layer: int, table: torch.Tensor) -> torch.Tensor:
         """int64 [B, Hkv]: the head in each slot of each row."""
-        if self.ranks[layer] and table.shape[1]:
+        if self.ranks_heads[layer] and table.shape[1]:
             return self._order_of_block[layer].index_select(0, table[:, 0])
         given = self._given[layer]
         return given[: len(table)] if len(table) <= len(given) else given[:1].expand(len(table), -1)
@@ -296,7 +296,7 @@ class Storage:
 
         first: int64 [B], the first block of each row's request.
         """
-        if self.ranks[layer] and new:
+        if self.ranks_heads[layer] and new:
             at = shared(new, self.device)
             k, v = store.k_open[at, :, : self.shape.block], store.v_open[at, :, :, : self.shape.block].mT
             k_scale, v_scale = (x[at, :, : self.shape.block] for x in (store.k_scale, store.v_scale))

@@ -26,7 +26,7 @@ REMEMBERED = 16
 
 
 class HeadShares(NamedTuple):
-    """Of one query head, what `PromptShares` has of all of its layer's."""
+    """The shares of one query head; `PromptShares` has those of its layer."""
 
     density: float
     dropped_mean: float | None
@@ -87,7 +87,7 @@ def _shares(read: torch.Tensor, dropped: torch.Tensor | None) -> HeadShares:
 
 
 class _Pass(NamedTuple):
-    """Of one pass: density [B, Hq], dropped shares [B, Hq, R] or None, and which heads became dense, bool [B, Hq]."""
+    """One pass: density [B, Hq], dropped shares [B, Hq, R] or None, and which heads became dense, bool [B, Hq]."""
 
     density: torch.Tensor
     dropped: torch.Tensor | None

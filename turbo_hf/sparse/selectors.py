@@ -83,7 +83,7 @@ class Tally:
         return self.counts[device]
 
     def add(self, lengths: list[int], tokens: list[int], heads: int, always: int) -> None:
-        """Note a step: row r holds `lengths[r]` tokens, the newest `tokens[r]` of which ask."""
+        """Note a step: row r holds `lengths[r]` tokens; the newest `tokens[r]` ask."""
         seen = [n for length, new in zip(lengths, tokens, strict=True) for n in range(length - new + 1, length + 1)]
         self.there += heads * sum(seen)
         short = [n for n in seen if n < always]
@@ -167,7 +167,7 @@ class Means(Selector):
 class Centroids(Selector):
     """Buckets by the nearest centroid [Hkv, C, D]; visits by inner product with it ("kmeans").
 
-    choices: buckets per head, of which it visits `probes`.
+    choices: buckets per head; it visits `probes` of them.
     pre_rotary: whether it needs queries and keys before rotary embedding.
     """
 

@@ -225,7 +225,7 @@ def attend_open(
         k_at = k_ptr + (at * cap + token)[:, None, :] * D
         keys = packed_bytes(k_at + channel, live[:, None, :], channel, D, DP)
         stored = start + nb[:, None, None] * TOKENS + t[None, None, :]
-        # whole groups of 16, of which `cap` is a multiple: tokens past the last one have a probability of 0
+        # whole groups of 16, as `cap` is a multiple of 16: tokens past the last one have a probability of 0
         values = packed_bytes(v_ptr + (at * D + channel) * cap + stored, stored // 16 * 16 < count, channel, D, DP)
         if PLAIN:
             # 0 * NaN is NaN, so the values are masked too

@@ -1,4 +1,4 @@
-"""Decode attention over heads kept in 16 bit: LeanAttention itself, a block at a time. Of a block:
+"""Decode attention over heads kept in 16 bit: LeanAttention itself, a block at a time. Each block:
 
     S = K q                     [tokens, rows]
     P = exp(S - m)              m: the largest score so far
@@ -95,7 +95,7 @@ def attend_16bit(cache, slot, at, run, length, q, seen, scoring, FORM: tl.conste
         rows = (at * cache.cap + token)[:, None] * D + d[None, :]
         columns = (at * D + d)[:, None] * cache.cap + token[None, :]
         keys = packed_bytes(k_open + rows, live[:, None], d[None, :], D, DP)
-        # whole groups of 16, of which `cap` is a multiple; numbers past the last token may be NaN
+        # whole groups of 16, as `cap` is a multiple of 16; numbers past the last token may be NaN
         values = packed_bytes(v_open + columns, (token // 16 * 16 < count)[None, :], d[:, None], D, DP)
         values = tl.where(live[None, :], values, 0.0)
         place = sealed * BLOCK + token[:, None]

@@ -88,8 +88,10 @@ def stream_k(tiles: Numbers, cost: NDArray[np.float64], ctas: int, setup: float 
 
 
 def even_rounds(ctas: int, outputs: int, parts: int) -> int:
-    """`ctas`, rounded down by less than a tenth: to as many CTAs for each output, so that all shares are alike, and
-    that number to a power of two, or a multiple of `parts`, if this is less than a tenth too."""
+    """`ctas`, rounded down by less than a tenth to a multiple of `outputs`, so that all shares are alike.
+
+    The CTAs per output are a power of two, up to `parts`, if that too rounds by less than a tenth.
+    """
     each = min(parts, 1 << max(0, (ctas // outputs).bit_length() - 1)) * outputs
     fewer, alike = ctas // each * each, ctas // outputs * outputs
     return fewer if fewer > 0.9 * ctas else alike if alike > 0.9 * ctas else ctas

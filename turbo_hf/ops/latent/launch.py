@@ -34,8 +34,8 @@ def schedule(rows: int, bits: int) -> tuple[int, int]:
 
 
 def schedule_hopper(rows: int) -> tuple[int, bool, int]:
-    """Of the kernel for Hopper: warps of a program, whether it makes a block's latents while the last one's products
-    run, and how many programs an SM holds at once (H100: `eval/results/decode-log.md`)."""
+    """The Hopper kernel's warps per program, whether it makes a block's latents while the last one's products run, and
+    programs per SM (H100: `eval/results/decode-log.md`)."""
     return (4, False, 2) if rows == ROWS else (8, True, 1)
 
 

@@ -51,7 +51,7 @@ def score_tiles_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Per tile of queries before `last` and tile of keys: the mean over the queries of their estimated share of it,
-    negative where one query alone gives it at least `peak`. Of a key tile's whole row, two passes: sums, then shares.
+    negative where one query alone gives it at least `peak`. Two passes over each row of key tiles: sums, then shares.
 
     first_head: the number of the first of these heads, for `scoring.sinks`.
     """

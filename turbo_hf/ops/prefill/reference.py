@@ -129,8 +129,7 @@ def _past(
 ) -> list[Run]:
     """The sealed blocks and the open tokens, as their products take them.
 
-    dtype: of the model's queries. kept: bool [B, Hq, T, P + T], of which the first P are tiles of the past; None: all
-    are read.
+    dtype: of the model's queries. kept: bool [B, Hq, T, P + T]: the first P are tiles of the past; None: all are read.
     """
     batch, _, cap, _ = store.k_open.shape
     wide, sealed = q.x.dtype, store.sealed[:, None] * store.block

@@ -117,7 +117,7 @@ def _check_visits(visits: Visits, q: torch.Tensor, kv_heads: int, longest: int) 
 
 
 MOST_SCORED = 1 << 15
-"""Blocks of a row of which a program holds the scores at once."""
+"""A program holds the scores of this many blocks of a row at once."""
 
 
 def _why_no_kernel(q: torch.Tensor, store: KVStore, visits: Visits | ByMeans | None, mode: str) -> str | None:

@@ -67,7 +67,7 @@ def score_means_kernel(
 
 @triton.jit
 def _shares(x):
-    """Masses of blocks relative to that of the largest score, of which x is short by so much in log2."""
+    """Masses of blocks relative to that of the largest score; x is the difference to it in log2."""
     return tl.where(x > -DEEPEST, tl.exp2(x), 0.0)
 
 

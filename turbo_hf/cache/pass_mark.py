@@ -1,0 +1,164 @@
+"""The mark of a cache: a pass or an operation over it has begun, and has not ended.
+
+It is set before anything changes and cleared at the end, not in an exception handler, which Ctrl-C or a second error
+would cut short. A mark that still stands refuses the next pass or operation.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Hashable
+from threading import get_ident
+from typing import Any, TypeVar, cast
+
+from turbo_hf.cache.guards import ordinary
+from turbo_hf.ranks import ALONE
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+STEP = 0
+"""The depth of a step that may be replayed (`ReplayableSteps`); those of the modules in it follow."""
+
+PASS = "pass"
+
+
+class Pass:
+    """A pass over a cache, or an operation on it.
+
+    what: `PASS`, or the name of an operation.
+    depth: of the outermost module of the pass whose hooks tell its beginning and end; None: no hooks tell them.
+    stored: which layers have begun to store; not empty once the cache may have changed.
+    config: the model config that was found to name our attention, which is slow to ask.
+    """
+
+    def __init__(self, what: str, depth: int | None):
+        self.what, self.depth, self.thread = what, depth, get_ident()
+        self.stored: set[Hashable] = set() if what == PASS else {what}
+        self.config: Any = None
+
+
+class PassMark:
+    """The mark of one cache, which all of its layers share. A copy of a broken cache is broken.
+
+    layers: how many layers store something. A pass without hooks ends when as many have stored.
+    """
+
+    # what has begun; the attribute of the class: nothing
+    now: Pass | None = None
+
+    def __init__(self, layers: int):
+        self.layers = layers
+        # what is being written, or was when it broke off
+        self.writing: str | None = None
+        # passes and operations that have begun so far
+        self.begun = 0
+        # those that must agree whether NaN or Inf has been stored
+        self.ranks = ALONE
+
+    def refusal(self) -> ValueError:
+        """What is raised where the mark stands."""
+        what = "pass" if self.now is None else self.now.what
+        at = "" if self.writing is None else f" while {self.writing} was written"
+        return ValueError(
+            f"an earlier {what} over this TurboCache broke off{at} (or it is still under way, perhaps in another "
+            "thread): reset() it, or take a new one."
+        )
+
+    def _mine(self, now: Pass) -> bool:
+        return now.thread == get_ident() and self.writing is None
+
+    def require_whole(self) -> None:
+        """ValueError if something has begun to change the cache, and has not ended."""
+        if self.writing is not None or (self.now is not None and self.now.stored):
+            raise self.refusal()
+
+    def require_unwritten(self) -> None:
+        """ValueError if something is being written, or was when it broke off."""
+        if self.writing is not None:
+            raise self.refusal()
+
+    def begin(self, what: str = PASS, depth: int | None = None) -> Pass:
+        """A new pass or operation begins; ValueError if another one has not ended, or another thread has begun one."""
+        new = Pass(what, depth)
+        # of threads that begin at once, Python lets one set it
+        now = vars(self).setdefault("now", new)
+        if now is not new:
+            if now.stored or not self._mine(now):
+                raise self.refusal()
+            # the former one broke off before anything had changed
+            self.now = new
+        self.begun += 1
+        return new
+
+    def enter(self, depth: int) -> bool:
+        """A module that calls all layers begins; whether that is a pass of its own, not a part of the one that stands.
+
+        depth: among such modules, the outermost first.
+        """
+        now = self.now
+        if now is not None and now.depth is not None and depth > now.depth and not now.stored and self._mine(now):
+            return False
+        self.begin(depth=depth)
+        return True
+
+    def ends(self, depth: int) -> bool:
+        """Whether the pass that stands is that of the module at this depth."""
+        return self.now is not None and self.now.depth == depth and self._mine(self.now)
+
+    def end(self) -> None:
+        """What has begun has ended as it should; not if an error in a write was caught on the way."""
+        if self.writing is None:
+            vars(self).pop("now", None)
+
+    def turn(self, key: Hashable) -> Pass:
+        """A layer begins to store new tokens, or a kind of state: once in each pass. Returns the pass.
+
+        Raises:
+            ValueError: this is a new pass, and the last one has not ended; or another thread uses the cache.
+        """
+        now = self.now
+        if now is None:
+            now = self.begin()
+        elif now.what != PASS or key in now.stored or not self._mine(now):
+            raise self.refusal()
+        now.stored.add(key)
+        return now
+
+    def settle(self) -> None:
+        """A layer has stored its tokens: with the last layer, a pass without hooks ends."""
+        now = self.now
+        if now is not None and now.depth is None and now.what == PASS and len(now.stored) == self.layers:
+            self.end()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(vars(self))
+        now = state.pop("now", None)
+        if now is not None and (now.stored or self.writing):
+            state["now"] = copy.copy(now)
+            state["now"].config = None
+        return state
+
+
+def storing(method: F) -> F:
+    """As `ordinary`, for methods of what has a `mark`, and a `name` for errors.
+
+    While it runs, `mark.writing` is set, and the mark stands; an exception leaves both.
+    """
+    stores = ordinary(method)
+
+    @functools.wraps(method)
+    def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mark: PassMark = self.mark
+        now = mark.now
+        if now is None:
+            mark.begin("call")
+        elif now.thread != get_ident():
+            raise mark.refusal()
+        # calls may be nested
+        mark.writing, before = self.name, mark.writing
+        result = stores(self, *args, **kwargs)
+        mark.writing = before
+        if now is None:
+            mark.end()
+        return result
+
+    return cast(F, marked)
