@@ -108,7 +108,8 @@ def assert_sizes(x: torch.Tensor, size: torch.Tensor) -> None:
 def test_a_page_is_its_formula(bits: int, block: int, device: torch.device) -> None:
     parts = [channels_of((2, 2, block, 16)), torch.rand(2, 2, block).bfloat16().float()] * 2
     parts[0] = channels_of((2, 2, block, 16))
-    pages = seal_blocks(*(x.to(device) for x in parts), bits)
+    k, k_scale, v, v_scale = (x.to(device) for x in parts)
+    pages = seal_blocks(k, k_scale, v, v_scale, bits)
     assert pages.bits == bits
     time_order = [VALUE_ORDER.index(t % 16) + t // 16 * 16 for t in range(block)]
     levels = 2**bits - 1
