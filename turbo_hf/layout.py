@@ -37,8 +37,8 @@ A page has two axes: each token has a size, and each channel a range. What a cod
     x[token, channel] = size[token] * code                                                  8 bit
 
 At 8 bit, codes and sizes are those of the open tokens. Below, a token's size is its root mean square, times a unit of
-the block in which every zero and every zero + span is an integer from -127 to 127. Sizes are rounded before codes are
-computed, so that their rounding costs nothing.
+the block in which every zero and every zero + span is an integer from -127 to 127. Sizes are rounded up, as scales of
+open tokens are, before codes are computed, so that their rounding costs nothing.
 
 VALUE_ORDER: within each group of 16 tokens, values are in the order in which a thread of an 8-bit tensor-core
 instruction holds the probabilities that it has just computed, so that P feeds P V without a shuffle.

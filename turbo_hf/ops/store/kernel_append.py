@@ -6,7 +6,7 @@ import triton.language as tl
 from turbo_hf.ops.kernel_common import slot_of_width
 from turbo_hf.ops.store.kernel_arguments import Block
 from turbo_hf.ops.store.kernel_rotate import rotated
-from turbo_hf.ops.store.kernel_seal import codes_of, copy_block, scale_of, seal_block, store_mean
+from turbo_hf.ops.store.kernel_seal import codes_of, scale_of, seal_block, store_mean
 
 QUERIES = tl.constexpr(4)
 """Query rows that a program rotates."""
@@ -148,15 +148,10 @@ def seal_open_kernel(
             own, here = slot_of_width(slot, True, g, FORM)
             if here:
                 k, v, k_scale, v_scale, v_token, v_channel = opened[g]
-                k += (pair * cap + n * BLOCK) * D
+                first = pair * cap + n * BLOCK
                 v += pair * cap * D + n * BLOCK * v_token
-                to = page * FORM.slots[g] + own
-                scales = pair * cap + n * BLOCK
-                tokens = Block(k, v, k_scale + scales, v_scale + scales, v_token, v_channel)
-                if FORM.bits[g] == 16:
-                    copy_block(tokens, paged[g], to, FORM)
-                else:
-                    seal_block(tokens, paged[g], to, g, FORM)
+                tokens = Block(k + first * D, v, k_scale + first, v_scale + first, v_token, v_channel)
+                seal_block(tokens, paged[g], page * FORM.slots[g] + own, g, FORM)
                 if means is not None:
                     store_mean(tokens, means, page * FORM.heads + slot, FORM)
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.kernel_common import value_order
-from turbo_hf.ops.store.kernel_seal import codes_of, scale_of, seal_lines, sizes_of, tile_of, unit_of
+from turbo_hf.ops.store.kernel_seal import codes_of, scale_of, seal_lines, seal_sizes
 
 
 @triton.jit
@@ -105,22 +105,12 @@ def _seal(
     k_from, v_from = k_open + at_token * RANK, v_open + row * ROTARY * cap + first
     n, r = tl.arange(0, BLOCK), tl.arange(0, ROTARY)
     to = (page * ROTARY + r)[:, None] * BLOCK + n[None, :]
-    if BITS == 16:
-        c = tl.arange(0, RANK)
-        at = n[:, None] * RANK + c[None, :]
-        tl.store(k_out + page * BLOCK * RANK + at, tl.load(k_from + at))
-        tl.store(v_out + to, tl.load(v_from + r[:, None] * cap + n[None, :]))
-    else:
-        k_size = tl.load(k_scales + at_token + n)
-        share = k_size
-        if BITS == 4:
-            c = tl.arange(0, RANK)
-            k = tile_of(k_from, n[:, None] * RANK + c[None, :], (n >= 0)[:, None] & (c >= 0)[None, :])
-            k_size, share = sizes_of(k, k_size, unit_of(k, RANK, 1), RANK, 1)
-        LANES: tl.constexpr = 2 if BITS == 4 else 1
-        meta = meta_out + page * 2 * RANK
-        seal_lines(k_from, RANK, 1, share, k_out, meta, page, RANK, BLOCK, BITS, LANES, RANK // LANES)
-        tl.store(v_out + to, tl.load(v_from + r[:, None] * cap + value_order(n)[None, :]))
-        sizes = size_out + page * (2 * BLOCK) + n
-        tl.store(sizes, k_size.to(tl.bfloat16))
-        tl.store(sizes + BLOCK, tl.load(v_scales + at_token + n).to(tl.bfloat16))
+    token, share = n, n
+    if BITS < 16:
+        token, sizes = value_order(n), size_out + page * (2 * BLOCK)
+        _, share, _ = seal_sizes(k_from, RANK, 1, k_scales + at_token, sizes, RANK, RANK, BLOCK, BITS)
+        tl.store(sizes + BLOCK + n, tl.load(v_scales + at_token + n).to(tl.bfloat16))
+    LANES: tl.constexpr = 2 if BITS == 4 else 1
+    meta = meta_out + page * 2 * RANK
+    seal_lines(k_from, RANK, 1, share, k_out, meta, page, RANK, BLOCK, BITS, LANES, RANK // LANES)
+    tl.store(v_out + to, tl.load(v_from + r[:, None] * cap + token[None, :]))

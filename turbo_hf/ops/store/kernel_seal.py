@@ -56,7 +56,7 @@ def quantize_tokens_kernel(
 
 
 @triton.jit
-def tile_of(x_ptr, at, inside):
+def _numbers(x_ptr, at, inside):
     """INT8 codes as numbers, 0 where not `inside`."""
     return tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
 
@@ -68,15 +68,8 @@ def _roots(codes, D: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def unit_of(codes, D: tl.constexpr, AXIS: tl.constexpr):
-    """The unit of a block's sizes: as `ops.store.reference_quantize._sizes`."""
-    root = _roots(codes, D, AXIS)
-    return tl.div_rn(tl.max(tl.div_rn(tl.max(tl.abs(codes), AXIS), tl.where(root > 0, root, 1.0)), 0), EDGE)
-
-
-@triton.jit
-def sizes_of(codes, scale, unit, D: tl.constexpr, AXIS: tl.constexpr):
-    """Sizes of tokens of a block in its `unit`, and what one of a token's codes is in its size."""
+def _sizes(codes, scale, unit, D: tl.constexpr, AXIS: tl.constexpr):
+    """Sizes of tokens of a block in its unit, and what one of a token's codes is in its size."""
     exact = scale * (_roots(codes, D, AXIS) * unit)
     size = rounded_up(exact)
     # NaN stays
@@ -84,17 +77,35 @@ def sizes_of(codes, scale, unit, D: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _zero_and_span(x, AXIS: tl.constexpr):
-    """The range of each channel of x, numbers in units of their tokens' sizes: tokens are dimension AXIS."""
-    zero = tl.floor(tl.min(x, AXIS))
-    return zero, tl.ceil(tl.max(x, AXIS)) - zero
+def seal_sizes(
+    x_ptr, token, channel, scale_ptr, size_ptr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Sizes of the tokens of a block [BLOCK, D] with strides `token` and `channel`, of 8 bits at most, to `size_ptr`.
+
+    Returns tokens in units of sizes, their shares as in `_sizes`, and the block's unit: of no use at 8 bit.
+    """
+    n, d = tl.arange(0, BLOCK), tl.arange(0, DP)
+    x = _numbers(x_ptr, n[:, None] * token + d[None, :] * channel, (n >= 0)[:, None] & (d < D)[None, :])
+    size = tl.load(scale_ptr + n)
+    root = _roots(x, D, 1)
+    unit = tl.div_rn(tl.max(tl.div_rn(tl.max(tl.abs(x), 1), tl.where(root > 0, root, 1.0)), 0), EDGE)
+    share = size
+    if BITS < 8:
+        size, share = _sizes(x, size, unit, D, 1)
+    tl.store(size_ptr + n, size.to(tl.bfloat16))
+    return x * share[:, None], share, unit
 
 
 @triton.jit
-def _store_lines(meta_ptr, d, zero, span, inside, D: tl.constexpr):
-    """A zero and a span of channels d to their lines of `meta`; spans are unsigned bytes."""
+def _seal_ranges(x, meta_ptr, d, inside, D: tl.constexpr):
+    """Zeros and spans of channels d of x [BLOCK, ...], in units of sizes; also to their lines of `meta`."""
+    zero = tl.floor(tl.min(x, 0))
+    span = tl.ceil(tl.max(x, 0)) - zero
     tl.store(meta_ptr + d, zero.to(tl.int8), mask=inside)
+    # an unsigned byte
     tl.store(meta_ptr + D + d, span.to(tl.int32).to(tl.int8), mask=inside)
+    return zero, span
 
 
 @triton.jit
@@ -165,7 +176,7 @@ def seal_lines(
 ):  # fmt: skip
     """A block [BLOCK, D] with strides `token` and `channel` to lines of channels; zeros and spans to `meta_ptr`.
 
-    share: of each token, as in `sizes_of`; not read at 8 bit.
+    share: as in `_sizes`. From 8 bit on the block is copied.
     """
     LEVELS: tl.constexpr = 2.0**BITS - 1
     WIDTH: tl.constexpr = D // LANES
@@ -175,13 +186,13 @@ def seal_lines(
     for lane in tl.static_range(LANES):
         run = lane * WIDTH + j
         inside = (j < WIDTH)[None, :] & (n >= 0)[:, None]
-        x = tile_of(x_ptr, n[:, None] * token + run[None, :] * channel, inside)
-        if BITS == 8:
-            tl.store(out_ptr + page * BLOCK * D + n[:, None] * D + run[None, :], x.to(tl.int8), mask=inside)
+        at = n[:, None] * token + run[None, :] * channel
+        if BITS >= 8:
+            to = out_ptr + page * BLOCK * D + n[:, None] * D + run[None, :]
+            tl.store(to, tl.load(x_ptr + at, mask=inside), mask=inside)
         else:
-            x = x * share[:, None]
-            zero, span = _zero_and_span(x, 0)
-            _store_lines(meta_ptr, run, zero, span, j < WIDTH, D)
+            x = _numbers(x_ptr, at, inside) * share[:, None]
+            zero, span = _seal_ranges(x, meta_ptr, run, j < WIDTH, D)
             codes = _codes(x, zero[None, :], span[None, :], LEVELS)
             planes = _store_lane(
                 out_ptr, page, n[:, None], j[None, :], codes, inside, lane, planes, BLOCK, D, BITS, LANES
@@ -201,40 +212,34 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
     LEVELS: tl.constexpr = 2.0**VALUE_BITS - 1
     V_LINE: tl.constexpr = 2 if BITS < 8 else 0
     LINES: tl.constexpr = V_LINE + (2 if VALUE_BITS < 8 else 0)
-    n = tl.arange(0, BLOCK)
-    d = tl.arange(0, DP)
-    inside = (n >= 0)[:, None] & (d < D)[None, :]
-    k_size, v_size = tl.load(tokens.k_scale + n), tl.load(tokens.v_scale + n)
     meta = meta_out + page * LINES * D
-    k_share = k_size
-    if BITS < 8:
-        k = tile_of(tokens.k, n[:, None] * D + d[None, :], inside)
-        k_size, k_share = sizes_of(k, k_size, unit_of(k, D, 1), D, 1)
-    seal_lines(tokens.k, D, 1, k_share, k_out, meta, page, D, BLOCK, BITS, FORM.lanes[G], FORM.lane_width[G])
-    unit = 1.0
-    zero = tl.full((DP,), 1.0, tl.float32)
-    span = zero
+    d = tl.arange(0, DP)
+    share = d
+    if BITS < 16:
+        sizes = size_out + page * (2 * BLOCK)
+        _, share, _ = seal_sizes(tokens.k, D, 1, tokens.k_scale, sizes, D, DP, BLOCK, BITS)
+        v, _, unit = seal_sizes(
+            tokens.v, tokens.v_token, tokens.v_channel, tokens.v_scale, sizes + BLOCK, D, DP, BLOCK, VALUE_BITS
+        )
+    seal_lines(tokens.k, D, 1, share, k_out, meta, page, D, BLOCK, BITS, FORM.lanes[G], FORM.lane_width[G])
     if VALUE_BITS < 8:
-        v = tile_of(tokens.v, n[:, None] * tokens.v_token + d[None, :] * tokens.v_channel, inside)
-        unit = unit_of(v, D, 1)
-        v_size, v_share = sizes_of(v, v_size, unit, D, 1)
-        zero, span = _zero_and_span(v * v_share[:, None], 0)
-        _store_lines(meta + V_LINE * D, d, zero, span, d < D, D)
-    sizes = size_out + page * (2 * BLOCK) + n
-    tl.store(sizes, k_size.to(tl.bfloat16))
-    tl.store(sizes + BLOCK, v_size.to(tl.bfloat16))
+        zero, span = _seal_ranges(v, meta + V_LINE * D, d, d < D, D)
     TOKENS: tl.constexpr = BLOCK // LANES
     i = tl.arange(0, TOKENS)
     planes = _no_planes(DP, TOKENS, VALUE_BITS)
     inside = (d < D)[:, None] & (i >= 0)[None, :]
     for lane in tl.static_range(LANES):
-        token = value_order(lane * TOKENS + i)
-        x = tile_of(tokens.v, token[None, :] * tokens.v_token + d[:, None] * tokens.v_channel, inside)
-        if VALUE_BITS == 8:
-            tl.store(v_out + page * BLOCK * D + d[:, None] * BLOCK + i[None, :], x.to(tl.int8), mask=inside)
+        token = lane * TOKENS + i
+        if VALUE_BITS < 16:
+            token = value_order(token)
+        at = token[None, :] * tokens.v_token + d[:, None] * tokens.v_channel
+        if VALUE_BITS >= 8:
+            to = v_out + page * BLOCK * D + d[:, None] * BLOCK + i[None, :]
+            tl.store(to, tl.load(tokens.v + at, mask=inside), mask=inside)
         else:
-            # found again, of tokens in another order
-            _, share = sizes_of(x, tl.load(tokens.v_scale + token), unit, D, 0)
+            # sizes are found again, of tokens in another order
+            x = _numbers(tokens.v, at, inside)
+            _, share = _sizes(x, tl.load(tokens.v_scale + token), unit, D, 0)
             codes = _codes(x * share[None, :], zero[:, None], span[:, None], LEVELS)
             planes = _store_lane(
                 v_out, page, d[:, None], i[None, :], codes, inside, lane, planes, D, BLOCK, VALUE_BITS, LANES
@@ -249,7 +254,7 @@ def store_mean(tokens, means, place, FORM: tl.constexpr):
     n = tl.arange(0, FORM.block)
     d = tl.arange(0, FORM.padded_dim)
     # channels beyond D are 0
-    keys = tile_of(tokens.k, n[:, None] * D + d[None, :], (n >= 0)[:, None] & (d < D)[None, :])
+    keys = _numbers(tokens.k, n[:, None] * D + d[None, :], (n >= 0)[:, None] & (d < D)[None, :])
     if tokens.k.dtype.element_ty == tl.int8:
         keys = keys * tl.load(tokens.k_scale + n)[:, None]
     mean = tl.sum(keys, 0) * (1.0 / FORM.block)
@@ -259,21 +264,6 @@ def store_mean(tokens, means, place, FORM: tl.constexpr):
     spread = tl.sqrt_rn(tl.maximum(square, 0.0))
     tl.store(scale_ptr + 2 * place, tl.minimum(unit, LARGEST_HALF).to(tl.float16))
     tl.store(scale_ptr + 2 * place + 1, tl.minimum(spread, LARGEST_HALF).to(tl.float16))
-
-
-@triton.jit
-def copy_block(tokens, pages, page, FORM: tl.constexpr):
-    """Copy one block of one head, unquantized, to a page of 16 bit."""
-    k_out, v_out, _, _ = pages
-    D: tl.constexpr = FORM.dim
-    BLOCK: tl.constexpr = FORM.block
-    n = tl.arange(0, BLOCK)
-    d = tl.arange(0, FORM.padded_dim)
-    inside = (n >= 0)[:, None] & (d < D)[None, :]
-    k_at = n[:, None] * D + d[None, :]
-    tl.store(k_out + page * BLOCK * D + k_at, tl.load(tokens.k + k_at, mask=inside), mask=inside)
-    v = tl.load(tokens.v + n[:, None] * tokens.v_token + d[None, :] * tokens.v_channel, mask=inside)
-    tl.store(v_out + page * BLOCK * D + d[None, :] * BLOCK + n[:, None], v, mask=inside)
 
 
 @triton.jit

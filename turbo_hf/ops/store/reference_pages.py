@@ -17,9 +17,8 @@ def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     total = blocks * block + -(-cap // block) * block
     k_scale, v_scale = (store.k_scale.new_zeros(batch, heads, total) for _ in range(2))
     k, v = (k_scale.new_zeros(batch, heads, total, n) for n in (dim, store.v_open.shape[2]))
-    if blocks:
-        sealed = slice(0, blocks * block)
-        k[:, :, sealed], k_scale[:, :, sealed], v[:, :, sealed], v_scale[:, :, sealed] = sealed_tokens(store)
+    for x, sealed in zip((k, k_scale, v, v_scale), sealed_tokens(store), strict=True):
+        x[:, :, : blocks * block] = sealed
     if cap:
         place = store.sealed[:, None] * block + torch.arange(cap, device=k.device)
         wide = place[:, None, :, None].expand(batch, heads, cap, 1)
@@ -44,11 +43,6 @@ def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
     Returned as k, k_scale, v, v_scale. Blocks past a row's end have the content of page 0.
     """
-    batch, heads, _, dim = store.k_open.shape
-    if not store.table.shape[1]:
-        scale = store.k_scale.new_zeros(batch, heads, 0)
-        none = scale.new_zeros(batch, heads, 0, dim)
-        return none, scale, none.new_zeros(batch, heads, 0, store.v_open.shape[2]), scale
     page = store.table.flatten()
     paged = [PagedHeads(pages.bits, *(x.index_select(0, page) for x in pages[1:])) for pages in store.paged]
     keys, values = zip(*map(reference_unpack_blocks, paged), strict=True)
