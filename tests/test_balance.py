@@ -252,6 +252,6 @@ def test_a_saved_cache_fits_no_other_balance(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("turbo_hf.patching.refusals.UNEVEN", torch.inf)
     with (
         turbo_hf.patch(model, SMALL),
-        pytest.raises(ValueError, match=r"its layers.0.balance is .* and here it is None"),
+        pytest.raises(ValueError, match=r"its layers.0.balance is .*, and should be None"),
     ):
         TurboCache.from_pretrained(tmp_path, model)
