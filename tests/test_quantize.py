@@ -106,9 +106,9 @@ def assert_sizes(x: torch.Tensor, size: torch.Tensor) -> None:
 @in_one_test("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
 @in_one_test("bits", STAGE_2)
 def test_a_page_is_its_formula(bits: int, block: int, device: torch.device) -> None:
-    parts = [channels_of((2, 2, block, 16)), torch.rand(2, 2, block).bfloat16().float()] * 2
-    parts[0] = channels_of((2, 2, block, 16))
-    pages = seal_blocks(*(x.to(device) for x in parts), bits)
+    k, v = (channels_of((2, 2, block, 16)) for _ in range(2))
+    scale = torch.rand(2, 2, block).bfloat16().float()
+    pages = seal_blocks(k.to(device), scale.to(device), v.to(device), scale.to(device), bits)
     assert pages.bits == bits
     time_order = [VALUE_ORDER.index(t % 16) + t // 16 * 16 for t in range(block)]
     levels = 2**bits - 1
@@ -117,9 +117,9 @@ def test_a_page_is_its_formula(bits: int, block: int, device: torch.device) -> N
         lines = pages.meta[page, slot].cpu().double()
         for i in range(2):
             size = pages.size[page, slot, i].cpu().double()
-            token, scale = parts[2 * i][page, slot].double(), parts[2 * i + 1][page, slot].double()
-            assert_sizes(token * scale[:, None], size)
-            x = token * (scale / size)[:, None]
+            token, own = (k, v)[i][page, slot].double(), scale[page, slot].double()
+            assert_sizes(token * own[:, None], size)
+            x = token * (own / size)[:, None]
             zero, span = lines[2 * i], lines[2 * i + 1] % 256
             # quotients are rounded to float32, by which they may be below or above an integer
             near = 256 * 4 * EPS

@@ -325,6 +325,17 @@ def test_damaged_files_are_refused(whole: Any, data: st.DataObject) -> None:
         (folder / name).write_bytes(files[name])
 
 
+@pytest.mark.parametrize("line", [127, -128])
+def test_pages_of_numbers_that_no_code_has(line: int, tmp_path: Path) -> None:
+    """A zero of 127 with a span of 127 ends at 254, and one of -128 begins below what INT8 codes have."""
+    model, cache = llama()()
+    run(model, cache, prompts(1, 70))
+    cache.layers[0].pool.paged[0].meta.fill_(line)
+    cache.save_pretrained(tmp_path, input_ids=prompts(1, 70))
+    with pytest.raises(ValueError, match="zeros and spans of its pages end beyond 127"):
+        TurboCache.from_pretrained(tmp_path, model)
+
+
 @in_one_test("part", ["state", "shape", "table", "open"])
 def test_shapes_that_contradict_each_other(part: str, tmp_path: Path) -> None:
     model = saved_in(tmp_path)

@@ -64,7 +64,7 @@ def _numbers(x_ptr, at, inside):
 @triton.jit
 def _roots(codes, D: tl.constexpr, AXIS: tl.constexpr):
     """Root mean squares of tokens, whose D channels are dimension AXIS. Sums of squares of codes are exact."""
-    return tl.sqrt_rn(tl.div_rn(tl.sum(codes * codes, AXIS), D))
+    return tl.sqrt_rn(tl.sum(codes * codes, AXIS) * (1.0 / D))
 
 
 @triton.jit

@@ -84,7 +84,7 @@ def _sizes(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torc
     what one of a token's codes is in that size."""
     wide = codes.float()
     # sums of squares of codes are exact; on a CPU, torch's root of float32 is not always the nearest
-    root = ratio((wide * wide).sum(-1), codes.shape[-1]).double().sqrt().float()
+    root = ((wide * wide).sum(-1) * (1 / codes.shape[-1])).double().sqrt().float()
     divisor = torch.where(root > 0, root, 1.0)
     unit = ratio((wide.abs().amax(-1) / divisor).amax(-1, keepdim=True), EDGE)
     size = rounded_up(scale * (root * unit))
