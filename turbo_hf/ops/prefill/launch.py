@@ -120,7 +120,7 @@ def unpack_past(
     """The sealed blocks of a cache: k [B, Hkv, T, D], v [B, Hkv, D, T], and [B, Hkv, T/b, 2]: the scale of keys, log2
     of that of values.
 
-    keys, values: types of k and v. INT8: codes with one scale for each block, `reference.past_codes`; else the numbers
+    keys, values: types of k and v. INT8: codes with one scale for each block, as `past_operands`; else the numbers
         themselves.
     in_time: v is in the order of time, not in VALUE_ORDER. Places past a row's end are not written.
     """
