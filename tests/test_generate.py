@@ -287,7 +287,7 @@ def test_no_full_precision_copy_survives(llama: Any, config: TurboConfig, option
     scales = {
         id(x)
         for layer in cache.turbo_layers()
-        for x in (layer.buffer.k_scale, layer.buffer.v_scale, *(pages.scale for pages in layer.pool.paged))
+        for x in (layer.buffer.k_scale, layer.buffer.v_scale, *(pages.size for pages in layer.pool.paged))
     }
     assert len(scales) == 2 * 3
     floats = [x for x in reachable(cache, set()) if x.is_floating_point()]
