@@ -245,7 +245,9 @@ def test_passes_between_the_steps_of_sparse_layers(runners: list[StepRunner], de
             cache, said = handle.new_cache(), prompts(1, 40).to(model.device)
             for turn in range(3):
                 said = torch.cat((said, prompts(1, 5, seed=turn).to(model.device)), 1)
-                said = model.generate(said, **{CACHE: cache}, max_new_tokens=40, do_sample=False)
+                # a token may be the one that pads
+                mask = torch.ones_like(said)
+                said = model.generate(said, **{CACHE: cache}, attention_mask=mask, max_new_tokens=40, do_sample=False)
                 cache.crop(-3)
                 said = said[:, :-3]
             layers = cache.turbo_layers()
@@ -302,7 +304,9 @@ def test_turns_on_one_cache(runners: list[StepRunner], device: torch.device) -> 
             for turn in range(3):
                 more = prompts(1, 5, seed=turn).to(model.device)
                 said = torch.cat((said, more), 1)
-                said = model.generate(said, **{CACHE: cache}, max_new_tokens=40, do_sample=False)
+                # a token may be the one that pads
+                mask = torch.ones_like(said)
+                said = model.generate(said, **{CACHE: cache}, attention_mask=mask, max_new_tokens=40, do_sample=False)
             tokens: list[int] = said[0].tolist()
             return tokens
 
