@@ -224,6 +224,7 @@ def routes() -> dict[str, Callable[[], Route]]:
         "hybrid": lambda: patched("hybrid", small, hybrid_model()),
         "unpatched": lambda: unpatched("unpatched", small),
         "unpatched-dense": lambda: unpatched("unpatched-dense", small, dense=(1,)),
+        "unpatched-hybrid": lambda: unpatched("unpatched-hybrid", small, hybrid_model()),
         "unpatched-window": lambda: unpatched("unpatched-window", small, tiny_mistral(40)),
     }
 
