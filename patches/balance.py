@@ -21,7 +21,7 @@ PROBES = 64
 
 UNEVEN = 4.0
 """The largest channel of a head over its median from which on a layer with a key bias is balanced. Without a bias it is
-1 to 3, seldom 5 (SmolLM2-135M); in 9 of the 24 layers of Qwen2.5-Coder-0.5B it is 4 to 125, and a balance of the others
+1 to 3, seldom 5 (SmolLM2-135M); in 8 of the 24 layers of Qwen2.5-Coder-0.5B it is 4 to 125, and a balance of the others
 changed nothing."""
 
 KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm")
