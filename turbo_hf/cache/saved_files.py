@@ -30,7 +30,7 @@ from turbo_hf.config.whole_files import (
 )
 from turbo_hf.errors import Unsupported
 
-FORMAT, SCHEMA = "turbo_hf cache", 2
+FORMAT, SCHEMA = "turbo_hf cache", 3
 FACTS, TENSORS = "turbo_cache.json", "turbo_cache.{}.safetensors"
 LOCK, WAIT = f"{FACTS}.lock", 60.0
 """Held while the files are replaced, and how many seconds another process waits for that."""

@@ -6,7 +6,7 @@ import triton.language as tl
 from turbo_hf.ops.kernel_common import CODE_MAX, as_int8, counted, slot_of_width
 from turbo_hf.ops.store.kernel_arguments import Block
 from turbo_hf.ops.store.kernel_rotate import rotated
-from turbo_hf.ops.store.kernel_seal import copy_block, copy_mean, seal_block, seal_mean
+from turbo_hf.ops.store.kernel_seal import copy_block, seal_block
 
 QUERIES = tl.constexpr(4)
 """Query rows that a program rotates."""
@@ -130,7 +130,6 @@ def seal_open_kernel(
     opened,  # for each bit width (k, v, k_scale, v_scale, v's stride of a token, and of a channel)
     rows,  # `Rows`
     table_ptr,  # int64 [B, blocks]
-    means,  # `PageMeans` or None
     table_stride, cap,
     FORM: tl.constexpr,
 ):  # fmt: skip
@@ -155,16 +154,10 @@ def seal_open_kernel(
                 to = page * FORM.slots[g] + own
                 if FORM.bits[g] == 16:
                     copy_block(Block(k, v, k_scale, v_scale, v_token, v_channel), paged[g], to, FORM)
-                    if means is not None:
-                        tokens = Block(k, v, k_scale, v_scale, v_token, v_channel)
-                        copy_mean(tokens, means, page * FORM.heads + slot, FORM)
                 else:
                     k_scale += pair * cap + n * BLOCK
                     v_scale += pair * cap + n * BLOCK
                     seal_block(Block(k, v, k_scale, v_scale, v_token, v_channel), paged[g], to, g, FORM)
-                    if means is not None:
-                        tokens = Block(k, v, k_scale, v_scale, v_token, v_channel)
-                        seal_mean(tokens, means, page * FORM.heads + slot, FORM)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["nonfinite_ptr"])
@@ -173,7 +166,7 @@ def append_step_kernel(
     queries,  # `RotatedQueries` or None
     cache, rows,  # `Cache`, `Rows`
     table_ptr,  # int64 [B, blocks]
-    means, noted,  # `PageMeans` or None, `Noted` or None
+    noted,  # `Noted` or None
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     table_stride,
     FORM: tl.constexpr, LEVELS: tl.constexpr,
@@ -190,14 +183,14 @@ def append_step_kernel(
             _rotate_queries(queries, first, FORM.dim, FORM.padded_dim, LEVELS)
     if program >= 0:
         _append_step(
-            new, given_ptr, cache, rows, table_ptr, means, noted, nonfinite_ptr, arrived_ptr, table_stride, program,
+            new, given_ptr, cache, rows, table_ptr, noted, nonfinite_ptr, arrived_ptr, table_stride, program,
             FORM, LEVELS,
         )  # fmt: skip
 
 
 @triton.jit
 def _append_step(
-    new, given_ptr, cache, rows, table_ptr, means, noted, nonfinite_ptr, arrived_ptr, table_stride, program,
+    new, given_ptr, cache, rows, table_ptr, noted, nonfinite_ptr, arrived_ptr, table_stride, program,
     FORM: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = FORM.heads
@@ -220,8 +213,6 @@ def _append_step(
                 k_at, v_at = k_open + pair * cap * D, v_open + pair * D * cap
                 tokens = Block(k_at, v_at, k_scales + pair * cap, v_scales + pair * cap, 1, cap)
                 seal_block(tokens, cache.paged[g], page * FORM.slots[g] + own, g, FORM)
-                if means is not None:
-                    seal_mean(tokens, means, page * HEADS + slot, FORM)
         # all threads have now read the place that the new token takes
         tl.debug_barrier()
     at = tl.where(is_due, 0, held)

@@ -6,7 +6,6 @@ import triton.language as tl
 from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, counted, value_order
 from turbo_hf.ops.store.kernel_arguments import Block
 
-LARGEST_HALF = tl.constexpr(65504.0)
 """The largest number of float16."""
 
 
@@ -195,43 +194,6 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
             planes = _store_lane(
                 v_out, page, d[:, None], i[None, :], codes, inside, lane, planes, D, BLOCK, VALUE_BITS, LANES
             )
-
-
-@triton.jit
-def store_mean(keys, scale, means, place, FORM: tl.constexpr):
-    """Mean and spread of keys [BLOCK, DP], in units of `scale`, to `PageMeans`. place: page * heads + slot."""
-    D: tl.constexpr = FORM.dim
-    mean_ptr, scale_ptr = means
-    mean = tl.sum(keys, 0) * (1.0 / FORM.block)
-    unit = tl.div_rn(counted(tl.max(tl.abs(mean), 0)), CODE_MAX)
-    codes = as_int8(tl.div_rn(mean, tl.broadcast_to(tl.where(unit > 0, unit, 1.0), mean.shape)))
-    d = tl.arange(0, FORM.padded_dim)
-    tl.store(mean_ptr + place * D + d, codes, mask=d < D)
-    # channels beyond D are 0
-    square = tl.sum(tl.sum(keys * keys, 0) * (1.0 / FORM.block) - mean * mean, 0) * (1.0 / D)
-    spread = tl.sqrt_rn(tl.maximum(square, 0.0))
-    tl.store(scale_ptr + 2 * place, tl.minimum(unit * scale, LARGEST_HALF).to(tl.float16))
-    tl.store(scale_ptr + 2 * place + 1, tl.minimum(spread * scale, LARGEST_HALF).to(tl.float16))
-
-
-@triton.jit
-def seal_mean(tokens, means, place, FORM: tl.constexpr):
-    """`store_mean` of the INT8 keys of a `Block`, under the scale that `seal_block` gives them."""
-    n = tl.arange(0, FORM.block)
-    d = tl.arange(0, FORM.padded_dim)
-    scale, ratio = ratios(tokens.k_scale, 0, n)
-    inside = (d < FORM.dim)[None, :] & (n >= 0)[:, None]
-    store_mean(stage1(tokens.k, n[:, None] * FORM.dim + d[None, :], inside, ratio[:, None]), scale, means, place, FORM)
-
-
-@triton.jit
-def copy_mean(tokens, means, place, FORM: tl.constexpr):
-    """`store_mean` of unquantized keys."""
-    n = tl.arange(0, FORM.block)
-    d = tl.arange(0, FORM.padded_dim)
-    inside = (d < FORM.dim)[None, :] & (n >= 0)[:, None]
-    keys = tl.load(tokens.k + n[:, None] * FORM.dim + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    store_mean(keys, 1.0, means, place, FORM)
 
 
 @triton.jit

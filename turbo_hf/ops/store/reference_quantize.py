@@ -9,7 +9,6 @@ from turbo_hf.layout import (
     UNQUANTIZED,
     KVStore,
     PagedHeads,
-    PageMeans,
     Width,
     half_split,
     narrowed,
@@ -52,16 +51,6 @@ def reference_seal_blocks(
     lines = [*k_lines, *v_lines]
     meta = torch.stack(lines, -2) if lines else k1.new_empty(*k1.shape[:-2], 0, k1.shape[-1])
     return PagedHeads(bits, codes_k, codes_v, meta, scale)
-
-
-def reference_means(k: torch.Tensor, k_scale: torch.Tensor) -> PageMeans:
-    """Mean and spread of blocks k [P, S, b, D] with scales [P, S, b], as `PageMeans` holds them."""
-    keys, scale = (k.float(), torch.ones_like(k_scale[..., 0])) if k.is_floating_point() else _stage1(k, k_scale)
-    # of codes the sums over tokens are exact
-    mean, square = (x.sum(-2) * (1 / k.shape[-2]) for x in (keys.float(), keys.float() ** 2))
-    codes, unit = reference_quantize_tokens(mean)
-    spread = (square - mean * mean).mean(-1).clamp(min=0).sqrt()
-    return PageMeans(codes, narrowed(torch.stack((unit, spread), -1) * scale[..., None], torch.float16))
 
 
 def _packed(
