@@ -50,11 +50,6 @@ def by_bucket() -> Made:
     return model, turbo_hf.patch(model, config, calibration=an_index(model, 8)).new_cache()
 
 
-def by_means() -> Made:
-    model = tiny_llama().requires_grad_(False)
-    return model, turbo_hf.patch(model, sparse("means", mass=0.4, window_tokens=8, dense_layers=())).new_cache()
-
-
 def family(name: str) -> Callable[[], Made]:
     def make() -> Made:
         model = subject(name, "turbo4").patched
@@ -80,7 +75,6 @@ KINDS: list[Any] = [
     pytest.param(llama(backend="triton", low_bits=2, low_heads=0.5), id="kernels"),
     pytest.param(windows, id="windows"),
     pytest.param(by_bucket, id="sparse"),
-    pytest.param(by_means, id="means"),
     pytest.param(family("lfm2"), id="convolution"),
     pytest.param(family("qwen3_next"), id="recurrent"),
     pytest.param(latent, id="latent"),

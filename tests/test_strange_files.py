@@ -102,11 +102,6 @@ def by_bucket() -> Any:
     return model, turbo_hf.patch(model, config, calibration=an_index(model, buckets=8)).new_cache()
 
 
-def by_means() -> Any:
-    model = tiny_llama().requires_grad_(False)
-    return model, turbo_hf.patch(model, sparse("means", mass=0.4, window_tokens=8, dense_layers=())).new_cache()
-
-
 def states() -> Any:
     model = build("lfm2").requires_grad_(False)
     return model, turbo_hf.patch(model, "turbo4").new_cache()
@@ -158,7 +153,7 @@ def read_or_refused(read: Callable[[], Any], what: Any) -> Any:
     return None
 
 
-@pytest.mark.parametrize("make", [llama, windows, by_bucket, by_means, states, latent])
+@pytest.mark.parametrize("make", [llama, windows, by_bucket, states, latent])
 def test_a_saved_cache_of_a_stranger(make: Callable[[], Any], tmp_path: Path) -> None:
     model, cache = make()
     drawn, ids, step = random.Random(make.__name__), prompts(2, 150) % 63 + 1, torch.ones(2, 1, dtype=torch.long)
@@ -204,8 +199,7 @@ def test_a_calibration_of_a_stranger(tmp_path: Path) -> None:
     index: dict[str, Any] = {"centroids": torch.rand(heads, 8, dim), "rotated_centroids": torch.rand(heads, 8, dim)}
     sizes = {"weight_1": (dim, 4), "bias_1": (4,), "weight_2": (4, 8), "bias_2": (8,)}
     index["classifier"] = {name: torch.rand(heads, *size) for name, size in sizes.items()}
-    rules: dict[str, Any] = {"prompt": torch.full((heads, 2, 2), 0.5), "left_by_head": torch.zeros(heads)}
-    whole = dataclasses.replace(found, layers=(dataclasses.replace(layer, **index, **rules), *found.layers[1:]))
+    whole = dataclasses.replace(found, layers=(dataclasses.replace(layer, **index), *found.layers[1:]))
     whole.save_pretrained(tmp_path)
     facts, content = json.loads((tmp_path / FACTS).read_bytes()), (tmp_path / TENSORS).read_bytes()
     own, right = load(content), Calibration.from_pretrained(tmp_path)

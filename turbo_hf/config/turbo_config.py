@@ -92,7 +92,7 @@ class SparseConfig(Options):
 
     def __post_init__(self) -> None:
         freeze_layers(self, "dense_layers")
-        if self.selector == "means":
+        if str(self.selector) == "means":
             raise ValueError(f'SparseConfig.selector "means" {LEFT}. Take one of {", ".join(SELECTORS)}.')
         one_of("selector", self.selector, SELECTORS, "SparseConfig")
         for field, least in (("sink_tokens", 0), ("window_tokens", 1)):
