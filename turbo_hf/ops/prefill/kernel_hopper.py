@@ -92,8 +92,10 @@ def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp
                 it += 1
             if past is not None:
                 _, newest, begin, end = extent(past, bh, row, Hq, starts, M, part, parts)
+                ahead = past_tile(begin, newest, past.room)
                 for i in range(begin, end):
-                    j = past_tile(i, newest, past.room)
+                    j = ahead
+                    ahead = past_tile(i + 1, newest, past.room)
                     s = it % STAGES
                     mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
                     mbarrier.expect(full.index(s), 256 * D)
@@ -387,10 +389,12 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
             # the newest tile alone may have keys that are not the row's
             full_from = gl.where((begin == 0) & (end > 0) & (tokens % 128 > 0), 1, begin)
             k_two, v_two = past_scales(scales, past_tile(begin, newest, past.room), halves)
+            ahead = past_tile(begin + 1, newest, past.room)
             for turn in gl.static_range(2):
                 for i in range(begin if turn == 0 else full_from, full_from if turn == 0 else end):
                     k_here, v_here = k_two, v_two
-                    k_two, v_two = past_scales(scales, past_tile(i + 1, newest, past.room), halves)
+                    k_two, v_two = past_scales(scales, ahead, halves)
+                    ahead = past_tile(i + 2, newest, past.room)
                     S, F, R = _products(W, q_wg, k_smem, v_smem, ones, full, it, s, s_zero, o_zero, l_zero, STAGES, FP8)
                     old = ref
                     P, m, ref = past_probabilities(
