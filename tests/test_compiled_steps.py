@@ -1,4 +1,4 @@
-"""Steps that `TurboConfig(compile=True)` compiles as one graph, captured and not: the same tokens, few compilations.
+"""Captured steps that `TurboConfig(compile=True)` compiles as one graph: the same tokens, few compilations.
 
 Without a GPU the backends "eager" and "aot_eager" trace as inductor would; inductor itself is tried once.
 """
@@ -45,7 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compiler(monkeypatch: pytest.MonkeyPatch, runners: list[StepRunner]) -> Iterator[None]:
     """Without inductor; what one test has compiled is not another's."""
     monkeypatch.setattr(compiled_step, "BACKEND", "eager")
     torch._dynamo.reset()
@@ -114,21 +114,17 @@ def test_the_single_steps_of_drafts_are_compiled(runners: list[StepRunner], devi
     assert compilations() == 1
 
 
-@pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_padded_batch_that_seals_blocks(
     backend: str,
-    captured: bool,
+    runners: list[StepRunner],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     device: torch.device,
 ) -> None:
-    if backend == "inductor" and not captured:
-        pytest.skip("inductor takes seconds to compile, so it is tried with captured steps alone")
     monkeypatch.setattr(compiled_step, "BACKEND", backend)
-    model = tiny_llama(num_hidden_layers=1).to(device if captured else "cpu")
+    model = tiny_llama(num_hidden_layers=1).to(device)
     want = answer(model, PLAIN, **ragged())
-    runners = watch_runners(monkeypatch) if captured else []
     same = answer(model, COMPILED, **ragged()) == want
     # inductor sums in another order, and a tie may fall otherwise
     assert same.float().mean() > 0.9 if backend == "inductor" else same.all()
@@ -144,7 +140,7 @@ def test_a_padded_batch_that_seals_blocks(
     [
         pytest.param({"bits": 16}, id="16bit"),
         pytest.param({"sas": True}, id="sas"),
-        pytest.param({"cuda_graphs": False, "low_heads": 0.5}, id="mixed"),
+        pytest.param({"low_heads": 0.5}, id="mixed"),
     ],
 )
 def test_what_is_compiled_besides(config: dict[str, Any], runners: list[StepRunner]) -> None:
@@ -152,15 +148,12 @@ def test_what_is_compiled_besides(config: dict[str, Any], runners: list[StepRunn
     want = answer(model, replace(PLAIN, **config), **ragged([40, 9]), max_new_tokens=40)
     assert torch.equal(answer(model, replace(COMPILED, **config), **ragged([40, 9]), max_new_tokens=40), want)
     assert compilations() == 1
-    assert bool(sum(runner.captures for runner in runners)) == ("cuda_graphs" not in config)
+    assert all(runner.captures for runner in runners)
 
 
 @pytest.mark.parametrize("selector", ["saap", "kmeans"])
-@pytest.mark.parametrize("captured", [True, False])
-def test_sparse_layers(selector: Any, captured: bool, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    if captured:
-        watch_runners(monkeypatch)
-    model = tiny_llama().to(device if captured else "cpu")
+def test_sparse_layers(selector: Any, device: torch.device) -> None:
+    model = tiny_llama().to(device)
     index, sparse = an_index(model), SparseConfig(selector=selector, probes=3, window_tokens=12, dense_layers=(0,))
     want, one = answer_and_report(model, replace(PLAIN, sparse=sparse), index, **ragged())
     got, other = answer_and_report(model, replace(COMPILED, sparse=sparse), index, **ragged())
@@ -235,13 +228,8 @@ def breaks(model: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: forward(model.model.norm, x) * (1 if bool(x.sum() > -1e9) else 2)
 
 
-@pytest.mark.parametrize(
-    ("captured", "asked", "said"), [(True, True, "compile=True: "), (False, "tuned", 'compile="tuned": ')]
-)
-def test_a_model_that_cannot_be_compiled(
-    captured: bool, asked: Any, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runners = watch_runners(monkeypatch) if captured else []
+@pytest.mark.parametrize(("asked", "said"), [(True, "compile=True: "), ("tuned", 'compile="tuned": ')])
+def test_a_model_that_cannot_be_compiled(asked: Any, said: str, runners: list[StepRunner]) -> None:
     model = tiny_llama()
     model.model.norm.forward = breaks(model)
     want, before = answer(model, PLAIN, **ragged()), dict(vars(model))
@@ -256,10 +244,11 @@ def test_a_model_that_cannot_be_compiled(
     assert all(runner.captures for runner in runners)
 
 
-def test_a_step_whose_capture_fails_is_captured_as_it_is(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_a_step_whose_capture_fails_is_captured_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, runners: list[StepRunner], device: torch.device
+) -> None:
     model = tiny_llama().to(device)
     want = answer(model, PLAIN, **ragged())
-    runners = watch_runners(monkeypatch)
 
     class Fails(Again):
         def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
@@ -289,6 +278,19 @@ def test_a_hook_of_the_user_is_called_in_every_step() -> None:
         model.generate(prompts(1, 40), max_new_tokens=10, do_sample=False)
         assert "compiled as one graph" in handle.report().steps
     assert len(called) == 10
+
+
+def test_steps_that_are_not_captured_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"compile=True compiles .* and cuda_graphs=False captures none"):
+        replace(COMPILED, cuda_graphs=False)
+    model, ids = tiny_llama(num_hidden_layers=1), prompts(1, 40)
+    want = answer(model, PLAIN, input_ids=ids, **FEW)
+    monkeypatch.undo()
+    with turbo_hf.patch(model, COMPILED) as handle:
+        with pytest.warns(UserWarning, match="compile=True: steps are not compiled: the model is on cpu"):
+            assert torch.equal(model.generate(ids, do_sample=False, **FEW), want)
+        assert "; not compiled (the model is on cpu)" in handle.report().steps
+    assert not compilations()
 
 
 def test_uncompressed_layers() -> None:

@@ -21,7 +21,7 @@ from turbo_hf.eval.methods import folder_of, method_named, options_of_files, req
 
 CONFIGS = [
     *EVERY_PRESET.values(),
-    TurboConfig(bits=16, low_bits=4, low_heads=0.5, attention="fp16", cuda_graphs=False, compile=True),
+    TurboConfig(bits=16, low_bits=4, low_heads=0.5, attention="fp16", cuda_graphs=True, compile=True),
     TurboConfig(sas=True, sas_threshold=-6.5, int8_layers=(3, 1), dense_layers=(0,), low_heads=1),
     TurboConfig(int8_layers=(), sparse=SparseConfig(probes=64, dense_layers=(0, 2))),
     TurboConfig(sparse=SparseConfig(selector="window", window_tokens=511)),

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers.distributed.configuration_utils import DistributedConfig
 from two_ranks import CONFIGS, HEADS, answer
 
-from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.layout import Rounding, Scoring
 from turbo_hf.ops.prefill.contract import prefill
+from turbo_hf.parallel.context import ContextRanks
 
 SAME = "ValueError: the ranks of a context group must make the same calls over the same tokens, and "
 

@@ -55,12 +55,12 @@ def test_a_full_disk_leaves_what_was_there_and_names_the_file(tmp_path: Path, mo
 
 
 def test_an_interrupt_leaves_no_part_of_a_file(tmp_path: Path) -> None:
-    def content() -> Any:
-        yield b"first"
+    def content(path: Path) -> None:
+        path.write_bytes(b"first")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "file", content())
+        write_whole(tmp_path / "file", content)
     assert not list(tmp_path.iterdir())
 
 

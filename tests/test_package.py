@@ -39,7 +39,7 @@ LAYERS = [
     {"turbo_hf.ops.prefill"},
     {"turbo_hf.ops.decode"},
     {"turbo_hf.ops.sparse"},
-    {"turbo_hf.sparse", "turbo_hf.patches"},
+    {"turbo_hf.sparse", "turbo_hf.patches", "turbo_hf.parallel"},
     {"turbo_hf.cache"},
     {"turbo_hf.attention"},
     {"turbo_hf.graphs"},

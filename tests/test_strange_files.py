@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,14 +22,11 @@ import pytest
 import torch
 from all_pairs import in_one_test
 from calibration_support import lab
-from graphs_support import an_index
-from models import lab_model, prompts, tiny_llama, tiny_mistral
-from safetensors.torch import load, save
-from sparse_cache_support import sparse
-from tiny_families import build
+from models import lab_model, prompts
+from safetensors.torch import load, save, save_file
+from saved_support import Make, by_bucket, family, llama, windows
 
-import turbo_hf
-from turbo_hf import Calibration, TurboCache, TurboConfig
+from turbo_hf import Calibration, TurboCache
 from turbo_hf.cache import saved_files
 from turbo_hf.calibration.artifacts import FACTS, TENSORS
 from turbo_hf.config.file import read_mapping
@@ -36,7 +34,10 @@ from turbo_hf.config.whole_files import facts_hash
 from turbo_hf.eval.answers import Answers
 from turbo_hf.eval.run_identity import META, open_run
 from turbo_hf.models.versions import CACHE
+from turbo_hf.ops.maths import checksum
 
+FREE = (torch.uint8, torch.bool)
+"""Types of which every number is one that a cache may hold."""
 TIMES = 150
 """Changed files of each kind."""
 STRANGE: list[Any] = [
@@ -85,49 +86,15 @@ def tampered(x: torch.Tensor, drawn: random.Random) -> torch.Tensor:
     return torch.full_like(x, math.nan if x.is_floating_point() else last)
 
 
-def llama() -> Any:
-    model = tiny_llama().requires_grad_(False)
-    return model, turbo_hf.patch(model, TurboConfig(bits=4, low_bits=2, low_heads=0.5, block_size=32)).new_cache()
-
-
-def windows() -> Any:
-    model = tiny_mistral(24).requires_grad_(False)
-    model.model.layers[1].self_attn.is_cross_attention = True
-    return model, turbo_hf.patch(model, TurboConfig(bits=16, attention="fp16"), strict="fallback").new_cache()
-
-
-def by_bucket() -> Any:
-    model = tiny_llama().requires_grad_(False)
-    config = sparse("kmeans", probes=2, window_tokens=8, dense_layers=())
-    return model, turbo_hf.patch(model, config, calibration=an_index(model, buckets=8)).new_cache()
-
-
-def states() -> Any:
-    model = build("lfm2").requires_grad_(False)
-    return model, turbo_hf.patch(model, "turbo4").new_cache()
-
-
-def latent() -> Any:
-    model = build("deepseek_v3").requires_grad_(False)
-    return model, turbo_hf.patch(model, "turbo4").new_cache()
-
-
 def written(folder: Path, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
     """Write a saved cache with right sums, whatever it holds."""
-    for left in folder.iterdir():
-        left.unlink()
-    digest = facts_hash(facts, "sha256")
-    head = saved_files._head([[n, saved_files.NAMES[x.dtype], list(x.shape)] for n, x in tensors.items()])
-    content = head + b"".join(bytes(saved_files._bytes(x)) for x in tensors.values())
-    (folder / saved_files.TENSORS.format(digest[:16])).write_bytes(content)
-    (folder / saved_files.FACTS).write_text(json.dumps({**facts, "sha256": digest}))
+    metadata = {saved_files.ENTRY: json.dumps({**facts, "sha256": facts_hash(facts, "sha256")})}
+    save_file(tensors, folder / saved_files.FILE, metadata)
 
 
-def listed(tensors: dict[str, torch.Tensor]) -> list[Any]:
-    """The entry "tensors" of a saved cache."""
-    sums = saved_files.checksums(tensors.values())
-    kinds = [[n, saved_files.NAMES[x.dtype], list(x.shape)] for n, x in tensors.items()]
-    return [[*kind, total] for kind, total in zip(kinds, sums, strict=True)]
+def sums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """The entry "sums" of a saved cache."""
+    return {name: int(checksum(x)) for name, x in tensors.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -153,43 +120,75 @@ def read_or_refused(read: Callable[[], Any], what: Any) -> Any:
     return None
 
 
-@pytest.mark.parametrize("make", [llama, windows, by_bucket, states, latent])
-def test_a_saved_cache_of_a_stranger(make: Callable[[], Any], tmp_path: Path) -> None:
+KINDS = [llama(low_bits=2, low_heads=0.5), windows, by_bucket, family("lfm2"), family("deepseek_v3")]
+
+
+NAMES = ["llama", "windows", "by_bucket", "states", "latent"]
+
+
+def saved(make: Make, folder: Path) -> tuple[Any, TurboCache, dict[str, Any], dict[str, torch.Tensor]]:
+    """A model, a cache of it, and what its file holds."""
     model, cache = make()
-    drawn, ids, step = random.Random(make.__name__), prompts(2, 150) % 63 + 1, torch.ones(2, 1, dtype=torch.long)
+    ids = prompts(2, 150) % 63 + 1
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+    cache.save_pretrained(folder, input_ids=ids)
+    facts, tensors = saved_files.read(folder)
+    whole = {name: each for name, each in facts.items() if name != "sha256"}
+    return model, cache, whole, {name: x.clone() for name, x in tensors.items()}
+
+
+@pytest.mark.parametrize("make", KINDS, ids=NAMES)
+def test_a_saved_cache_of_a_stranger(make: Make, tmp_path: Path) -> None:
+    model, cache, whole, own = saved(make, tmp_path)
+    drawn, step = random.Random(3), torch.ones(2, 1, dtype=torch.long)
 
     def after(held: Any) -> torch.Tensor:
         with torch.no_grad():
             logits: torch.Tensor = model(step, **{CACHE: held}).logits
         return logits
 
-    with torch.no_grad():
-        model(ids, **{CACHE: cache})
-    cache.save_pretrained(tmp_path, input_ids=ids)
-    right, found = after(copy.deepcopy(cache)), saved_files.read(tmp_path)
-    own = {n: torch.empty(s, dtype=saved_files.TYPES[k]) for n, k, s, _ in found.facts["tensors"]}
-    with found.file:
-        found.fill(own)
-    whole = {name: each for name, each in found.facts.items() if name != "sha256"}
-    taken = 0
+    right, taken = after(cache), 0
     for _ in range(TIMES):
         facts, tensors = whole, dict(own)
         if drawn.random() < 0.7:
-            part = drawn.choice(["held", "held", "held", "held", "tensors", "all"])
+            part = drawn.choice(["held", "held", "held", "held", "sums", "all"])
             facts = changed(whole, drawn) if part == "all" else {**whole, part: changed(whole[part], drawn)}
         else:
             name = drawn.choice(sorted(own))
             tensors[name] = tampered(own[name], drawn)
-            facts = {**whole, "tensors": listed(tensors)}
+            facts = {**whole, "sums": sums(tensors)}
         written(tmp_path, facts, tensors)
         what = [pair for pair in zip(whole.items(), facts.items(), strict=False) if pair[0] != pair[1]]
         loaded = read_or_refused(lambda: TurboCache.from_pretrained(tmp_path, model), what)
         if loaded is not None:
             got = read_or_refused(functools.partial(after, loaded), what)
             # numbers that are other numbers of their kind are another cache, as none can tell
-            assert got is None or facts["tensors"] != whole["tensors"] or torch.equal(got, right), what
+            assert got is None or facts["sums"] != whole["sums"] or torch.equal(got, right), what
             taken += 1
     assert taken < TIMES / 3
+
+
+@pytest.mark.parametrize("make", KINDS, ids=NAMES)
+def test_numbers_that_no_saved_cache_holds(make: Make, tmp_path: Path) -> None:
+    model, _, whole, own = saved(make, tmp_path)
+    held = json.loads(json.dumps(whole["held"]).replace('["recording", false]', '["recording", true]', 1))
+    written(tmp_path, {**whole, "held": held}, own)
+    with pytest.raises(ValueError, match=r"state\.recording is True, and should be False"):
+        TurboCache.from_pretrained(tmp_path, model)
+    # steps and zero points of pages may be any
+    free = re.compile(r"tokens|.*pages\.\d\.2")
+    checked = {name: x for name, x in own.items() if not (free.fullmatch(name) or x.dtype in FREE)}
+    worst = {torch.int8: -128, torch.int16: -7, torch.int64: 999}
+    cases = [(name, torch.full_like(x, worst.get(x.dtype, math.nan))) for name, x in checked.items()]
+    # a head named twice, a table that leaves out pages
+    cases += [(name, torch.zeros_like(x)) for name, x in checked.items() if x.dtype == torch.int64]
+    for name, x in [*cases, ("stray", torch.zeros(2))]:
+        if not torch.equal(x, own.get(name, torch.ones(2))):
+            tensors = {**own, name: x}
+            written(tmp_path, {**whole, "sums": sums(tensors)}, tensors)
+            with pytest.raises(ValueError, match="is damaged"):
+                TurboCache.from_pretrained(tmp_path, model)
 
 
 def test_a_calibration_of_a_stranger(tmp_path: Path) -> None:
@@ -245,14 +244,13 @@ def test_a_config_file_of_a_stranger(content: bytes, tmp_path: Path) -> None:
 
 
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
-    model, cache = llama()
+    model, cache = llama()()
     with torch.no_grad():
         model(prompts(1, 40), **{CACHE: cache})
     cache.save_pretrained(tmp_path)
     lab().save_pretrained(tmp_path)
     ends = {
-        saved_files.FACTS: lambda: TurboCache.from_pretrained(tmp_path, model),
-        next(tmp_path.glob("turbo_cache.*.safetensors")).name: lambda: TurboCache.from_pretrained(tmp_path, model),
+        saved_files.FILE: lambda: TurboCache.from_pretrained(tmp_path, model),
         FACTS: lambda: Calibration.from_pretrained(tmp_path),
         TENSORS: lambda: Calibration.from_pretrained(tmp_path),
         META: lambda: open_run(tmp_path, {}),
@@ -270,7 +268,14 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
             (os.rmdir if path.is_dir() else os.unlink)(path)
         if kept.exists():
             kept.rename(path)
-    with (tmp_path / saved_files.FACTS).open("r+b") as file:
-        file.truncate(1 << 40)
-    with pytest.raises(ValueError, match="such a file has 16,777,216 at most"):
-        TurboCache.from_pretrained(tmp_path, model)
+    path = tmp_path / saved_files.FILE
+    content = path.read_bytes()
+    for shape in ([2**63, 0], [2**62, 0], [1] * 3000, [2**62, 2**62], [-1]):
+        head = json.dumps({"x": {"dtype": "U8", "shape": shape, "data_offsets": [0, int(0 not in shape)]}}).encode()
+        path.write_bytes(len(head).to_bytes(8, "little") + head + b"x" * (0 not in shape))
+        with pytest.raises(ValueError, match=r"is damaged: .* cannot be read"):
+            TurboCache.from_pretrained(tmp_path, model)
+    for begin in (1 << 40, 1 << 25, 1 << 63):
+        path.write_bytes(begin.to_bytes(8, "little") + content[8:])
+        with pytest.raises(ValueError, match="16,777,216 are read"):
+            TurboCache.from_pretrained(tmp_path, model)

@@ -6,9 +6,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from turbo_hf.attention.context_group import merged, own_part
 from turbo_hf.attention.sparse_step import Source, new_buckets
-from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
@@ -17,6 +15,7 @@ from turbo_hf.layout import KVStore, Rounding, Scoring
 from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.tuning import in_tiles, prefill_mode
+from turbo_hf.parallel.context import WHOLE, ContextRanks
 
 PLAN_PAYS = 1 << 27
 """Rows times tokens squared from which cuDNN should pay off although it makes a plan for each new shape.
@@ -53,17 +52,17 @@ def prompt_attention(
     scoring: Scoring,
     *,
     held: Sequence[int] | None = None,
-    context: ContextRanks | None = None,
+    context: ContextRanks = WHOLE,
 ) -> torch.Tensor:
     """Attention [B, Hq, M, D] of new tokens, aligned, over themselves and a past; nothing is stored.
 
-    held: tokens of each row that the past holds. context: the ranks over which the past is spread; without a past, each
-    computes all.
+    held: tokens of each row that the past holds. context: which blocks of the past are in this process; without a past,
+    each computes all.
     """
     q, k, v = qkv
     known = 0
     plain = config.v_scale == "block" and not config.smooth_k and (config.rotates or not config.hadamard)
-    if past is not None and window is None and scoring.is_plain and context is None and plain and in_tiles(past):
+    if past is not None and window is None and scoring.is_plain and not context and plain and in_tiles(past):
         known = past.table.shape[1] * past.block if held is None else max(held)
     mode = prefill_mode(config.prompt_attention, q, known)
     # over a past, the chunk's own keys are rotated like the stored ones
@@ -81,9 +80,8 @@ def prompt_attention(
         hadamard=config.hadamard and rounds and not turned,
     )
     if past is None:
-        context = None
-    elif context is not None:
-        past, scoring = own_part(context, past, scoring)
+        context = WHOLE
+    past, scoring = context.own_part(past, scoring)
     found = prefill(
         q,
         k,
@@ -93,10 +91,10 @@ def prompt_attention(
         past=past,
         starts=starts,
         window=window,
-        own=context is None or context.counts_open,
+        own=context.counts_open,
         backend=config.backend,
     )
-    return found.out if context is None else merged(context, found, starts)
+    return context.merged(found, starts)
 
 
 def packed_attention(

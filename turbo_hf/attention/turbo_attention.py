@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.attention.context_group import decode_parts
 from turbo_hf.attention.full_precision import decompressed, full_precision_attention, hf_attention
 from turbo_hf.attention.latent import latent_prompt, latent_step, require_plain
 from turbo_hf.attention.packed import PACKED_KEYWORDS, packed_cache
@@ -24,7 +23,6 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.layout import Rotary, Scoring, power_of_two
-from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.repeat import repeat_key
 from turbo_hf.patches.latent import expanded, keeps_latent
 
@@ -309,18 +307,13 @@ def _step(
         out = attend_sparse(layer, logits, qkv.query, new, starts, scoring).out
         layer.commit(check_later=True)
         return out
-    context = layer.state.context
     # of a replayed step, the launches are captured; those over a spread context are not repeated
-    repeats = layer.replay is None and context is None
-    key = repeat_key(q, k, v, starts, scoring) if repeats else None
+    key = repeat_key(q, k, v, starts, scoring) if layer.replay is None and not layer.state.context else None
     queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
     assert queries is not None
     store, repeat = layer.to_repeat(key)
     how: dict[str, Any] = {"starts": starts, "mode": config.decode_attention, "backend": config.backend}
-    if context is None:
-        out = decode(queries, store, scoring, window=layer.window, repeat=repeat, **how).out
-    else:
-        out = decode_parts(context, queries, store, scoring, **how)
+    out = layer.state.context.decode(queries, store, scoring, window=layer.window, repeat=repeat, **how)
     layer.commit(check_later=True)
     return out
 

@@ -102,16 +102,9 @@ class DequantizedLayer(LayerStorage, CacheLayerMixin):
                 "(TurboCache(uncompressed_layers=...))."
             )
 
-    def _refuse_parts(self) -> None:
-        if self.state.context is not None:
-            raise Unsupported(
-                f"layer {self.index}: keys and values of a cache that is spread over a context group are not "
-                "dequantized, as each rank holds only its own blocks: use it with the patched model, and no 4D mask."
-            )
-
     def dequantized(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The newest `columns` columns: [B, Hkv, columns, D], 0 at padding."""
-        self._refuse_parts()
+        self.state.context.require_all(self.index)
         self.mark.require_unwritten()
         seen, valid = self.seen, self.valid
         first = seen - min(columns, seen)
@@ -131,7 +124,7 @@ class DequantizedLayer(LayerStorage, CacheLayerMixin):
         self, k: torch.Tensor, v: torch.Tensor, given_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new tokens; return keys and values [B, Hkv, columns, D], 0 at padding (mask as in TurboCache)."""
-        self._refuse_parts()
+        self.state.context.require_all(self.index)
         tokens = k.shape[2]
         self.require_same_rows(k)
         self.seal_leftovers(tokens)

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.open_buffer import Tokens
-from turbo_hf.cache.saved_files import Picked
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, Width, empty_pages
 from turbo_hf.ops.host_device import nothing, shared
 from turbo_hf.ops.store.quantize import unpack_blocks
+from turbo_hf.parallel.context import WHOLE, ContextRanks
 
 TABLE_GRAIN = 16
 """Blocks by which the table grows at least."""
@@ -122,13 +121,12 @@ class PagePool:
         in_use = np.arange(table.shape[1]) < np.array(sealed)[:, None]
         return in_use, np.unique(table[in_use])
 
-    def kept(self, sealed: list[int]) -> tuple[list[list[Any]], torch.Tensor]:
-        """What `hold` takes: k, v, meta and scale of the pages in use, for each width, and the table [B, most
-        blocks] of their numbers. Pages are `Picked`, or views where all of them follow each other."""
+    def kept(self, sealed: list[int]) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
+        """What `hold` takes: k, v, meta and scale of the pages in use, for each width, and the table [B, most blocks] of
+        their numbers."""
         in_use, used = self._in_use(sealed)
-        count = len(used)
-        pick = None if count == 0 or used[-1] == count - 1 else torch.from_numpy(used).to(self.device)
-        pages = [[x[:count] if pick is None else Picked(x, pick) for x in heads[1:]] for heads in self.paged]
+        pick = torch.from_numpy(used).to(self.device)
+        pages = [[x.index_select(0, pick) for x in heads[1:]] for heads in self.paged]
         table = np.where(in_use, np.searchsorted(used, self.table.numpy()), 0)[:, : max(sealed)]
         return pages, torch.from_numpy(table)
 
@@ -217,11 +215,11 @@ class PagePool:
             self._own_table, self._device_table = True, None
 
     def reopen(
-        self, sealed: list[int], counts: list[int], order: torch.Tensor, context: ContextRanks | None = None
+        self, sealed: list[int], counts: list[int], order: torch.Tensor, context: ContextRanks = WHOLE
     ) -> tuple[Tokens, list[int]]:
         """Drop the newest `counts[row]` tokens of each row's blocks, including whole blocks.
 
-        context: the ranks over which the blocks are spread; `sealed` and `counts` are then of the blocks of all.
+        context: which blocks are in this process; `sealed` and `counts` are of the blocks of all.
 
         Returns what is left of the blocks that were cut, exact: tokens [B, Hkv, M, ...], row r's from column
         `starts[r]` on; and `starts`.
@@ -237,15 +235,13 @@ class PagePool:
         tokens = Tokens(codes, scale, values, scale.clone())
         for row, keep in enumerate(left):
             block = sealed[row] - cut[row]
-            if keep and (context is None or context.holds(block)):
-                parts = self.block_tokens(row, block if context is None else context.own(block), order)
+            if keep and context.holds(block):
+                parts = self.block_tokens(row, context.own(block), order)
                 for x, part in zip(tokens, parts, strict=True):
                     x[row, :, most - keep :] = part[:, :keep]
         whole = [held - count for held, count in zip(sealed, cut, strict=True)]
-        if context is not None:
-            tokens, whole = Tokens(*map(context.summed, tokens)), [context.own(blocks) for blocks in whole]
-        self.trim(whole)
-        return tokens, [most - keep for keep in left]
+        self.trim(context.pages(whole))
+        return Tokens(*map(context.summed, tokens)), [most - keep for keep in left]
 
     def block_tokens(self, row: int, block: int, order: torch.Tensor) -> Tokens:
         """The tokens of one sealed block [Hkv, b, ...] as the open buffer holds them, heads in the model's order."""

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.known_tokens import KnowsTokens
 from turbo_hf.cache.layer import TurboLayer
@@ -15,6 +14,7 @@ from turbo_hf.cache.other_layers import MarkedUpdates
 from turbo_hf.cache.pass_mark import PassMark
 from turbo_hf.cache.rows import SharedStates
 from turbo_hf.ops.host_device import require_finite
+from turbo_hf.parallel.context import WHOLE, ContextRanks
 from turbo_hf.ranks import ALONE, Ranks
 
 
@@ -52,8 +52,8 @@ class CachePasses(KnowsTokens, MarkedUpdates):
         self.decompressed = False
         # the patched model that has run over it
         self.model: weakref.ref[Any] | None = None
-        # the ranks over which its blocks are spread; None: this process holds them all
-        self.context: ContextRanks | None = None
+        # which blocks are in this process
+        self.context: ContextRanks = WHOLE
         # a number for all selections of rows so far
         self.selections = 0
 

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.ops.host_device import send, shared
+from turbo_hf.parallel.context import WHOLE, ContextRanks
 
 
 class RowState(NamedTuple):
@@ -24,7 +24,7 @@ class RowState(NamedTuple):
     seen: columns of all passes, padding included.
     decoded: whether the newest tokens came in a decode step.
     recording: whether blocks stay open, and tokens in the window, until a `crop` (assisted decoding).
-    context: the ranks over which the blocks are spread; None: this process holds all of them.
+    context: which blocks are in this process.
     recent: newest tokens of each row that stay open (`TurboConfig.recent_tokens`).
     """
 
@@ -36,7 +36,7 @@ class RowState(NamedTuple):
     seen: int = 0
     decoded: bool = False
     recording: bool = False
-    context: ContextRanks | None = None
+    context: ContextRanks = WHOLE
     recent: int = 0
 
     def with_rows(self, rows: int) -> "RowState":
@@ -49,7 +49,7 @@ class RowState(NamedTuple):
 
     def pages(self) -> list[int]:
         """Sealed blocks of each row that are in this process: the pages that its pool names."""
-        return self.sealed if self.context is None else [self.context.own(blocks) for blocks in self.sealed]
+        return self.context.pages(self.sealed)
 
     def leaving(self, window: int | None, kept: int = 0) -> list[int]:
         """Whole blocks of each row that no later query of a layer with this window will see.

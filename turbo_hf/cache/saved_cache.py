@@ -5,6 +5,7 @@ import json
 import reprlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import require_model
 from turbo_hf.models.versions import version_of
+from turbo_hf.ops.maths import checksum
 
 MAKER = "turbo_cache_maker"
 """Attribute of a patched model: what makes its caches."""
@@ -26,29 +28,27 @@ MAKER = "turbo_cache_maker"
 HOW_IT_RUNS = ("backend", "cuda_graphs", "compile")
 """Options of `TurboConfig` that change nothing of what is stored."""
 
-BY_LAYER = ("bits", "value_bits", "layer_bits")
-"""Options of `TurboConfig` that are compared layer by layer: however they were given, a layer has its own bits."""
+SAMPLE = 1024
+"""Elements of a weight that identify it, evenly spaced, the first and the last among them."""
 
 NOT_OF_MODELS = ("transformers_version", "use_cache", "return_dict", "output_attentions", "output_hidden_states")
 """Entries of a model's config that change nothing of what it computes, as do those that begin with "_"."""
 
 
-def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | None) -> None:
+def save(cache: Any, folder: str | Path, input_ids: torch.Tensor | None) -> None:
     """`TurboCache.save_pretrained`, of a cache that is whole."""
     if cache.mark.ranks:
         raise Unsupported("a cache that ranks share is not saved: each holds only its own heads, or blocks.")
     columns = cache.get_seq_length()
     if not columns:
         raise ValueError("this TurboCache holds no tokens: there is nothing to save. Run the prompt first.")
-    known = cache.model and cache.model()
-    if None not in (model, known) and model is not known:
+    if any(getattr(layer, "record_past", False) for layer in cache.layers):
         raise ValueError(
-            "another model than this one has run over this TurboCache: leave out model=, or pass the one that has."
+            "this TurboCache waits for a crop (assisted decoding): call stop_recording() before you save it."
         )
-    model = known if model is None else model
+    model = cache.model and cache.model()
     if model is None:
-        raise ValueError("this TurboCache does not know its model: pass it, save_pretrained(folder, model=model).")
-    require_model(model)
+        raise ValueError("no patched model has run over this TurboCache: patch the model, and run the prompt again.")
     ids = cache.known_ids() if input_ids is None else input_ids
     if ids is None:
         raise ValueError(
@@ -56,23 +56,18 @@ def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | N
             "input_ids=ids), padding included."
         )
     rows = cache.rows()
-    if not isinstance(ids, torch.Tensor):
-        raise ValueError(f"input_ids must be a tensor, int64 [{rows}, {columns}]; got a {type(ids).__name__}.")
-    if ids.shape != (rows, columns) or ids.dtype != torch.int64:
-        raise ValueError(
-            f"input_ids must be what the cache holds, int64 [{rows}, {columns}], padding included; got {ids.dtype} "
-            f"{list(ids.shape)}."
-        )
-    tensors: saved_files.Tensors = {"tokens": ids}
-    each = [held_by(layer) for layer in cache.layers]
+    require(ids, Stored((rows, columns), torch.int64), "input_ids, the tokens that the cache holds, padding included,")
+    tensors: saved_files.Tensors = {}
+    saved_files.flatten(ids, "tokens", tensors)
+    held = [saved_files.flatten(held_by(layer), f"layers.{n}", tensors) for n, layer in enumerate(cache.layers)]
+    each = saved_files.unflatten(held, tensors.__getitem__)
     try:
         for n, make in cache.others.items():
             require_layer(make(), each[n], rows, columns)
-        require_alike(cache.layers, each)
+        require_alike(each)
     except ValueError as error:
         raise Unsupported(f"a layer of this cache is of a kind that is not saved: {error}.") from error
-    held = [saved_files.flatten(own, f"layers.{n}", tensors) for n, own in enumerate(each)]
-    facts = {**_identity(cache, model), "decompressed": cache.decompressed, "held": held}
+    facts = {"identity": _identity(cache, model), "decompressed": cache.decompressed, "held": held}
     saved_files.write(Path(folder), facts, tensors)
 
 
@@ -85,56 +80,69 @@ def load(folder: str | Path, model: Any) -> Any:
             f"this {type(model).__name__} is not patched: call turbo_hf.patch(model), with the config of the saved "
             "cache, before from_pretrained."
         )
-    found = saved_files.read(Path(folder))
-    with found.file:
-        return _loaded(found, folder, model, maker.make(model.config))
-
-
-def _loaded(found: saved_files.Read, folder: str | Path, model: Any, cache: Any) -> Any:
-    """`load`; cache: an empty one, which is filled."""
+    cache = maker.make(model.config)
     if cache.mark.ranks:
         raise Unsupported("a saved cache is not loaded for ranks that share it: each holds only its heads, or blocks.")
-    for name, own in _identity(cache, model).items():
-        other = _difference(found.facts.get(name), own, name)
-        if other is not None:
-            raise ValueError(
-                f"the cache saved in {str(folder)!r} does not fit: its {other}; the answers would differ. Load it "
-                "where all is as it was, or compute the prompt again."
-            )
+    facts, tensors = saved_files.read(Path(folder))
+    try:
+        require(facts.get("identity"), _identity(cache, model), "")
+    except ValueError as error:
+        raise ValueError(
+            f"the cache saved in {str(folder)!r} does not fit: its {error}; the answers would differ. Load it where "
+            "all is as it was, or compute the prompt again."
+        ) from error
     by_layer = dict(_devices(model))
     devices = [by_layer.get(n, model.device) for n in range(len(cache.layers))]
     if any(device.type == "meta" for device in devices):
         raise Unsupported("weights of this model are offloaded (device_map): a saved cache is not loaded for it.")
     try:
-        _fill(cache, found, devices)
+        _fill(cache, facts, tensors, devices)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{found.damaged}{error}.{saved_files.AGAIN}") from error
+        raise ValueError(f"the cache saved in {str(folder)!r} is damaged: {error}.{saved_files.AGAIN}") from error
     cache.model = weakref.ref(model)
     return cache
 
 
-def _fill(cache: Any, found: saved_files.Read, devices: Sequence[torch.device]) -> None:
+def _fill(cache: Any, facts: Any, tensors: saved_files.Tensors, devices: Sequence[torch.device]) -> None:
     """Give the layers of an empty cache what was saved, and the cache its tokens. ValueError: that is no such cache."""
-    held: Any = {name: found.facts.get(name) for name in ("decompressed", "held")}
-    require(held, {"decompressed": bool, "held": [dict] * len(devices)}, "")
-    meta, host = torch.device("meta"), torch.device("cpu")
+    saved: Any = {name: facts.get(name) for name in ("decompressed", "held", "sums")}
+    require(saved, {"decompressed": bool, "held": [dict] * len(devices), "sums": dict.fromkeys(tensors, int)}, "")
     # once without memory, so that nothing is allocated by numbers that contradict each other
-    for without, places in ((True, [meta] * len(devices)), (False, devices)):
-        trees = [({"tensor": "tokens"}, meta if without else host), *zip(held["held"], places, strict=True)]
-        (ids, *layers), tensors = found.take(trees)
-        require(ids, Stored((None, None), torch.int64), "tokens")
-        if not without:
-            found.fill(tensors)
-        for n, (layer, own) in enumerate(zip(cache.layers, layers, strict=True)):
-            try:
-                require_layer(layer, own, len(ids), ids.shape[1])
-            except ValueError as error:
-                raise ValueError(f"layer {n}: {error}") from error
-        require_alike(cache.layers, layers)
-    for layer, own, device in zip(cache.layers, layers, devices, strict=True):
-        hold(layer, own, device)
-    cache.decompressed = held["decompressed"]
+    _read(cache, saved, tensors, [torch.device("meta")] * (len(devices) + 1))
+    ids, layers = _read(cache, saved, tensors, [torch.device("cpu"), *devices])
+    for layer, held, device in zip(cache.layers, layers, devices, strict=True):
+        hold(layer, held, device)
+    cache.decompressed = saved["decompressed"]
     cache.know(ids, saved=True)
+
+
+def _read(
+    cache: Any, saved: Any, tensors: saved_files.Tensors, devices: Sequence[torch.device]
+) -> tuple[torch.Tensor, list[Any]]:
+    """The tokens and what each layer holds, each on its device, compared with what it must be; else a ValueError."""
+    left = dict(tensors)
+
+    def take(name: str, device: torch.device) -> torch.Tensor:
+        if name not in left:
+            raise ValueError(f"the tensor {reprlib.repr(name)} is named twice, or is not there")
+        # a copy: others may write the file
+        x = left.pop(name).to(device, copy=True)
+        if not x.is_meta and int(checksum(x)) != saved["sums"][name]:
+            raise ValueError(f"the tensor {name!r} is not as it was written")
+        return x
+
+    held = [{"tensor": "tokens"}, *saved["held"]]
+    ids, *layers = (saved_files.unflatten(x, partial(take, device=at)) for x, at in zip(held, devices, strict=True))
+    if left:
+        raise ValueError(f"its layers do not name the tensor {reprlib.repr(min(left))}")
+    require(ids, Stored((None, None), torch.int64), "tokens")
+    for n, (layer, own) in enumerate(zip(cache.layers, layers, strict=True)):
+        try:
+            require_layer(layer, own, len(ids), ids.shape[1])
+        except ValueError as error:
+            raise ValueError(f"layer {n}: {error}") from error
+    require_alike(layers)
+    return ids, layers
 
 
 def _devices(model: Any) -> Iterator[tuple[int, torch.device]]:
@@ -153,7 +161,6 @@ def _identity(cache: Any, model: Any) -> dict[str, Any]:
             "turbo_hf": __version__,
             **{name: (version_of(name) or "none").partition("+")[0] for name in ("torch", "transformers", "triton")},
         },
-        "config": {name: value for name, value in _stored(cache.turbo_config).items() if name not in BY_LAYER},
         "model": {
             "class": type(model).__name__,
             "config": _of_model(json.loads(model.config.to_json_string(use_diff=False))),
@@ -168,7 +175,7 @@ def _identity(cache: Any, model: Any) -> dict[str, Any]:
 
 
 def weights_digest(model: Any) -> str:
-    """Identifies the weights of a model by each byte of them, in one read from each device."""
+    """Identifies the weights of a model by a sample of each."""
     return _digest(dict(_tensors(model.state_dict())))
 
 
@@ -205,11 +212,16 @@ def _tensors(held: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Identifies tensors by each byte of them; those whose memory is elsewhere (offloaded) by their shape alone."""
-    here = {name: x.detach().as_subclass(torch.Tensor) for name, x in tensors.items() if x.device.type != "meta"}
-    sums = dict(zip(here, saved_files.checksums(here.values()), strict=True))
-    parts = [f"{name} {x.dtype} {list(x.shape)} {sums.get(name)}" for name, x in sorted(tensors.items())]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    """Identifies tensors by type, shape and `SAMPLE` elements of each; those that are offloaded by type and shape."""
+    found = hashlib.sha256()
+    for name, x in sorted(tensors.items()):
+        found.update(f"{name} {x.dtype} {list(x.shape)}\n".encode())
+        if x.device.type != "meta" and x.numel():
+            flat = x.detach().as_subclass(torch.Tensor).reshape(-1)
+            count = min(SAMPLE, len(flat))
+            at = torch.arange(count, device=x.device) * (len(flat) - 1) // max(1, count - 1)
+            found.update(flat.view(torch.uint8).view(len(flat), -1)[at].cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def _adapters(model: Any) -> list[str]:
@@ -217,14 +229,3 @@ def _adapters(model: Any) -> list[str]:
     names = ("active_adapter", "disable_adapters", "merged_adapters")
     each = [module for module in model.modules() if hasattr(module, "merged_adapters")]
     return sorted({", ".join(f"{name} {getattr(module, name, None)}" for name in names) for module in each})
-
-
-def _difference(saved: Any, own: Any, name: str) -> str | None:
-    """Where two trees differ first, in words; None: nowhere."""
-    if isinstance(saved, dict) and isinstance(own, dict):
-        parts: Any = [(f"{name}.{key}", saved.get(key), own.get(key)) for key in sorted({*saved, *own})]
-    elif isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
-        parts = [(f"{name}.{n}", *pair) for n, pair in enumerate(zip(saved, own, strict=True))]
-    else:
-        return None if saved == own else f"{name} is {reprlib.repr(saved)}, and here it is {reprlib.repr(own)}"
-    return next((words for part, x, y in parts if (words := _difference(x, y, part)) is not None), None)

@@ -22,17 +22,14 @@ from turbo_hf.layout import (
     type_16bit,
     widths_of,
 )
+from turbo_hf.parallel.context import WHOLE
 from turbo_hf.sparse.bucket_index import GRAIN
 from turbo_hf.sparse.selectors import Centroids, Selector
 
 META = torch.device("meta")
-LATER = {"dtype": OneOf((torch.dtype, None)), "device": OneOf((torch.device, None))}
-"""Attributes that Transformers' own layers have once they hold something, whichever version they are of."""
 FLAGS = {"conv_states": "is_conv_states_initialized", "recurrent_states": "is_recurrent_states_initialized"}
-MOST_SIZE = 2**20
 Ends = tuple[float | None, float | None]
 CODES: Ends = (-INT8_MAX, INT8_MAX)
-"""Least and largest INT8 code."""
 
 
 def held_by(layer: Any) -> Any:
@@ -42,17 +39,20 @@ def held_by(layer: Any) -> Any:
         Unsupported: a compressed layer without tokens.
     """
     if not isinstance(layer, TurboLayer):
-        return dict(vars(layer))
+        return {name: x for name, x in vars(layer).items() if name != "device"}
     if not layer.is_initialized:
         raise Unsupported(f"layer {layer.index} holds no tokens, and others do: such a cache is not saved.")
     state, (pages, table) = layer.state, layer.pool.kept(layer.state.sealed)
     like = OpenBuffer(layer.rows, 1, 1, META, tokens=max(state.open))
     # without the room for tokens to come
-    opened = [x.narrow(d, 0, like.capacity) for x, d in zip(layer.buffer.tensors(), (2, 3, 2, 2), strict=True)]
+    opened = [
+        _until(x.narrow(d, 0, like.capacity), state.open, d, fill)
+        for x, d, fill in zip(layer.buffer.tensors(), (2, 3, 2, 2), (0, 0, 1, 1), strict=True)
+    ]
+    index = layer.bucket_index.kept(max(layer.lengths()))
     return {
-        "shape": [layer.heads, layer.dim, layer.rotary_dim],
         "dtype": layer.dtype,
-        "state": state._asdict(),
+        "state": _counted(state),
         "order": layer.order,
         "ranked": layer.ranked,
         "valid": layer.valid_prefix,
@@ -60,8 +60,19 @@ def held_by(layer: Any) -> Any:
         "pages": pages,
         "table": table,
         "open": opened,
-        "index": layer.bucket_index.kept(max(layer.lengths())),
+        "index": index | {"buckets": _until(index["buckets"], layer.lengths(), 2, 0)},
     }
+
+
+def _counted(state: RowState) -> dict[str, Any]:
+    """What a file holds of it: blocks that ranks share are not saved."""
+    return {name: x for name, x in state._asdict().items() if name != "context"}
+
+
+def _until(x: torch.Tensor, counts: Sequence[int], dim: int, fill: int) -> torch.Tensor:
+    """A copy with `fill` in row r from place `counts[r]` of `dim` on, where memory holds anything."""
+    places = torch.arange(x.shape[dim], device=x.device).view(-1, *[1] * (x.dim() - dim - 1))
+    return torch.where(places < torch.tensor(counts, device=x.device).view(-1, *[1] * (x.dim() - 1)), x, fill)
 
 
 def require_layer(layer: Any, held: Any, rows: int, columns: int) -> None:
@@ -83,12 +94,12 @@ def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
     """What a saved compressed layer consists of, and what its numbers must be by themselves."""
     block, codes = layer.config.block_size, (rows, None, None, None)
     tokens, blocks = [Whole(0, columns)] * rows, [Whole(0, columns // block)] * rows
-    state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, bool, None, layer.config.recent_tokens)
+    state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, False, WHOLE, layer.config.recent_tokens)
     opened = OneOf((Stored(codes, torch.int8), Stored(codes, None)))
     return {
-        **dict.fromkeys(("shape", "order", "ranked", "valid", "universal"), object),
+        **dict.fromkeys(("order", "ranked", "valid", "universal"), object),
         "dtype": OneOf(FLOATS),
-        "state": RowState(*state)._asdict(),
+        "state": _counted(RowState(*state)),
         "pages": Each([torch.Tensor] * 4),
         "table": torch.Tensor,
         "open": [opened, opened, torch.Tensor, torch.Tensor],
@@ -107,10 +118,8 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int, columns: int) 
     wide, count = UNQUANTIZED in dict(groups), next((len(x) for each in pages for x in each if x.dim()), 0)
     largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max / INT8_MAX)
 
-    def like(x: torch.Tensor, ends: Ends = (None, None), along: int | None = None) -> Stored:
-        if x.is_floating_point() and ends == (None, None):
-            ends = FINITE
-        return Stored(tuple(x.shape), x.dtype, *ends, None if along is None else state.open, along or 0)
+    def like(x: torch.Tensor, ends: Ends = (None, None)) -> Stored:
+        return Stored(tuple(x.shape), x.dtype, *(FINITE if x.is_floating_point() and ends == (None, None) else ends))
 
     def page(width: Width, slots: int) -> list[Stored]:
         _, k, v, meta, scale = empty_pages(width, count, slots, dim, block, META, half, rotary)
@@ -121,7 +130,6 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int, columns: int) 
     in_open: list[Ends] = [(None, None) if wide else CODES] * 2 + [(1, 1) if wide else (0, largest)] * 2
     by_head, ranked = (rows, heads), len(groups) == 1 or layer.head_order is not None
     return {
-        "shape": [heads, dim, rotary],
         "dtype": dtype,
         "state": held["state"],
         "order": Stored(by_head, torch.int64, 0, heads - 1),
@@ -131,7 +139,7 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int, columns: int) 
         "universal": Stored((*by_head, 2), torch.float32, 0, largest) if config.buffer_scale == "universal" else None,
         "pages": [page(*group) for group in groups],
         "table": Stored((rows, max(state.sealed)), torch.int64, 0, max(0, count - 1)),
-        "open": [like(x, ends, d) for x, ends, d in zip(buffer.tensors(), in_open, (2, 3, 2, 2), strict=True)],
+        "open": [like(x, ends) for x, ends in zip(buffer.tensors(), in_open, strict=True)],
         "index": _of_index(layer.selector, held["index"], by_head, lengths, block),
     }
 
@@ -145,7 +153,7 @@ def _of_index(
     last = max(1, choices)
     least = 0 if found.get("known") is True else -1
     return {
-        "buckets": Stored((*by_head, capacity), torch.int16, least, last - 1, lengths, 2),
+        "buckets": Stored((*by_head, capacity), torch.int16, least, last - 1),
         "spans": Stored((*by_head, None, 2), torch.int16, -1, last - 1),
         "known": bool,
         "sorted": [Each([Whole(0, -(-held // block))] * 2) for held in lengths],
@@ -179,46 +187,28 @@ def _require_numbers(layer: TurboLayer, held: dict[str, Any], columns: int) -> N
 
 def _of_other(layer: Any, held: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
     """What a saved layer of Transformers' own must be: as a new one, but for what it holds."""
-    wanted = {name: _constant(value) for name, value in vars(layer).items()}
-    wanted |= {name: kinds for name, kinds in LATER.items() if name in held}
-    if "record_past" in wanted:
-        wanted["record_past"] = bool
+    wanted = {name: _constant(value) for name, value in vars(layer).items() if name != "device"}
+    if "dtype" in held:
+        wanted["dtype"] = OneOf((torch.dtype, None))
     if isinstance(layer, DynamicLayer):
         keys: Any = held.get("keys")
-        window = getattr(layer, "sliding_window", 1)
-        size = list(keys.shape) if isinstance(keys, torch.Tensor) else []
-        # a window of 1 keeps all; one that records, at least its own
-        count = min(columns, window - 1 or columns)
-        if held.get("record_past") is True and len(size) == 4 and count <= size[2] <= columns:
-            count = size[2]
-        wanted["keys"] = Stored((rows, None, count, None), None)
-        wanted["values"] = Stored((rows, *size[1:2], count, None), keys.dtype if size else None)
+        like = keys if isinstance(keys, torch.Tensor) else torch.empty(0)
+        # a window of 1 keeps all
+        count = min(columns, getattr(layer, "sliding_window", 1) - 1 or columns)
+        wanted["keys"] = Stored((rows, None, count, None), None, *FINITE)
+        wanted["values"] = Stored((rows, *like.shape[1:2], count, None), like.dtype, *FINITE)
         wanted |= {"is_initialized": True} | {name: columns for name in ("cumulative_length",) if name in wanted}
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        wanted |= _of_states(layer, held, rows)
-    return wanted
-
-
-def _of_states(layer: Any, held: dict[str, Any], rows: int) -> dict[str, Any]:
-    """What the states of a saved linear layer must be."""
-    numbers, size, tensor = list(layer.conv_states), "conv_kernel_size", OneOf((None, torch.Tensor))
-    kinds = {"conv_states": tensor, "recurrent_states": tensor, size: OneOf((None, Whole(1, MOST_SIZE)))}
-    found: dict[str, Any] = {name: held.get(name) for name in kinds if name in vars(layer)}
-    require(found, {name: dict.fromkeys(numbers, kinds[name]) for name in found}, "")
-    wanted: dict[str, Any] = {name: {} for name in (*found, *FLAGS.values(), "has_previous_state")}
-    for n in numbers:
+        states = {name: held.get(name) for name in FLAGS}
+        require(states, dict.fromkeys(FLAGS, dict.fromkeys(layer.conv_states, OneOf((None, torch.Tensor)))), "")
         for name, flag in FLAGS.items():
-            x = found[name][n]
-            wanted[name][n] = None if x is None else Stored((rows, *x.shape[1:]), None)
-            wanted[flag][n] = x is not None
-        conv, recurrent, kernel = found["conv_states"][n], found["recurrent_states"][n], found.get(size, {}).get(n)
-        if conv is None and recurrent is None:
-            raise ValueError("it holds no state, and others do")
-        wanted["has_previous_state"][n] = conv is not None
-        if size in wanted:
-            wanted[size][n] = None if conv is None else Whole(1, MOST_SIZE)
-        if conv is not None and kernel is not None and held.get("record_past") is not True:
-            wanted["conv_states"][n] = Stored((rows, *conv.shape[1:-1], kernel), None)
+            each: Any = states[name]
+            wanted[flag] = {n: x is not None for n, x in each.items()}
+            wanted[name] = {n: x if x is None else Stored((rows, *x.shape[1:]), None, *FINITE) for n, x in each.items()}
+        wanted["has_previous_state"] = wanted[FLAGS["conv_states"]]
+        if "conv_kernel_size" in wanted:
+            sizes = {n: x if x is None else (x.shape or (0,))[-1] for n, x in held["conv_states"].items()}
+            wanted["conv_kernel_size"] = sizes
     return wanted
 
 
@@ -229,44 +219,34 @@ def _constant(value: Any) -> Any:
     return value
 
 
-def require_alike(layers: Sequence[Any], held: Sequence[Any]) -> None:
-    """ValueError unless what the layers of a cache hold is of one cache.
+def require_alike(held: Sequence[Any]) -> None:
+    """ValueError unless the linear layers of a cache hold states of one shape, and any.
 
-    held: of each, what `held_by` returned; `require_layer` has found it right.
+    held: of each layer, what `held_by` returned; `require_layer` has found it right.
     """
-    records, states = set[bool](), dict[tuple[str, Any], set[torch.Size]]()
-    for layer, own in zip(layers, held, strict=True):
-        if isinstance(layer, TurboLayer):
-            records.add(own["state"]["recording"])
-        elif "record_past" in own:
-            records.add(own["record_past"])
-        for name in FLAGS if isinstance(layer, LinearAttentionCacheLayerMixin) else ():
-            for n, x in own[name].items():
-                states.setdefault((name, n), set()).add(torch.Size([]) if x is None else x.shape)
-    if len(records) > 1:
-        raise ValueError("some of its layers record the past, and others do not")
-    for (name, n), shapes in states.items():
-        if len(shapes) > 1:
-            raise ValueError(
-                f"{name} {n} of its layers have the shapes {sorted(map(list, shapes))}, and should have one"
-            )
+    for name in FLAGS:
+        each = [own[name] for own in held if name in own]
+        for n in each[0] if each else ():
+            shapes = {torch.Size([]) if states[n] is None else states[n].shape for states in each}
+            if len(shapes) > 1:
+                raise ValueError(
+                    f"{name} {n} of its layers have the shapes {sorted(map(list, shapes))}, and should have one"
+                )
 
 
 def hold(layer: Any, held: dict[str, Any], device: torch.device) -> None:
     """Give a new layer what `held_by` returned of another one, which `require_layer` has found right."""
     if not isinstance(layer, TurboLayer):
-        vars(layer).update(held)
+        vars(layer).update(held, device=device)
         return
-    (heads, dim, rotary), state = held["shape"], RowState(**held["state"])
-    of = (len(state.open), heads, 0)
-    layer.lazy_initialization(
-        *(torch.empty(*of, n, dtype=held["dtype"], device=device) for n in (dim, dim if rotary is None else rotary))
-    )
+    opened, state = held["open"], RowState(**held["state"])
+    sizes = ((*x.shape[:2], 0, x.shape[n]) for x, n in zip(opened, (3, 2), strict=False))
+    layer.lazy_initialization(*(torch.empty(size, dtype=held["dtype"], device=device) for size in sizes))
     pages = tuple(
         PagedHeads(widths_of(width)[0], *own) for (width, _), own in zip(layer.pool.groups, held["pages"], strict=True)
     )
     layer.state, layer.ranked, layer.valid_prefix = state, held["ranked"], held["valid"]
     layer.order, layer.universal = held["order"], held["universal"]
-    layer.buffer.k, layer.buffer.v, layer.buffer.k_scale, layer.buffer.v_scale = held["open"]
+    layer.buffer.k, layer.buffer.v, layer.buffer.k_scale, layer.buffer.v_scale = opened
     layer.pool.hold(pages, held["table"].cpu(), state.sealed)
     layer.bucket_index.hold(held["index"])

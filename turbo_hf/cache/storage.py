@@ -465,9 +465,7 @@ class LayerStorage:
             store = self.kv_store()
             if index.sorts or kept or after.recent:
                 store = store._replace(open_len=shared([row.whole * block for row in rows], self.device))
-            most = max(row.whole for row in rows)
-            if after.context is not None:
-                store, most = after.context.own_blocks(store, before.sealed, [row.whole for row in rows])
+            store, most = after.context.own_blocks(store, before.sealed, [row.whole for row in rows])
             if most:
                 seal_open(store, most, backend=self.config.backend)
         if any(row.whole for row in rows):

@@ -112,27 +112,27 @@ class TurboCache(CachePasses):
                 layers.append(self.others[index]())
         super().__init__(layers, attention_mask)
 
-    def save_pretrained(self, folder: str | Path, *, model: Any = None, input_ids: torch.Tensor | None = None) -> None:
-        """Write the cache into a folder, for `from_pretrained`: a JSON file, and a safetensors file that it names.
+    def save_pretrained(self, folder: str | Path, *, input_ids: torch.Tensor | None = None) -> None:
+        """Write the cache into a folder, for `from_pretrained`: one file, `turbo_cache.safetensors`.
 
         A saved cache that is there is replaced as a whole: whoever reads meanwhile, or after a process that was killed
         or a disk that was full, finds the former one or this one.
 
         Args:
             folder: may hold other files.
-            model: the model that has run over it; only where that was not patched.
-            input_ids: int64 [B, columns], the tokens that it holds, padding included. Those of a `generate` call and of
-                a first pass of the model are known; those of later passes of your own loop are not.
+            input_ids: int64 [B, columns], the tokens that it holds, padding included. Those of a first pass of the
+                model are known; those of later ones are not.
 
         Raises:
-            ValueError: it is empty or broken, its tokens are not known, or `folder` is a file.
+            ValueError: it is empty or broken, waits for a `crop`, or no patched model has run over it; its tokens are
+                not known, or `folder` is a file.
             Unsupported: the cache of a tensor parallel model, or a layer whose state no file can hold.
-            OSError: the folder cannot be written, or another process writes there.
+            OSError: the folder cannot be written.
         """
         self.deferred.begin()
         self.mark.require_whole()
         self.require_finite()
-        save(self, folder, model, input_ids)
+        save(self, folder, input_ids)
 
     @staticmethod
     @ordinary
@@ -144,7 +144,7 @@ class TurboCache(CachePasses):
 
         Raises:
             ValueError: the model is not patched; model, weights, options or versions are not those of the saved cache
-                (the message names the first difference); or its files are damaged.
+                (the message names the first difference); or its file is damaged.
             Unsupported: a tensor parallel model, or one whose weights are offloaded.
             OSError: there is no saved cache.
         """
@@ -158,8 +158,7 @@ class TurboCache(CachePasses):
         `TurboLayer.removable`, and after a pass that broke off."""
         # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
         tokens_to_remove = int(tokens_to_remove)
-        if self.context is not None:
-            self.context.require_same_call(f"crop({tokens_to_remove})", self)
+        self.context.require_same_call(f"crop({tokens_to_remove})", self)
         self.mark.require_whole()
         if tokens_to_remove <= 0 and self.rows() is None:
             # Transformers' own layers fail before the first pass

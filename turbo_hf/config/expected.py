@@ -36,15 +36,12 @@ class Stored(NamedTuple):
     shape: None in the place of a size: any.
     dtype: None: any of `FLOATS`.
     least, most: of its numbers, both ends included; then none is NaN. None: any.
-    counts, dim: in row r (of the first dimension), numbers count at the first `counts[r]` places of `dim`; None: all.
     """
 
     shape: tuple[int | None, ...]
     dtype: torch.dtype | None
     least: float | None = None
     most: float | None = None
-    counts: Sequence[int] | None = None
-    dim: int = 0
 
     def fits(self, x: object) -> bool:
         """Whether it is such a tensor. On the meta device, numbers are left out."""
@@ -56,12 +53,6 @@ class Stored(NamedTuple):
             return False
         if self.least is None or self.most is None or x.is_meta or not x.numel():
             return True
-        if self.counts is not None:
-            places = torch.arange(x.shape[self.dim], device=x.device)
-            live = places < torch.tensor(self.counts, device=x.device)[:, None]
-            shape = [1] * x.dim()
-            shape[0], shape[self.dim] = live.shape
-            x = torch.where(live.view(shape), x, torch.full((), max(0, self.least), dtype=x.dtype, device=x.device))
         # both are NaN if any is
         least, most = torch.stack(torch.aminmax(x)).tolist()
         return bool(self.least <= least and most <= self.most)

@@ -198,7 +198,8 @@ class TurboConfig(Options):
         cuda_graphs: replay decode steps of `generate` and of continuous batching as CUDA graphs. "auto": on a GPU, for
             the tested families, where nothing prevents it (`report()` says what does; `docs/limits.md` lists what
             runs without). True: for any family, and a step that cannot be captured is an error. False: never.
-        compile: compile the decode steps of `generate` by inductor as one graph, in which all but attention is fused.
+        compile: compile the decode steps of `generate` that are captured as CUDA graphs by inductor, as one graph in
+            which all but attention is fused; an error with cuda_graphs=False.
             The first step then takes up to a minute, or seconds once its code is on disk. "tuned": inductor tunes its
             tiles too, which takes longer, in each process. A model that cannot be compiled runs as without, after a
             warning; `report()` has the reason.
@@ -259,6 +260,11 @@ class TurboConfig(Options):
         one_of("sas", self.sas, (True, False), "TurboConfig")
         one_of("cuda_graphs", self.cuda_graphs, ("auto", True, False), "TurboConfig")
         one_of("compile", self.compile, (True, False, "tuned"), "TurboConfig")
+        if self.compile and self.cuda_graphs is False:
+            raise ValueError(
+                f"TurboConfig.compile={self.compile!r} compiles the decode steps that are captured as CUDA graphs, and "
+                "cuda_graphs=False captures none. Leave out one of them."
+            )
         share = self.low_heads
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"TurboConfig.low_heads must be a share from 0 to 1; got {share!r}.")

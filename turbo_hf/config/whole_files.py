@@ -6,7 +6,7 @@ import json
 import os
 import reprlib
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,20 +52,21 @@ def read_file(path: Path, most: int | None = None) -> bytes:
         return file.read(size)
 
 
-def write_whole(path: Path, content: str | bytes | Iterable[Any]) -> None:
+def write_whole(path: Path, content: str | bytes | Callable[[Path], object]) -> None:
     """Write a file beside its place, and move it there: readers find what was there before, or all of it.
 
-    content: or its parts, bytes each, which are taken one by one.
+    content: or what writes it to the path that it is given.
 
     Raises:
         OSError: it cannot be written, on a full disk for example; the message names it. What was there before stays.
     """
     partial = path.with_name(f"{path.name}.{uuid4().hex[:12]}{PARTIAL}")
-    whole: Any = content.encode() if isinstance(content, str) else content
     try:
-        with _named(path), partial.open("xb") as file:
-            file.writelines([whole] if isinstance(whole, bytes) else whole)
         with _named(path):
+            if callable(content):
+                content(partial)
+            else:
+                partial.write_bytes(content.encode() if isinstance(content, str) else content)
             partial.replace(path)
     finally:
         with contextlib.suppress(OSError):

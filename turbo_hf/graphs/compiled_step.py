@@ -19,7 +19,6 @@ from turbo_hf.attention.sparse_step import Source
 from turbo_hf.attention.step_operator import Kind, StepView, attending, nothing
 from turbo_hf.attention.turbo_attention import HANDED_ON, compressed
 from turbo_hf.cache.new_columns import NewQKV
-from turbo_hf.cache.pass_mark import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import warn
 from turbo_hf.layout import Rotary, Scoring
@@ -49,10 +48,6 @@ def _tell(message: str) -> None:
 
 Warm = Callable[[Callable[[], Any]], Any]
 """As `step_runner.Device.warm`."""
-
-
-def _here(step: Callable[[], Any]) -> Any:
-    return step()
 
 
 def _forward(model: Any, inputs: dict[str, Any]) -> Any:
@@ -119,7 +114,7 @@ class CompiledStep:
                 dynamo.reset_code(self._code)
         self._forget()
 
-    def ready(self, model: Any, inputs: dict[str, Any], warm: Warm = _here) -> bool:
+    def ready(self, model: Any, inputs: dict[str, Any], warm: Warm) -> bool:
         """Whether a step over such inputs is compiled; the first time it is compiled here, without touching a cache.
 
         inputs: keywords of the model, with a TurboCache and without a mask. warm: as in `Device`.
@@ -174,8 +169,8 @@ class CompiledStep:
         out[CACHE] = inputs[CACHE]
         return out
 
-    def __call__(self, model: Any, inputs: dict[str, Any], mask: torch.Tensor | None = None) -> Any:
-        """`model(**inputs, attention_mask=mask)`, after `ready` returned True. mask: [B, columns] or None."""
+    def __call__(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """`model(**inputs)`, after `ready` returned True."""
         cache: TurboCache = inputs[CACHE]
 
         def attend(
@@ -188,20 +183,11 @@ class CompiledStep:
         ) -> torch.Tensor:
             layer: Any = cache.layers[index]
             return compressed(
-                cache, layer, Source(self._modules[index], rotary), NewQKV(query, key, value), mask, scoring
+                cache, layer, Source(self._modules[index], rotary), NewQKV(query, key, value), None, scoring
             )
 
         with attending(attend):
             return self._run(model, inputs)
-
-    def launch(self, model: Any, inputs: dict[str, Any], mask: torch.Tensor | None) -> Any:
-        """As a call, for a step that is not captured: a pass of its own over the cache."""
-        cache: TurboCache = inputs[CACHE]
-        cache.begin_pass(STEP)
-        out = self(model, inputs, mask)
-        cache.require_finite()
-        cache.mark.end()
-        return out
 
 
 def _kind(value: Any) -> Any:

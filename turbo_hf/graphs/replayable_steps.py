@@ -26,7 +26,6 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.ops.decode.contract import why_no_step_kernel
-from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.store.append import seal_open
 from turbo_hf.ops.store.select_rows import select_rows
@@ -72,7 +71,7 @@ class _Group:
 
         Recent tokens move to the front behind them, which the step's own launch does not do.
         """
-        return self.in_step and not (self.state.recording or self.state.recent) and self.state.context is None
+        return self.in_step and not (self.state.recording or self.state.recent or self.state.context)
 
     def keep_counts(self) -> None:
         """Give all layers counts that are changed together."""
@@ -257,8 +256,7 @@ class ReplayableSteps:
 
     def _ahead(self, group: _Group) -> list[int]:
         state, rows = group.state, len(group.state.open)
-        # the same number on all ranks
-        pages = group.layers[0].pool.pages if state.context is None else sum(state.sealed)
+        pages = state.context.pages_of_all(group.layers[0].pool.pages, state.sealed)
         most = min(AHEAD, max(1, SLACK // rows, pages // (20 * rows)))
         left = 0 if self._limit is None else self._limit - group.state.seen
         ahead = [most] * rows
@@ -322,10 +320,9 @@ class ReplayableSteps:
     def running(self, tokens: int = 1) -> Iterator[None]:
         """Inside, a pass over the cache is the step: layers do not count its tokens."""
         for group in self._groups:
-            seals, spread = group.seals_in_step, group.state.context is not None
+            seals = group.seals_in_step
             sealed = group.state.sealed_by_step() if seals else group.state.pages()
-            # plans that move would move on one rank and not on another
-            plans = group.plans.setdefault(tokens, SteadyPlans() if spread else {})
+            plans = group.plans.setdefault(tokens, group.state.context.new_plans())
             replay = ReplayState(tuple(sealed), plans, group.arrived, seals)
             for layer in group.layers:
                 layer.replay = replay
@@ -424,11 +421,10 @@ class ReplayableSteps:
         # the op seals the whole blocks among open tokens, and counts them as sealed already
         group.become(before._replace(sealed=after.sealed))
         for layer in group.layers:
-            store, most = layer.kv_store(), max(whole)
-            if before.context is not None:
-                store, most = before.context.own_blocks(store, before.sealed, whole)
-            elif before.recent:
+            store = layer.kv_store()
+            if before.recent:
                 store = store._replace(open_len=shared(gone, device))
+            store, most = before.context.own_blocks(store, before.sealed, whole)
             if most:
                 seal_open(store, most, backend=layer.config.backend)
             layer.buffer.drop_front_in_place(gone, after.open)

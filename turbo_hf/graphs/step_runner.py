@@ -20,7 +20,6 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
-from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.pass_mark import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
@@ -33,6 +32,7 @@ from turbo_hf.layout import power_of_two
 from turbo_hf.models.quantized_weights import why_not_captured
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.gpu import why_no_kernels_on
+from turbo_hf.parallel.context import context_of
 from turbo_hf.ranks import ALONE, Ranks, ranks_of
 
 CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_router_logits"})
@@ -77,7 +77,7 @@ class StepRunner:
     Args:
         model: the patched model.
         limit: columns at the end of generation; None: not known.
-        device: where steps run; None: they are not captured.
+        device: where steps run.
         demanded: if True, a cache whose steps can never be replayed, and a step that cannot be captured, are errors;
             else the model runs normally, after a warning if a capture failed.
         compiled: the compiled step; None: steps are not compiled. The first step, whose mask is checked, never is.
@@ -91,7 +91,7 @@ class StepRunner:
         self,
         model: Any,
         limit: int | None,
-        device: Device | None,
+        device: Device,
         demanded: bool = False,
         compiled: CompiledStep | None = None,
         forward: Callable[..., Any] | None = None,
@@ -104,7 +104,6 @@ class StepRunner:
         self._pass: Callable[..., Any] = model if forward is None else forward
         self._depth = STEP if forward is None else STEP + 1
         self._compiled = compiled
-        self._checked: TurboCache | None = None
         self._model, self._limit, self._device, self._demanded = model, limit, device, demanded
         self._steps: ReplayableSteps | None = None
         # by tokens per row
@@ -124,8 +123,6 @@ class StepRunner:
                 self._turn_off(reason)
         if not tokens or self._off:
             return self._pass(**kwargs)
-        if self._device is None:
-            return self._launch(kwargs) if tokens == 1 else self._pass(**kwargs)
         cache, mask = kwargs[CACHE], kwargs.get("attention_mask")
         steps = self._steps_over(cache, kwargs)
         size = power_of_two(tokens)
@@ -156,7 +153,7 @@ class StepRunner:
     def _turn_off(self, reason: str) -> None:
         """From now on the model runs normally. Raises `Unsupported` if steps must be captured."""
         self._off = True
-        if self._demanded and self._device is not None:
+        if self._demanded:
             raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
         if self._compiled is not None:
             self._compiled.refuse(reason, lasting=False)
@@ -179,7 +176,7 @@ class StepRunner:
             Unsupported: they never can be, and must be.
             ValueError: the ranks that share this context bring other passes.
         """
-        known, ranks = self._steps, cache.mark.ranks
+        known = self._steps
         if known is not None and not (known.cache is cache and known.intact()):
             known = None
         if known is None:
@@ -189,9 +186,10 @@ class StepRunner:
                 raise Unsupported(f'cuda_graphs=True: {lasting}. Choose TurboConfig(cuda_graphs="auto") or False.')
             if why_no_replay(cache) is not None:
                 return None
-        if isinstance(ranks, ContextRanks) and self._depth == STEP:
+        context = context_of(cache.mark.ranks)
+        if context and self._depth == STEP:
             # a step within the model's call has been compared by the hooks of that call
-            ranks.begin(cache, cache.mark.require_whole, kwargs)
+            context.begin(cache, cache.mark.require_whole, kwargs)
         if known is None:
             known = self._steps = ReplayableSteps(cache, self._limit, self._depth)
             self._restarts += 1
@@ -354,18 +352,6 @@ class StepRunner:
             self._compiled.refuse("autocast is on", lasting=False)
         return not casts
 
-    def _launch(self, kwargs: dict[str, Any]) -> Any:
-        """A step that is compiled and not captured. The first one over a cache is the model's own."""
-        cache = kwargs[CACHE]
-        inputs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
-        known, self._checked = self._checked is cache, cache
-        if not known or not self._compiles(kwargs):
-            return self._pass(**kwargs)
-        assert self._compiled is not None
-        if not self._compiled.ready(self._model, inputs):
-            return self._pass(**kwargs)
-        return self._compiled.launch(self._model, inputs, kwargs.get("attention_mask"))
-
     def _drop_one(self, capture: _Capture) -> None:
         """Discard a capture. One step runs before the next one, as it may need a new kernel."""
         capture.replay, capture.warm = None, min(capture.warm, self._restarts - 1)
@@ -470,17 +456,17 @@ def hooked_module(model: torch.nn.Module) -> str | None:
     return None if found is None else _name_of(model, found)
 
 
-def why_no_replay_of(model: Any, captured: bool = True, walk: bool = True) -> str | None:
+def why_no_replay_of(model: Any, walk: bool = True) -> str | None:
     """Why no pass of this model may be replayed; None if it may.
 
-    captured: if False, why none may be compiled. walk: if False, only what is known without a walk over all modules.
+    walk: if False, only what is known without a walk over all modules.
     """
-    reason = _why_no_replay_there(model, captured)
+    reason = _why_no_replay_there(model)
     if reason is not None or not walk:
         return reason
     modules = _modules_of(model)
     places = {held.device for module in modules for held in module._parameters.values() if held is not None}
-    apart = why_no_replay_over(places, captured and is_dispatched(model))
+    apart = why_no_replay_over(places, is_dispatched(model))
     if apart is not None:
         return apart
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
@@ -493,19 +479,17 @@ def why_no_replay_of(model: Any, captured: bool = True, walk: bool = True) -> st
         reason = why_not_captured(model, module)
         if reason is not None:
             return reason
-        moves = "_hf_hook" in module.__dict__ and not (captured and only_moves(module.__dict__["_hf_hook"]))
+        moves = "_hf_hook" in module.__dict__ and not only_moves(module.__dict__["_hf_hook"])
         if moves or _has_hook(module):
             return f"{_name_of(model, module)} has hooks, which a replay would not call"
     return None
 
 
-def _why_no_replay_there(model: Any, captured: bool) -> str | None:
-    """Why steps cannot be captured (or compiled) because of where and how this model's weights are stored."""
-    if captured and model.device.type != "cuda":
+def _why_no_replay_there(model: Any) -> str | None:
+    """Why steps cannot be captured because of where and how this model's weights are stored."""
+    if model.device.type != "cuda":
         return f"the model is on {model.device}"
     mesh = getattr(model, "_device_mesh", None)
-    if mesh is not None and not captured:
-        return "its weights are shared among processes, whose sums are not compiled"
     if mesh is not None and mesh.size() != ranks_of(model).count:
         return "its weights are shared among processes (FSDP)"
     return why_not_captured(model)
@@ -515,12 +499,10 @@ def _why_no_replay_there(model: Any, captured: bool) -> str | None:
 class HandOff:
     """Passes a runner from where `generate` asks whether it may compile to where it asks for the compiled call.
 
-    demanded: as in `StepRunner`. graphs: whether steps may be captured. compiled: as there. ranks: those that share
-    the model, and capture its steps together.
+    demanded, compiled: as in `StepRunner`. ranks: those that share the model, and capture its steps together.
     """
 
     demanded: bool
-    graphs: bool = True
     compiled: CompiledStep | None = None
     ranks: Ranks = ALONE
     _local: threading.local = field(default_factory=threading.local)
@@ -541,4 +523,4 @@ class HandOff:
         return None if runner is None else runner()
 
     def __reduce__(self) -> Any:
-        return HandOff, (self.demanded, self.graphs, self.compiled, self.ranks)
+        return HandOff, (self.demanded, self.compiled, self.ranks)

@@ -4,6 +4,9 @@ import torch
 
 from turbo_hf.layout import LEAST, Rotary
 
+LINE = 4096
+"""Bytes that `checksum` adds up before it weighs their sum by its place."""
+
 
 def ratio(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
     """a / b by one IEEE division in float32, the same on every device.
@@ -75,3 +78,14 @@ def undo_rotary_halves(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     low, high = turned.chunk(2, -1)
     plain = (turned * cos - torch.cat((-high, low), -1) * sin) / (cos * cos + sin * sin)
     return torch.cat((plain, rest), -1)
+
+
+def checksum(x: torch.Tensor) -> torch.Tensor:
+    """int64 [] on x's device: changes with any byte of x, and where lines of it change places. Exact on each device."""
+    flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    whole = flat.numel() // LINE * LINE
+    rest = torch.nn.functional.pad(flat[whole:], (0, LINE - flat.numel() + whole)).view(torch.int64)
+    sums = torch.cat((flat[:whole].view(torch.int64).view(-1, LINE // 8).sum(1), rest.sum().view(1)))
+    return (sums * torch.arange(1, 2 * len(sums), 2, device=x.device)).sum()

@@ -134,8 +134,6 @@ def _prepare_cache(
         )
     if isinstance(given, TurboCache) and not generation_config.is_assistant:
         given.stop_recording()
-        # not of a drafter, whose `generate` runs once per draft: to compare waits for the device
-        given.doubt()
     named_cache = "" if named is None else f"cache_implementation={named!r}"
     maker.begin_generate(
         given
@@ -180,7 +178,7 @@ def _prepare_inputs(
     method = type(model).prepare_inputs_for_generation
     original: Callable[..., dict[str, Any]] = before or functools.partial(method, model)
     named = by_name(method, args, kwargs)
-    _show_tokens(named)
+    _compare_tokens(named)
     inputs = original(*args, **kwargs)
     given, kept = named.get(CACHE), inputs.get(CACHE)
     if not isinstance(given, TurboCache) or kept is given or not uses_turbo(model):
@@ -205,8 +203,8 @@ def _prepare_inputs(
     return {**inputs, CACHE: given}
 
 
-def _show_tokens(named: dict[str, Any]) -> None:
-    """Tell a cache which tokens it will hold, where the call shows all of them, and compare those of a loaded one."""
+def _compare_tokens(named: dict[str, Any]) -> None:
+    """Compare the tokens of a loaded cache with those of this call, where the call shows all of them."""
     cache, ids, mask = (named.get(name) for name in (CACHE, "input_ids", "attention_mask"))
     if isinstance(cache, TurboCache):
         # embeddings may stand for other tokens, and fewer tokens than the mask has are only the newest ones
@@ -215,7 +213,7 @@ def _show_tokens(named: dict[str, Any]) -> None:
             shown = None
         if named.get("inputs_embeds") is not None:
             shown = None
-        cache.show(shown)
+        cache.compare(shown)
 
 
 def _columns(inputs: dict[str, Any]) -> int:
@@ -310,9 +308,7 @@ def _may_replay(
     # drafts, and the passes over them, have theirs among their keywords
     may_run = _may_run(generation_config) and not generation_config.is_assistant and RUNNER not in model_kwargs
     if may_run and isinstance(model_kwargs.get(CACHE), TurboCache):
-        compiles = hand_off.compiled is not None
-        make = _compiling_runner if compiles else functools.partial(_new_runner, inside=False)
-        runner = make(hand_off, None, model, generation_config)
+        runner = _new_runner(hand_off, None, model, generation_config, inside=False)
         if runner is not None:
             hand_off.give(runner)
             return True
@@ -320,25 +316,11 @@ def _may_replay(
     return original(model_kwargs, generation_config)
 
 
-def _compiling_runner(hand_off: HandOff, before: Any, model: Any, generation_config: Any) -> StepRunner | None:
-    """A runner whose steps are compiled, if they may be, and captured, if they may be; None if neither."""
-    compiled, reason = hand_off.compiled, _why_no_replay(hand_off, model)
-    # what may be captured may be compiled, unless the model is in several places
-    uncompiled = why_no_replay_of(model, captured=False) if compiled and (reason or _apart(model)) else None
-    if compiled is not None and uncompiled is not None:
-        compiled.refuse(uncompiled, lasting=False)
-        compiled = None
-    graphs = _may_capture(hand_off, reason)
-    if not graphs and compiled is None:
-        return None
-    device = _place(model) if graphs else None
-    why_not = functools.partial(why_no_replay_of, model, captured=graphs)
-    return StepRunner(model, generation_config.max_length, device, hand_off.demanded, compiled, why_not=why_not)
-
-
-def _apart(model: Any) -> bool:
-    """Whether several processes share the model, or its layers lie on several devices."""
-    return getattr(model, "_device_mesh", None) is not None or is_dispatched(model)
+def _why_not_compiled(model: Any) -> str | None:
+    """Why steps that are captured are not compiled; None if they may be."""
+    if getattr(model, "_device_mesh", None) is not None:
+        return "its weights are shared among processes, whose sums are not compiled"
+    return "its layers lie on several devices" if is_dispatched(model) else None
 
 
 def _place(model: Any) -> CudaDevice:
@@ -361,9 +343,9 @@ def _may_run(generation_config: Any) -> bool:
 
 def _may_capture(hand_off: HandOff, reason: str | None) -> bool:
     """Whether steps are captured. reason: why they cannot be. Raises `Unsupported` if they must be."""
-    if hand_off.demanded and hand_off.graphs and reason is not None:
+    if hand_off.demanded and reason is not None:
         raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
-    return hand_off.graphs and reason is None
+    return reason is None
 
 
 def _bring_runner(
@@ -394,7 +376,7 @@ def _new_runner(
     before: `forward` before the patch, as in `_forward`. fused: whether steps may be compiled. inside: as `forward` in
     `StepRunner`.
     """
-    if not (hand_off.graphs and _may_run(generation_config)):
+    if not _may_run(generation_config):
         return None
     # another wrapper around `forward` may not take the keyword
     wrapped = inside and getattr(model.__dict__.get("forward"), "func", None) is not _forward
@@ -403,12 +385,16 @@ def _new_runner(
     # what the walk over all modules says is not needed before the first step, unless it is an error, or ranks agree
     at_once = hand_off.demanded or hand_off.ranks
     reason = _why_no_replay(hand_off, model) if at_once else why_no_replay_of(model, walk=False)
-    if not _may_capture(hand_off, reason):
+    compiled, captured = hand_off.compiled if fused else None, _may_capture(hand_off, reason)
+    uncompiled = _why_not_compiled(model) if captured else reason
+    if compiled is not None and uncompiled is not None:
+        compiled.refuse(uncompiled, lasting=False)
+        compiled = None
+    if not captured:
         return None
     forward = (before or functools.partial(type(model).forward, model)) if inside else None
     # a draft's own limit is that of its few tokens
     limit = None if generation_config.is_assistant else generation_config.max_length
-    compiled = hand_off.compiled if fused and not _apart(model) else None
     why_not = functools.partial(why_no_replay_of, model)
     return StepRunner(model, limit, _place(model), hand_off.demanded, compiled, forward, why_not)
 

@@ -13,7 +13,6 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from turbo_hf.attention.registration import register
 from turbo_hf.attention.turbo_attention import NAME
-from turbo_hf.cache.context_group import ContextRanks, spread
 from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.cache.turbo_cache import TurboCache
@@ -21,6 +20,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.step_runner import hooked_module
 from turbo_hf.layout import HeadGroups, in_words
+from turbo_hf.parallel.context import spread
 from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.continuous_batching import HeadSizes
 from turbo_hf.patching.other_threads import alone
@@ -201,8 +201,7 @@ class CacheMaker:
             selectors={index: selector for index, selector in self.selectors.items() if index < count},
         )
         cache.mark.ranks = self.ranks
-        if isinstance(self.ranks, ContextRanks):
-            spread(cache, self.ranks)
+        spread(cache, self.ranks)
         # `memory()` leaves out drafts by the first layers alone
         if count == self.layers:
             self.made, self.unmeasured = self.made + 1, None

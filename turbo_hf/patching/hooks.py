@@ -15,13 +15,13 @@ from turbo_hf.attention.masks import forget_windows, require_window
 from turbo_hf.attention.step_operator import outside_of_steps, step_view
 from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
 from turbo_hf.cache.claimed_cache import claimed
-from turbo_hf.cache.context_group import OTHER_CACHE, ContextRanks
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.pass_mark import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported
 from turbo_hf.models.model_layers import CACHE_KEYWORDS, given_cache
+from turbo_hf.parallel.context import context_of
 from turbo_hf.patches.generic import chooses_attention
 from turbo_hf.patching.cache_hooks import CACHE_HOOKS, add_cache_hooks
 from turbo_hf.patching.handle import CacheMaker, LayerReport
@@ -113,12 +113,7 @@ def _begin_pass(depth: int, ranks: Ranks, module: Any, args: tuple[Any, ...], kw
         model = module if depth == STEP + 1 else None
         given = kwargs if "input_ids" in kwargs or not args else {**kwargs, "input_ids": args[0]}
         begin = functools.partial(cache.begin_pass, depth, model, given.get("input_ids"))
-        if isinstance(ranks, ContextRanks):
-            ranks.begin(cache, begin, given)
-        elif cache.context is not None:
-            raise ValueError(OTHER_CACHE)
-        else:
-            begin()
+        context_of(ranks).begin(cache, begin, given)
 
 
 @outside_of_steps(-2)

@@ -1,6 +1,6 @@
 """`patch()`: put a model on a compressed KV cache, with a handle that undoes it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from turbo_hf.attention.registration import register, switch_attention
 from turbo_hf.attention.turbo_attention import NAME
-from turbo_hf.cache.context_group import ContextRanks, context_ranks, require_spread_layers, require_spreadable
 from turbo_hf.cache.saved_cache import MAKER, weights_digest
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
@@ -24,6 +23,7 @@ from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.models.quantized_weights import describe_weights, why_not_captured
 from turbo_hf.ops.tuning import describe_prefill
+from turbo_hf.parallel.context import ContextRanks, context_ranks, require_spread_layers, require_spreadable
 from turbo_hf.patches.families import Family, family_of
 from turbo_hf.patches.layers import AttentionLayer, attention_layers
 from turbo_hf.patching import continuous_batching
@@ -145,7 +145,7 @@ def patch(
     if unpatched is not None:
         try:
             with ranks.together():
-                require_agreement(model, unpatched, chosen, planned.maker.uncompressed_layers, context)
+                require_agreement(model, unpatched, chosen, planned.maker.uncompressed_layers, ranks)
                 words = judged(text, model, handle, notices)
         except BaseException:
             handle.remove()
@@ -240,7 +240,9 @@ def _plan(
     # the last possible refusal before anything is changed
     if config.cuda_graphs is True and no_graphs is not None:
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
-    compiled = _compiled_step(config, uncompressed, notices)
+    graphs = config.cuda_graphs is not False and no_graphs is None
+    if config.compile and not graphs:
+        notices.note(f"compile={config.compile!r}: {no_graphs}, so that decode steps are not compiled.")
     sizes = {HeadSizes(dim) for dim in dims} | {latent_sizes(module) for module in latents}
     no_serving = continuous_batching.why_not_served(model, layers, config, sizes)
     if sharing is not ranks:
@@ -274,9 +276,12 @@ def _plan(
         why_not_served=no_serving,
         why_not_captured=no_graphs or ("cuda_graphs=False" if config.cuda_graphs is False else None),
     )
-    graphs = config.cuda_graphs is not False and no_graphs is None
-    hand_off = HandOff(config.cuda_graphs is True, graphs, compiled, ranks) if graphs or compiled is not None else None
-    return _Planned(report, modules, family, maker, hand_off, digest)
+    return _Planned(report, modules, family, maker, _hand_off(config, ranks) if graphs else None, digest)
+
+
+def _hand_off(config: TurboConfig, ranks: Ranks) -> HandOff:
+    compiled = CompiledStep(config.compile == "tuned") if config.compile else None
+    return HandOff(config.cuda_graphs is True, compiled, ranks)
 
 
 def _words(ranks: Ranks) -> str:
@@ -285,14 +290,6 @@ def _words(ranks: Ranks) -> str:
         said = f"one context over {ranks.count} ranks: block i of a row is on rank i modulo {ranks.count}"
         return "; ".join(filter(None, (said, _words(ranks.sharing))))
     return f"tensor parallel over {ranks.count} ranks; KV heads of one of them:" if ranks else ""
-
-
-def _compiled_step(config: TurboConfig, uncompressed: Sequence[int], notices: Notices) -> CompiledStep | None:
-    """What compiles decode steps; None if that is not asked for, or they cannot be compiled."""
-    if config.compile and uncompressed:
-        dense = f"layer {uncompressed[0]} is dense, so that decode steps are not compiled."
-        notices.note(f"compile={config.compile!r}: {dense}")
-    return CompiledStep(config.compile == "tuned") if config.compile and not uncompressed else None
 
 
 def _apply(model: PreTrainedModel, planned: _Planned, strict: Strict) -> Handle:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, PreTrainedModel, ProcessorMixin
 
-from turbo_hf.cache.context_group import spread
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Notices, Unsupported
@@ -19,7 +18,9 @@ from turbo_hf.layout import type_16bit
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.host_device import input_device
+from turbo_hf.parallel.context import spread
 from turbo_hf.patching.divergence import EVALUATE, NEVER, Reading, divergences, log_probabilities, verdict
+from turbo_hf.ranks import Ranks
 
 DECODED = 16
 """Tokens that are passed one by one, so that attention reads the compressed cache."""
@@ -300,18 +301,17 @@ class _Rounding:
 
 
 def require_agreement(
-    model: PreTrainedModel, unpatched: Unpatched, config: TurboConfig, uncompressed: tuple[int, ...], context: Any
+    model: PreTrainedModel, unpatched: Unpatched, config: TurboConfig, uncompressed: tuple[int, ...], ranks: Ranks
 ) -> None:
     """`Unsupported` if the patched model's logits are not its own: without a cache, and with one that quantizes
-    nothing. context: the ranks of a context group; None: there is none.
+    nothing. ranks: those of the patch.
 
     Where nothing is quantized, only rounding is left, and `unpatched.rounding` is what it does to the logits. A wrong
     mask does more.
     """
     exact = TurboConfig(bits=16, attention="fp16", block_size=config.block_size, backend=config.backend)
     unrounded = TurboCache(model.config, exact, uncompressed_layers=uncompressed)
-    if context is not None:
-        spread(unrounded, context)
+    spread(unrounded, ranks)
     for case, got, want, rounding in (
         ("without a cache", probe(model), unpatched.plain, unpatched.rounding),
         ("over a cache that quantizes nothing", probe(model, unrounded), unpatched.cached, unpatched.half),

@@ -1,25 +1,31 @@
-"""One context over several processes: which of them holds which blocks, and that all of them run the same passes.
+"""One context in one process, or over several: which of them holds which blocks, and that all run the same passes.
 
-Every rank runs the whole model over the same tokens. Block i of a row belongs to rank i modulo their number, which
+A cache and its layers call their `ContextRanks`, given to them when the cache is made: `WHOLE`, or those of a group,
+each of which runs the whole model over the same tokens. Block i of a row belongs to rank i modulo their number, which
 alone keeps it. Open tokens are on all ranks, and count on the first. `RowState` counts the blocks of all ranks, so that
 its numbers are the same on each; `RowState.pages` are the rank's own.
+
+Each rank attends to its own blocks, one of them to the open tokens and to a chunk's own too. With all parts' outputs o
+and log-sum-exps l, the whole is sum(softmax(l) o), what ring attention computes part by part.
 """
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
-from turbo_hf.cache.saved_files import checksum
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.layout import KVStore, power_of_two
+from turbo_hf.layout import AttentionOutput, KVStore, Scoring, power_of_two
+from turbo_hf.ops.decode.contract import decode
+from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import shared
+from turbo_hf.ops.maths import checksum
 from turbo_hf.ranks import ALONE, Ranks, ranks_of
 
 COMPARED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
@@ -34,20 +40,9 @@ OTHER_CACHE = (
 )
 
 
-class Cache(Protocol):
-    """What is read of a TurboCache."""
-
-    mark: Any
-    context: Any
-    selections: int
-
-    def turbo_layers(self) -> Sequence[Any]:
-        """The compressed layers."""
-
-
 @dataclass(frozen=True, eq=False)
 class ContextRanks(Ranks):
-    """The ranks over which the blocks of one context are spread; more than one.
+    """The ranks over which the blocks of one context are spread; one alone holds all of them, and exchanges nothing.
 
     sharing: of a tensor parallel model, the ranks that share its heads with this one. Each of them is in a context
         group of its own, and what one group decides, all do.
@@ -93,7 +88,9 @@ class ContextRanks(Ranks):
         self.sharing.require_same({"place in context_group": f"{self.rank} of {self.count}"})
         replace(self, sharing=ALONE).require_same({"weights": weights})
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce__(self) -> Any:
+        if not self:
+            return "WHOLE"
         raise Unsupported(
             "a model or cache of a context group is not pickled: each rank holds only its own blocks. Pickle a model "
             "before it is patched."
@@ -112,11 +109,25 @@ class ContextRanks(Ranks):
         """Whether a block of a row is this rank's."""
         return block % self.count == self.rank
 
+    def pages(self, sealed: list[int]) -> list[int]:
+        """`own` of each row."""
+        return [self.own(blocks) for blocks in sealed] if self else sealed
+
+    def pages_of_all(self, pages: int, sealed: Sequence[int]) -> int:
+        """A number of pages that is the same on all ranks: `pages`, those of this one's pool, or all `sealed` ones."""
+        return sum(sealed) if self else pages
+
+    def new_plans(self) -> dict[Any, Any]:
+        """Where captured steps keep their plans. Plans that move would move on one rank and not on another."""
+        return SteadyPlans() if self else {}
+
     def own_blocks(self, store: KVStore, before: Sequence[int], whole: Sequence[int]) -> tuple[KVStore, int]:
         """The store with the open tokens of this rank's blocks alone, as `seal_open` takes it; and the most of a row.
 
         before: blocks of each row before these. whole: whole blocks of open tokens of each row.
         """
+        if not self:
+            return store, max(whole)
         first = [(self.rank - held) % self.count for held in before]
         counts = [len(range(skip, blocks, self.count)) for skip, blocks in zip(first, whole, strict=True)]
         most, device, block = max(counts), store.k_open.device, store.block
@@ -150,12 +161,48 @@ class ContextRanks(Ranks):
 
     def summed(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of the ranks' x, in place; at any place at most one of them is not 0."""
-        if x.numel():
+        if self and x.numel():
             # as bytes, which every backend adds
             dist.all_reduce(x.view(torch.uint8), group=self.group)
         return x
 
-    def begin(self, cache: Cache, begin: Callable[[], bool | None], given: Mapping[str, Any]) -> None:
+    def own_part(self, store: Any, scoring: Scoring) -> tuple[Any, Scoring]:
+        """What this rank attends to, and how: open tokens and sinks count once. store: a `KVStore`, or None."""
+        if self.counts_open:
+            return store, scoring
+        return store._replace(open_len=torch.zeros_like(store.open_len)), scoring._replace(sinks=None)
+
+    def decode(self, q: torch.Tensor, store: KVStore, scoring: Scoring, **how: Any) -> torch.Tensor:
+        """`ops.decode.contract.decode` over the blocks of all ranks: out [B, Hq, M, D], the same bits on each."""
+        if not self:
+            return decode(q, store, scoring, **how).out
+        starts = how.pop("starts")
+        store, scoring = self.own_part(store, scoring)
+        if self.counts_open:
+            return self.merged(decode(q, store, scoring, starts=starts, **how), starts)
+        # All new tokens are open, so that each query sees every sealed token: queries become heads, which have no
+        # order. Rounded up, as a kernel is compiled for each number of them.
+        tokens = q.shape[2]
+        wide = q if tokens == 1 else torch.nn.functional.pad(q, (0, 0, 0, power_of_two(tokens) - tokens))
+        out, lse = decode(wide.reshape(q.shape[0], -1, 1, q.shape[3]), store, scoring, **how)
+        out, lse = out.reshape(wide.shape), lse.reshape(wide.shape[:3])
+        return self.merged(AttentionOutput(out[:, :, :tokens], lse[:, :, :tokens]), starts)
+
+    def merged(self, part: AttentionOutput, starts: torch.Tensor | None) -> torch.Tensor:
+        """The outputs of all ranks' parts as one, [B, Hq, M, D]; 0 before `starts`. One exchange."""
+        if not self:
+            return part.out
+        # in the wider type of both
+        each = self.gathered(torch.cat((part.out, part.lse[..., None]), -1))
+        out, lse = each[..., :-1], each[..., -1:]
+        whole = out.mul_(lse.softmax(0)).sum(0).to(part.out.dtype)
+        if starts is None:
+            return whole
+        padding = torch.arange(whole.shape[2], device=whole.device) < starts[:, None]
+        # no rank has seen a key there
+        return whole.masked_fill(padding[:, None, :, None], 0.0)
+
+    def begin(self, cache: Any, begin: Callable[[], bool | None], given: Mapping[str, Any]) -> None:
         """Begin a pass by calling `begin`, if the ranks begin the same.
 
         begin: returns False within a pass that was compared as a whole. given: the arguments of the pass, by name.
@@ -163,8 +210,10 @@ class ContextRanks(Ranks):
         Raises:
             ValueError: another pass on some rank, or one that cannot begin; the same error on all of them.
         """
-        if cache.turbo_layers()[0].replay is not None:
-            # compared before the step (`StepRunner`)
+        if not self and cache.context is not self:
+            raise ValueError(OTHER_CACHE)
+        if not self or cache.turbo_layers()[0].replay is not None:
+            # a step is compared before (`StepRunner`)
             begin()
             return
         error: Exception | None = None
@@ -177,11 +226,20 @@ class ContextRanks(Ranks):
             error = ValueError(OTHER_CACHE)
         self._require_same("a pass", cache, given, error)
 
-    def require_same_call(self, call: str, cache: Cache) -> None:
+    def require_same_call(self, call: str, cache: Any) -> None:
         """ValueError, the same on all ranks, unless all of them make this call over the same tokens."""
-        self._require_same(call, cache, {})
+        if self:
+            self._require_same(call, cache, {})
 
-    def _require_same(self, call: str, cache: Cache, given: Mapping[str, Any], error: Exception | None = None) -> None:
+    def require_all(self, index: int) -> None:
+        """`Unsupported` unless this process holds all blocks of layer `index`."""
+        if self:
+            raise Unsupported(
+                f"layer {index}: keys and values of a cache that is spread over a context group are not dequantized, "
+                "as each rank holds only its own blocks: use it with the patched model, and no 4D mask."
+            )
+
+    def _require_same(self, call: str, cache: Any, given: Mapping[str, Any], error: Exception | None = None) -> None:
         """One exchange, equally large for all calls; one read from the device."""
         tensors = {name: x for name in COMPARED if isinstance(x := given.get(name), torch.Tensor)}
         facts = {"the call": crc32(call.encode()), "what the caches hold": 0 if error is not None else _held(cache)}
@@ -207,6 +265,10 @@ class ContextRanks(Ranks):
                 )
 
 
+WHOLE = ContextRanks()
+"""Of a cache that one process holds whole."""
+
+
 def _checksum(x: torch.Tensor) -> torch.Tensor:
     """int64 [] on x's device, which tells tensors of one shape apart."""
     if x.is_floating_point():
@@ -228,7 +290,7 @@ def _open_parts(store: KVStore) -> tuple[tuple[torch.Tensor, int], ...]:
     return (store.k_open, 2), (store.v_open, 3), (store.k_scale, 2), (store.v_scale, 2)
 
 
-def _held(cache: Cache) -> int:
+def _held(cache: Any) -> int:
     """A number for the tokens that a cache holds: hashes of numbers are the same in every process."""
     layers = cache.turbo_layers()
     # what rows hold follows from the same passes, in all layers alike
@@ -237,12 +299,17 @@ def _held(cache: Cache) -> int:
     return hash((cache.selections, cache.mark.now is None, first.recording, *each))
 
 
-def spread(cache: Any, context: ContextRanks) -> None:
-    """Spread the blocks of an empty TurboCache over the ranks; layers with a sliding window stay whole on each."""
-    cache.context = context
+def context_of(ranks: Ranks) -> ContextRanks:
+    """The context of the caches of these ranks."""
+    return ranks if isinstance(ranks, ContextRanks) else WHOLE
+
+
+def spread(cache: Any, ranks: Ranks) -> None:
+    """Give an empty TurboCache its `ContextRanks`; layers with a sliding window stay whole on each rank."""
+    cache.context = context_of(ranks)
     for layer in cache.turbo_layers():
         if layer.window is None:
-            layer.state = layer.state._replace(context=context)
+            layer.state = layer.state._replace(context=cache.context)
 
 
 def context_ranks(group: Any, model: Any) -> ContextRanks | None:

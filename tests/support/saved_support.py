@@ -1,0 +1,44 @@
+"""Caches of all kinds that can be saved."""
+
+from collections.abc import Callable
+from typing import Any
+
+from graphs_support import an_index
+from models import tiny_llama, tiny_mistral
+from sparse_cache_support import sparse
+from tiny_families import build
+
+import turbo_hf
+from turbo_hf import TurboCache, TurboConfig
+
+Made = tuple[Any, TurboCache]
+Make = Callable[[], Made]
+MIXED: dict[str, Any] = {"low_bits": 2, "low_heads": 0.5, "buffer_scale": "universal"}
+
+
+def made(model: Any, config: Any, **options: Any) -> Made:
+    """A patched model, and an empty cache of it."""
+    return model, turbo_hf.patch(model.requires_grad_(False), config, **options).new_cache()
+
+
+def llama(**options: Any) -> Make:
+    """Of a Llama with these options."""
+    return lambda: made(tiny_llama(), TurboConfig(**{"bits": 4, "block_size": 32, **options}))
+
+
+def family(name: str) -> Make:
+    """Of another family, at 4 bit."""
+    return lambda: made(build(name), "turbo4")
+
+
+def windows() -> Made:
+    """A window in every layer, of which one is not compressed."""
+    model = tiny_mistral(24)
+    model.model.layers[1].self_attn.is_cross_attention = True
+    return made(model, TurboConfig(block_size=32), strict="fallback")
+
+
+def by_bucket() -> Made:
+    """With buckets of keys."""
+    model, config = tiny_llama(), sparse("kmeans-rotated", probes=2, window_tokens=8, dense_layers=())
+    return made(model, config, calibration=an_index(model, 8))
