@@ -122,8 +122,8 @@ class PagePool:
         return in_use, np.unique(table[in_use])
 
     def kept(self, sealed: list[int]) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
-        """What `hold` takes: k, v, meta and scale of the pages in use, for each width, and the table [B, most blocks] of
-        their numbers."""
+        """What `hold` takes: k, v, meta and scale of the pages in use, for each width, and the table [B, most
+        blocks] of their numbers."""
         in_use, used = self._in_use(sealed)
         pick = torch.from_numpy(used).to(self.device)
         pages = [[x.index_select(0, pick) for x in heads[1:]] for heads in self.paged]
