@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import turbo_hf
-from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.attention.prompt import prompt_attention
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, NewQKV
@@ -203,12 +203,10 @@ def alone(**options: Any) -> TurboConfig:
 
 
 STEPS, CHUNKS = (100, *[1] * 20), (100, 40, 30)
-MEANS = SparseConfig(selector="means", window_tokens=32, mass=0.001, dense_layers=())
 WAYS = {
     "int8": (alone(bits=8), STEPS),
     "4bit": (alone(), STEPS),
     "heads": (alone(bits=8, low_bits=4, low_heads=0.5), STEPS),
-    "means": (alone(sparse=MEANS), (170, *[1] * 9)),
     "chunks": (alone(attention="int8"), CHUNKS),
     "native": (alone(attention="native"), CHUNKS),
 }

@@ -287,7 +287,7 @@ def test_decode_on_a_gpu_replays_graphs() -> None:
         (["decode", "--backend", "cuda"], "unknown backend cuda; choose from auto, triton, reference."),
         (["decode", "--shape", "lean-16", "--ragged"], "no default case of lean-16 is ragged; give --size."),
         (["decode", "--device", "nowhere"], "no device 'nowhere'"),
-        (["decode", "--selector", "mean"], "unknown selector mean; choose from saap, kmeans, kmeans-rotated, means."),
+        (["decode", "--selector", "mean"], "unknown selector mean; choose from saap, kmeans, kmeans-rotated."),
         (["decode", "--share", "0"], "a share must be above 0 and at most 1; got [0.0]."),
         (["decode", "--share", "0.1"], "--share is of sparse steps: add --selector saap."),
         (["decode", "--selector", "saap", "--shape", "deepseek-v2-lite"], "steps over latents are not sparse: leave o"),

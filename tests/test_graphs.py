@@ -70,7 +70,7 @@ def test_beams_are_reordered_between_replays(
 
 def test_beams_of_layers_without_buckets(runners: list[StepRunner], device: torch.device) -> None:
     model = tiny_llama().to(device)
-    sparse = SparseConfig(selector="means", mass=0.4, window_tokens=12, dense_layers=())
+    sparse = SparseConfig(selector="window", window_tokens=12, dense_layers=())
     inputs = {**ragged([70, 40]), "num_beams": 2, "max_new_tokens": 30}
     want = answer(model, replace(PLAIN, sparse=sparse), **inputs)
     assert torch.equal(answer(model, replace(SMALL, sparse=sparse), **inputs), want)
@@ -204,12 +204,11 @@ def test_tokens_with_windows(bits: Any, runners: list[StepRunner], device: torch
         pytest.param({"selector": "saap", "probes": 3, "dense_layers": (0,)}, id="saap-dense-layer"),
         pytest.param({"selector": "kmeans", "probes": 3}, id="kmeans"),
         pytest.param({"selector": "kmeans-rotated", "probes": 3}, id="kmeans-rotated"),
-        pytest.param({"selector": "means", "mass": 0.4}, id="means"),
         pytest.param({"selector": "window"}, id="window"),
         pytest.param({"selector": "full"}, id="full"),
         pytest.param({"selector": "saap", "probes": 3}, id="saap"),
     ],
-    lengths=[*[RAGGED] * 7, ONE_ROW],
+    lengths=[*[RAGGED] * 6, ONE_ROW],
 )
 def test_tokens_and_counts_of_sparse_layers(
     choice: dict[str, Any],

@@ -15,7 +15,7 @@ from tiny_families import build, mistral4
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import turbo_hf
-from turbo_hf import PromptSparsity, TurboCache, TurboConfig, Unsupported
+from turbo_hf import TurboCache, TurboConfig, Unsupported
 from turbo_hf.layout import page_bytes
 from turbo_hf.models.model_layers import LATENT_TYPES
 from turbo_hf.models.versions import CACHE
@@ -201,7 +201,6 @@ def test_a_turbo_cache_serves_the_unpatched_model() -> None:
     "options",
     [
         {"sas": True},
-        {"sparse_prompt": PromptSparsity()},
         {"attention": "int8"},
         {"smooth_k": True},
         {"buffer_scale": "universal"},

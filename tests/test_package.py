@@ -22,7 +22,6 @@ PUBLIC = {
     "PRESETS",
     "Calibration",
     "Handle",
-    "PromptSparsity",
     "SparseConfig",
     "TurboCache",
     "TurboConfig",

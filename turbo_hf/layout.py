@@ -140,21 +140,6 @@ class PagedHeads(NamedTuple):
         return self.bits if self.bits == self.value_bits else (self.bits, self.value_bits)
 
 
-class PageMeans(NamedTuple):
-    """The mean key of each page, and how far its keys lie from it: of the INT8 keys that the page was packed from (of
-    16-bit keys as such).
-
-    Slots of all widths stand in the order of `KVStore.order`.
-
-    mean: int8 [P, Hkv, D], in units of scale[..., 0].
-    scale: float16 [P, Hkv, 2]: the unit; the spread, the root of the mean square of a key's difference to the mean,
-        over tokens and channels.
-    """
-
-    mean: torch.Tensor
-    scale: torch.Tensor
-
-
 class KVStore(NamedTuple):
     """One layer's compressed cache, as ops see it.
 
@@ -171,7 +156,6 @@ class KVStore(NamedTuple):
     sealed_host: the numbers in `sealed`, where the host knows them: a launch then need not wait for the device.
     plans: work splits of launches that will be replayed (`ops.decode.stream_k.LivePlan`, `KeptWorkspace`), made by the
         first launch and kept up to date by `ReplayableSteps`; None: nothing is replayed.
-    means: the mean key of each page, written when it is sealed; None: not kept.
     """
 
     paged: tuple[PagedHeads, ...]
@@ -186,14 +170,6 @@ class KVStore(NamedTuple):
     block: int
     sealed_host: tuple[int, ...] | None = None
     plans: dict[Any, Any] | None = None
-    means: PageMeans | None = None
-
-    def of_rows(self, own: slice) -> "KVStore":
-        """The same of these rows alone, for launches that nothing replays."""
-        known = None if self.sealed_host is None else self.sealed_host[own]
-        by_row = ("order", "table", "sealed", "k_open", "v_open", "k_scale", "v_scale", "open_len")
-        rows: dict[str, Any] = {name: getattr(self, name)[own] for name in by_row}
-        return self._replace(**rows, sealed_host=known, plans=None)
 
 
 class Operands(NamedTuple):
@@ -285,22 +261,7 @@ class Rounding(NamedTuple):
 
 
 PROMPT_TILE = 128
-"""Queries and keys of the tiles by which long prompts are sparse."""
-
-
-class TileRule(NamedTuple):
-    """Which tiles of keys a tile of queries of a long prompt reads; as in `PromptSparsity`.
-
-    heads: float32 [Hq, 2], mass and peak of each query head; None: `mass` and `peak`.
-    """
-
-    mass: float = 0.98
-    peak: float = 0.02
-    sink_tokens: int = 128
-    window_tokens: int = 512
-    tail_tokens: int = 256
-    most_density: float = 0.8
-    heads: torch.Tensor | None = None
+"""Queries and keys of a tile of the prompt kernel for Hopper."""
 
 
 class Visits(NamedTuple):
@@ -316,24 +277,6 @@ class Visits(NamedTuple):
     buckets: torch.Tensor
     visited: torch.Tensor
     spans: torch.Tensor | None = None
-
-
-NOTED_UNIT = 1 << 20
-"""Shares that kernels add up are whole numbers of this part of 1: sums in any order are then the same."""
-
-
-class ByMeans(NamedTuple):
-    """The rule of a sparse decode that chooses whole blocks by the mean keys of their pages (`KVStore.means`).
-
-    left: share of the estimated softmax that may fall on sealed blocks which are not read; above 0 and below 1.
-    noted: int64 [2], to which each query head adds the share so left, times `NOTED_UNIT`, and 1; None: not noted.
-    left_by_head: float32 [B, Hkv], instead of `left` for each row and KV head; 0: all of its blocks are read. None:
-        `left` for all.
-    """
-
-    left: float
-    noted: torch.Tensor | None = None
-    left_by_head: torch.Tensor | None = None
 
 
 class AlwaysRead(NamedTuple):
@@ -396,12 +339,6 @@ def open_token_bytes(head_dim: int, *, unquantized: bool = False, rotary_dim: in
     """Bytes of one open token of one KV head: codes or 16-bit numbers, and a float32 scale, for K and V. rotary_dim: as
     in `page_bytes`."""
     return (head_dim + (rotary_dim or head_dim)) * (2 if unquantized else 1) + 8
-
-
-def empty_means(pages: int, slots: int, head_dim: int, device: torch.device) -> PageMeans:
-    """Uninitialized means for `slots` heads of all widths (shapes: `PageMeans`)."""
-    mean = torch.empty(pages, slots, head_dim, dtype=torch.int8, device=device)
-    return PageMeans(mean, torch.empty(pages, slots, 2, dtype=torch.float16, device=device))
 
 
 def empty_pages(

@@ -19,11 +19,11 @@ from triton.runtime.jit import JITFunction
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import PRESETS, TurboConfig
-from turbo_hf.layout import AlwaysRead, ByMeans, HeadGroups, Rounding, Scoring, TileRule, Visits, empty_means
+from turbo_hf.layout import AlwaysRead, HeadGroups, Rounding, Scoring, Visits
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode import launch as launch_decode
 from turbo_hf.ops.latent.launch import launch_latent_decode
-from turbo_hf.ops.prefill import launch, launch_tiles
+from turbo_hf.ops.prefill import launch
 from turbo_hf.ops.sparse import launch as launch_sparse
 from turbo_hf.ops.store import launch as launch_store
 from turbo_hf.ops.store.launch_latent import launch_seal_latents
@@ -77,21 +77,7 @@ def prefill(mode: str, dim: int, dtype: torch.dtype, past: Any = None, **options
     starts, window, own = torch.zeros(2, dtype=torch.int64), options.pop("window", None), options.pop("own", True)
     scoring = taken(Scoring, {"scaling": 0.1} | options)
     rounding = taken(Rounding, {"mode": mode} | options)
-    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, True, window, None, own)
-
-
-def sparse_prompt(dim: int, dtype: torch.dtype) -> None:
-    """A prompt of two rows that reads some of its key tiles: their choice, the audit, and the general kernel; a chunk
-    over a past, too."""
-    q, k = (torch.zeros(2, 300, heads, dim, dtype=dtype).transpose(1, 2) for heads in (4, 2))
-    launch_tiles.launch_choose_tiles(q, k, TileRule(tail_tokens=0, heads=torch.ones(4, 2)), Scoring(0.1))
-    kept = launch_tiles.launch_choose_tiles(q, k, TileRule(tail_tokens=0), Scoring(0.1))
-    launch_tiles.launch_dropped_mass(q, k, kept, torch.arange(128), Scoring(0.1))
-    for mode in ("turbo", "fp16"):
-        launch.launch_prefill(q, k, k, Scoring(0.1), Rounding(mode), None, None, True, None, kept)
-    past = make_store(k[:, :, :80], k[:, :, :80], [80, 70])
-    launch.launch_prefill(q, k, k, Scoring(0.1), Rounding("fp16"), past, None, True, None, kept)
-    launch.dequantize_keys(past, 0, k[:, :, :64].contiguous())
+    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, True, window, own)
 
 
 def one_output(dim: int, heads: int) -> None:
@@ -128,22 +114,6 @@ def sparse(groups: HeadGroups, dim: int, dtype: torch.dtype, heads: int, **optio
     visits = Visits(index, launch_sparse.launch_visit(logits, 32), torch.zeros(2, 2, 2, 2, dtype=torch.int16))
     scoring = taken(Scoring, options := {"scaling": 0.1} | options)
     launch_sparse.launch_sparse_decode(q, store, scoring, visits, AlwaysRead(1, 2047), **options)
-
-
-def by_means(groups: HeadGroups, dim: int, blocks: int = 3, heads: int = 8) -> None:
-    """Sealing with means, in a step too where all is in 4 bit, and one sparse decode that chooses by them."""
-    k = torch.zeros(2, 2, 150, dim)
-    store = make_store(k, k, [150, 70], groups=groups)
-    store = store._replace(means=empty_means(4, 2, dim, k.device), table=torch.zeros(2, blocks, dtype=torch.int64))
-    launch_store.launch_seal_open(store, 1)
-    q, noted = torch.zeros(2, heads, 1, dim, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)
-    if groups == ((4, 2),):
-        k, flags = torch.zeros(2, 2, 1, dim, dtype=torch.bfloat16), [torch.zeros(n, dtype=torch.int32) for n in (1, 2)]
-        launch_store.launch_append_step(
-            k, k, store, None, None, flags[0], flags[1], balance=torch.ones(2, dim), queries=q
-        )
-    rule = ByMeans(0.05, noted[1:], torch.zeros(2, 2))
-    launch_sparse.launch_sparse_decode(q, store, Scoring(0.1), rule, AlwaysRead(1, 2047), read=noted[:1])
 
 
 def latents() -> list[Any]:
@@ -186,8 +156,6 @@ def nearest(capability: str) -> None:
         pasts[dim] = make_store(k, v, [80, 70], groups=groups)
     case[0] = "turbo, d = 128"
     prefill("turbo", 128, torch.bfloat16, pasts[128])
-    case[0] = "sparse prompt, d = 256"
-    sparse_prompt(256, torch.bfloat16)
     if capability == "12.0":
         # the rest takes as much shared memory as on 8.9
         return
@@ -225,8 +193,6 @@ def main(everything: bool) -> None:
     options = {"window": 70, "softcap": 5.0, "sinks": torch.zeros(4), "sas_threshold": -6.0, "v_scale": "channel"}
     case[0] = "fp8 with every option"
     prefill("fp8", 64, torch.bfloat16, pasts[64], smooth_k=True, **options)
-    case[0] = "sparse prompt"
-    sparse_prompt(128, torch.bfloat16)
     # the past alone, of a rank of a context group that does not hold the open tokens
     prefill("turbo", 64, torch.bfloat16, pasts[64], own=False)
     case[0] = "a past that programs share"
@@ -289,9 +255,6 @@ def main(everything: bool) -> None:
     every = {"starts": torch.zeros(2, dtype=torch.int64), "softcap": 5.0, "sinks": torch.zeros(24), "read": read}
     case[0] = "sparse with every option"
     sparse(((4, 2),), 128, torch.float32, 24, **every)
-    case[0] = "sparse by means"
-    by_means(((4, 2),), 128)
-    by_means(((16, 1), (4, 1)), 80, 8192, 16)
     for store in kept:
         bits = store.paged[0].bits
         for heads in (16, 32) if everything else ({8: 16}.get(bits, 32),):

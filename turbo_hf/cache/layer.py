@@ -77,7 +77,6 @@ class TurboLayer(DequantizedLayer):
             self.config, self.window, self.index, self.head_order, self.selector, self.latent, self.balance
         )
         empty.mark, empty.states = self.mark, self.states
-        empty.prompt_tally = self.prompt_tally
         empty.state = empty.state._replace(context=self.state.context)
         # in one assignment, so that an exception leaves nothing half reset
         self.__dict__ = vars(empty)
@@ -170,7 +169,6 @@ class TurboLayer(DequantizedLayer):
         self.ranked = [self.ranked[row] for row in rows]
         self.valid_prefix = None if self.valid_prefix is None else self.valid_prefix[index]
         self.universal = None if self.universal is None else self.universal[index]
-        self.left_by_head = None if self.left_by_head is None else self.left_by_head[index]
         self.given_mask = None if self.given_mask is None else self.given_mask[index.to(self.given_mask.device)]
         self.state = self.state.selected(rows)
 
@@ -189,12 +187,10 @@ class TurboLayer(DequantizedLayer):
         if not self.is_initialized:
             return {"codes": 0, "scales": 0, "open": 0}
         codes, scales = self.pool.nbytes()
-        explain = (self.order, self.valid_prefix, self.universal, self.left_by_head, self.nonfinite)
+        explain = (self.order, self.valid_prefix, self.universal, self.nonfinite)
         # and the open tokens of each row, int64
         scales += sum(x.nbytes for x in explain if x is not None) + 8 * self.rows
         index = {"index": self.bucket_index.nbytes()} if self.bucket_index.bucketed else {}
-        if self.pool.means is not None:
-            index = {"index": sum(x.nbytes for x in self.pool.means)}
         return {"codes": codes, "scales": scales, "open": self.buffer.nbytes(), **index}
 
     def offload(self) -> NoReturn:

@@ -9,7 +9,7 @@ import torch
 
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.open_buffer import Tokens
-from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, PageMeans, Width, empty_means, empty_pages, narrowed
+from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, Width, empty_pages, narrowed
 from turbo_hf.ops.host_device import nothing, shared
 from turbo_hf.ops.store.quantize import unpack_blocks
 from turbo_hf.ops.store.reference_pages import token_sizes
@@ -40,8 +40,7 @@ class PagePool:
     The table is on the host, where it is read and written without waiting for the device; `device_table` is its copy.
     `RowState` counts the sealed blocks: the argument `sealed` is its `pages` before the call.
 
-    rotary_dim: of a layer of latent attention, as in `layout.page_bytes`. means: whether the mean key of each page is
-    kept, as `KVStore.means`.
+    rotary_dim: of a layer of latent attention, as in `layout.page_bytes`.
     """
 
     def __init__(
@@ -53,14 +52,12 @@ class PagePool:
         device: torch.device,
         dtype_16bit: torch.dtype = torch.float16,
         rotary_dim: int | None = None,
-        means: bool = False,
     ):
         self.groups, self.dim, self.block, self.device = groups, dim, block, device
         self.dtype_16bit, self.rotary_dim = dtype_16bit, rotary_dim
         self.paged = tuple(
             _no_pages(width, slots, dim, block, device, dtype_16bit, rotary_dim) for width, slots in groups
         )
-        self.means = empty_means(0, sum(slots for _, slots in groups), dim, device) if means else None
         self.table = nothing((rows, 0), torch.int64, torch.device("cpu"))
         # pages of each row in the table: sealed ones, and those reserved for blocks to come
         self.reserved = [0] * rows
@@ -125,22 +122,17 @@ class PagePool:
         in_use = np.arange(table.shape[1]) < np.array(sealed)[:, None]
         return in_use, np.unique(table[in_use])
 
-    def kept(self, sealed: list[int]) -> tuple[list[list[torch.Tensor]], list[torch.Tensor], torch.Tensor]:
-        """What `hold` takes: k, v, meta and size of the pages in use, for each width, their `PageMeans` ([]: not
-        kept), and the table [B, most blocks] of their numbers."""
+    def kept(self, sealed: list[int]) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
+        """What `hold` takes: k, v, meta and size of the pages in use, for each width, and the table [B, most blocks]
+        of their numbers."""
         in_use, used = self._in_use(sealed)
         pick = torch.from_numpy(used).to(self.device)
-        *pages, means = (
-            [x.index_select(0, pick) for x in held] for held in (*(heads[1:] for heads in self.paged), self.means or ())
-        )
+        pages = [[x.index_select(0, pick) for x in heads[1:]] for heads in self.paged]
         table = np.where(in_use, np.searchsorted(used, self.table.numpy()), 0)[:, : max(sealed)]
-        return pages, means, torch.from_numpy(table)
+        return pages, torch.from_numpy(table)
 
-    def hold(
-        self, paged: tuple[PagedHeads, ...], table: torch.Tensor, sealed: list[int], means: PageMeans | None = None
-    ) -> None:
+    def hold(self, paged: tuple[PagedHeads, ...], table: torch.Tensor, sealed: list[int]) -> None:
         """Take these pages, all in use, and this table of them, in place of those of a new pool."""
-        self.means = means
         self.paged, self.table, self.reserved, self._device_table = paged, table, list(sealed), None
 
     def trim(self, sealed: list[int], shrink: bool = True) -> None:
@@ -188,10 +180,6 @@ class PagePool:
             new = empty_pages(width, *shape, self.device, self.dtype_16bit, self.rotary_dim)
             self._keep(old[1:], new[1:], keep)
             grown.append(new)
-        if self.means is not None:
-            means = empty_means(len(keep) + extra, self.means.mean.shape[1], self.dim, self.device)
-            self._keep(self.means, means, keep)
-            self.means = means
         self.paged = tuple(grown)
 
     @staticmethod

@@ -21,7 +21,6 @@ from turbo_hf.ops.repeat import Repeat, repeat_key
 from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.store.quantize import check_float
 from turbo_hf.sparse.bucket_index import BucketIndex
-from turbo_hf.sparse.prompts import PromptTally
 from turbo_hf.sparse.selectors import Selector
 
 DECODE_TOKENS = 16
@@ -113,8 +112,6 @@ class LayerStorage:
         self.selector, self.latent = selector, latent
         # float32 [Hkv, D], what stored keys are divided by; 16-bit ones by nothing
         self.balance = None if config.bits == UNQUANTIZED else balance
-        # shared by all caches of a patch
-        self.prompt_tally = PromptTally()
         self.config, self.window, self.index, self.head_order = config, window, index, head_order
         # shared by all layers of a cache
         self.mark, self.name = PassMark(1), f"layer {index}"
@@ -160,8 +157,7 @@ class LayerStorage:
         self.balance = None if self.balance is None else self.balance.to(self.device)
         groups = self.config.head_groups(self.heads)
         block, dtype_16bit = self.config.block_size, type_16bit(self.dtype)
-        means = self.selector is not None and self.selector.by_means
-        self.pool = PagePool(rows, groups, self.dim, block, self.device, dtype_16bit, self.rotary_dim, means)
+        self.pool = PagePool(rows, groups, self.dim, block, self.device, dtype_16bit, self.rotary_dim)
         self.bucket_index = BucketIndex(rows, self.heads, block, self.selector, self.device)
         opened = dtype_16bit if UNQUANTIZED in dict(groups) else torch.int8
         buffer = (opened, key_states.shape[2], self.rotary_dim)
@@ -173,8 +169,6 @@ class LayerStorage:
         self.ranked = [self.preranked] * rows
         ranged = self.config.buffer_scale == "universal"
         self.universal = torch.zeros(rows, self.heads, 2, dtype=torch.float32, device=self.device) if ranged else None
-        # float32 [B, Hkv], as of `ByMeans`: an audit sets those of heads that must read everything to 0
-        self.left_by_head = None if self.selector is None else self.selector.left_by_head(rows, self.heads, self.device)
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.state = self.state.with_rows(rows)
         self.is_initialized = True
@@ -221,7 +215,7 @@ class LayerStorage:
         places = (self.order, self.pool.device_table(), counts.sealed(state))
         opened = (*self.buffer.tensors(), counts.open(state))
         known, plans = (tuple(state.pages()), None) if replay is None else (replay.sealed, replay.plans)
-        return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans, self.pool.means)
+        return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans)
 
     def _held(self) -> tuple[Any, ...]:
         """What launches have the addresses of, and the lengths that they are planned for."""
@@ -289,7 +283,7 @@ class LayerStorage:
         if not self.preranked:
             # else the same for all rows, and shared with other layers
             tensors.append(self.order)
-        return tensors + [x for x in (self.universal, self.left_by_head) if x is not None]
+        return tensors if self.universal is None else [*tensors, self.universal]
 
     def require_same_rows(self, k: torch.Tensor) -> None:
         """ValueError unless new keys [B, Hkv, M, D] have the rows, heads and channels that the cache holds."""

@@ -347,7 +347,6 @@ class ReplayableSteps:
         for layer in self.layers:
             pool, counts, state = layer.pool, layer.device_counts, layer.state
             tensors += (pool.paged, pool.device_table(), counts.sealed(state), layer.order, layer.universal)
-            tensors.append(layer.left_by_head)
             tensors += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
             tensors.append(layer.bucket_index.spans)
             tensors += [] if layer.selector is None else layer.selector.tensors()

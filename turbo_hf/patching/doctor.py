@@ -12,7 +12,7 @@ from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, WITHDRAWN
 from turbo_hf.errors import Unsupported, warn
 from turbo_hf.models.versions import NEWEST, OLDEST, version_of, version_problem
-from turbo_hf.ops.gpu import hopper, why_no_kernels_on
+from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.patches.generic import is_latent
 from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
@@ -34,14 +34,12 @@ class Machine:
         versions: by package; "not installed" without one.
         gpus: name, memory and compute capability of each.
         backend: what attention runs on.
-        sparse_prompts: what long prompts run on with `TurboConfig.sparse_prompt`.
         problems: what keeps turbo_hf from running as tested, one sentence each.
     """
 
     versions: dict[str, str]
     gpus: tuple[str, ...]
     backend: str
-    sparse_prompts: str
     problems: tuple[str, ...]
 
 
@@ -72,14 +70,7 @@ def machine() -> Machine:
     if count and not any(map(shutil.which, COMPILERS)):
         problems.append("neither gcc nor clang found: on a GPU Triton needs a C compiler (or CC) and Python's headers")
     backend = "Triton kernels on CUDA, plain torch elsewhere"
-    return Machine(versions, gpus, backend, _sparse_prompts(count), tuple(x for x in problems if x is not None))
-
-
-def _sparse_prompts(gpus: int) -> str:
-    found = [torch.device("cuda", i) for i in range(gpus)]
-    if not any(why_no_kernels_on(device) is None for device in found):
-        return "in plain torch, which saves no time"
-    return "the 8-bit kernel for Hopper, else the general one" if any(map(hopper, found)) else "the general kernel"
+    return Machine(versions, gpus, backend, tuple(x for x in problems if x is not None))
 
 
 def _gpu(index: int) -> str:
@@ -111,9 +102,9 @@ def diagnose(model: Any) -> Diagnosis:
         latent = any(is_latent(at.module) for at in attention_layers(model) if at.module is not None)
         every = PRESETS | {name: it.config for name, it in WITHDRAWN.items()}
         for preset, config in every.items():
-            # a short text shows nothing of sparse presets, one of which needs a calibration; latents have no values
-            sparse = config.sparse is not None or config.sparse_prompt is not None
-            if sparse or (latent and (config.value_bits is not None or config.layer_bits is not None)):
+            # a short text shows nothing of sparse presets, which need a calibration; latents have no values
+            own_values = config.value_bits is not None or config.layer_bits is not None
+            if config.sparse is not None or (latent and own_values):
                 continue
             kept = config.recent_tokens + config.block_size
             try:

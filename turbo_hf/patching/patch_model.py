@@ -14,7 +14,7 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.saved_cache import MAKER, weights_digest
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
-from turbo_hf.calibration.choice import choose_selectors, load_calibration, prompt_rules
+from turbo_hf.calibration.choice import choose_selectors, load_calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, TurboConfig, resolve_config
 from turbo_hf.errors import Notices, Strict
 from turbo_hf.graphs.compiled_step import CompiledStep
@@ -46,7 +46,6 @@ from turbo_hf.patching.refusals import (
 )
 from turbo_hf.patching.selfcheck import check_text, judged, require_agreement, unpatched_logits
 from turbo_hf.ranks import Ranks, ranks_of, split_layers
-from turbo_hf.sparse.prompts import PromptTally, describe_sparse_prompts
 
 CONTEXT = "one context over several ranks"
 LATENT_PROMPTS = "prompts: expanded to keys and values, in the model's dtype, by torch's SDPA (latent attention)"
@@ -229,7 +228,6 @@ def _plan(
     unread = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     unread |= {index: "by TurboConfig.dense_layers" for index in unread if index in config.dense_layers}
     selectors, sparse = choose_selectors(config, unread, loaded, len(layers), notices)
-    rules = prompt_rules(config, loaded.found)
     uncompressed = tuple(at.index for at in layers if not at.groups)
     steps, no_graphs = describe(
         config,
@@ -257,10 +255,7 @@ def _plan(
         notes=family.notes if family else "",
         config=config,
         layers=tuple(layers),
-        prompts=LATENT_PROMPTS
-        if latents
-        else describe_prefill(config.prompt_attention, model.device, dims)
-        + describe_sparse_prompts(config.sparse_prompt, len(rules)),
+        prompts=LATENT_PROMPTS if latents else describe_prefill(config.prompt_attention, model.device, dims),
         steps=steps,
         warnings=tuple(notices.messages),
         heads=words,
@@ -281,7 +276,6 @@ def _plan(
         groups=tuple(at.groups for at in layers),
         sizes=frozenset(sizes),
         why_not_served=no_serving,
-        prompt_tallies={index: PromptTally(heads) for index, heads in rules.items()},
         why_not_captured=no_graphs or ("cuda_graphs=False" if config.cuda_graphs is False else None),
     )
     return _Planned(report, modules, family, maker, _hand_off(config, ranks) if graphs else None, digest)

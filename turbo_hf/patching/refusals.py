@@ -243,7 +243,6 @@ def refuse_latent_options(layers: list[LayerReport], config: TurboConfig, shared
         )
     wrong = {
         "sparse": config.sparse is not None,
-        "sparse_prompt": config.sparse_prompt is not None,
         "sas": config.sas,
         f"attention={config.attention!r}": config.attention not in ("auto", "fp16"),
         "smooth_k": config.smooth_k,

@@ -43,13 +43,11 @@ def attended(t, live, bucket, chosen):
     """Which of the tokens at places t (where live) a query attends to. bucket: their buckets, if any are visited."""
     place, _, visited, sink, window = chosen
     live = live & (t <= place)
-    if sink is not None:
-        kept = (t < sink) | (t > place - window)
-        if visited is not None:
-            bucket = bucket.to(tl.int32)
-            kept = kept | (bucket < 0) | (tl.load(visited + tl.maximum(bucket, 0), mask=live, other=0) != 0)
-        live = live & kept
-    return live
+    kept = (t < sink) | (t > place - window)
+    if visited is not None:
+        bucket = bucket.to(tl.int32)
+        kept = kept | (bucket < 0) | (tl.load(visited + tl.maximum(bucket, 0), mask=live, other=0) != 0)
+    return live & kept
 
 
 @triton.jit
@@ -126,10 +124,7 @@ def _attend_width(
         nearest = tl.min(tl.min(tl.min(tl.where(last > 0, last, sealed * BLOCK), 2), 1), 0)
         inner_end = tl.minimum(nearest, sealed * BLOCK) // (NB * BLOCK)
         counted, bucket = page, page
-        WHOLE: tl.constexpr = False
     else:
-        # every token that there is in listed blocks
-        WHOLE: tl.constexpr = chosen.sink is None
         buckets = chosen.buckets
         counted = tl.zeros([NB, BLOCK], tl.int32)
         bucket = _buckets_of(buckets, page, nb < sealed - begin * NB, BLOCK)
@@ -156,9 +151,8 @@ def _attend_width(
             v_zero, v_span = ranges_of(meta + V_LINE * D, shown, d, D, DP)
         if CHOSEN:
             t = (page & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            if not WHOLE:
-                kept = attended(t, live[:, None], bucket, chosen)
-                counted += kept.to(tl.int32)
+            kept = attended(t, live[:, None], bucket, chosen)
+            counted += kept.to(tl.int32)
         page = handed(ahead, ASM)
         # page numbers are loaded two tiles ahead: keys loaded right after them would wait for them
         ahead = entry(table + block + 2 * NB, block + 2 * NB < blocks, ASM)
@@ -168,11 +162,7 @@ def _attend_width(
         x = scores(q, keys, k_zero, k_span, LEVELS, ASM) * k_size[:, None, :] * row_unit[None, :, None]
         if scoring.softcap is not None:
             x = tanh(x / scoring.softcap) * (scoring.softcap * LOG2_E)
-        if WHOLE:
-            # of the last block, the query may see a part
-            if tile * NB + NB >= sealed:
-                x = tl.where((live[:, None] & (t <= chosen.place))[:, None, :], x, -float("inf"))
-        elif CHOSEN:
+        if CHOSEN:
             x = tl.where(kept[:, None, :], x, -float("inf"))
         elif (tile < inner_begin) | (tile >= inner_end):
             place = block[:, None, None] * BLOCK + column

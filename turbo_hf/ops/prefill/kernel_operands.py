@@ -167,18 +167,17 @@ def _narrow(x, TYPE: tl.constexpr):
     return x.to(TYPE)
 
 
-@triton.jit(do_not_specialize=["k_room"])
+@triton.jit
 def unpack_past_kernel(
     k_ptr, v_ptr, meta_ptr, size_ptr, table_ptr, sealed_ptr, order_ptr, k_out_ptr, v_out_ptr, scale_out_ptr,
-    blocks, first_slot, k_room, HEADS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    blocks, first_slot, HEADS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr, IN_TIME: tl.constexpr,
 ):  # fmt: skip
     """One sealed block of one slot: keys [BLOCK, D] and values [D, BLOCK], the scale of keys, and log2 of that of
     values.
 
     Where the output is INT8, these are codes with one scale for the block; else the numbers themselves, with a scale
-    of 1. Values are in `VALUE_ORDER`, or with IN_TIME in the order of time. Without v_out_ptr keys alone. k_room:
-    tokens from a head's first key to the next head's.
+    of 1. Values are in `VALUE_ORDER`, or with IN_TIME in the order of time.
     """
     block, slot, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if block >= tl.load(sealed_ptr + row):
@@ -205,29 +204,28 @@ def unpack_past_kernel(
     else:
         k = _narrow(k, K_TYPE)
     token = (block * BLOCK + n).to(tl.int64)
-    tl.store(k_out_ptr + (kv_row * k_room + token)[:, None] * D + d[None, :], k, mask=kept)
-    if v_out_ptr is not None:
-        V_TYPE: tl.constexpr = v_out_ptr.dtype.element_ty
-        # pages hold values in VALUE_ORDER, unless they are in 16 bit
-        stored = value_order(n) if BITS == 16 and not IN_TIME else n
-        if BITS < 16:
-            size = tl.load(sizes + BLOCK + value_order(n)).to(tl.float32)
-        v = _values_of_page(v_ptr, meta, size, at, stored, channel, D, BLOCK, BITS, VALUE_BITS)
-        v_log2 = 0.0
-        if V_TYPE == tl.int8:
-            most = _largest(v)
-            v, v_scale = as_int8(_scaled(v, most, 127.0)), _unit(most, size)
-            # the unit of a block of zeros does not matter
-            v_log2 = tl.log2(tl.where(v_scale == 0, 1.0, v_scale))
-        else:
-            v = _narrow(v, V_TYPE)
-        if IN_TIME and BITS < 16:
-            v = in_time_order(v)
-        to = (kv_row * D + d)[:, None] * (blocks * BLOCK) + token[None, :]
-        tl.store(v_out_ptr + to, v, mask=tl.trans(kept))
-        to = scale_out_ptr + (kv_row * blocks + block) * 2
-        tl.store(to, k_scale)
-        tl.store(to + 1, v_log2)
+    tl.store(k_out_ptr + (kv_row * (blocks * BLOCK) + token)[:, None] * D + d[None, :], k, mask=kept)
+    V_TYPE: tl.constexpr = v_out_ptr.dtype.element_ty
+    # pages hold values in VALUE_ORDER, unless they are in 16 bit
+    stored = value_order(n) if BITS == 16 and not IN_TIME else n
+    if BITS < 16:
+        size = tl.load(sizes + BLOCK + value_order(n)).to(tl.float32)
+    v = _values_of_page(v_ptr, meta, size, at, stored, channel, D, BLOCK, BITS, VALUE_BITS)
+    v_log2 = 0.0
+    if V_TYPE == tl.int8:
+        most = _largest(v)
+        v, v_scale = as_int8(_scaled(v, most, 127.0)), _unit(most, size)
+        # the unit of a block of zeros does not matter
+        v_log2 = tl.log2(tl.where(v_scale == 0, 1.0, v_scale))
+    else:
+        v = _narrow(v, V_TYPE)
+    if IN_TIME and BITS < 16:
+        v = in_time_order(v)
+    to = (kv_row * D + d)[:, None] * (blocks * BLOCK) + token[None, :]
+    tl.store(v_out_ptr + to, v, mask=tl.trans(kept))
+    to = scale_out_ptr + (kv_row * blocks + block) * 2
+    tl.store(to, k_scale)
+    tl.store(to + 1, v_log2)
 
 
 @triton.jit

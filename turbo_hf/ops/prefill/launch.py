@@ -30,8 +30,6 @@ from turbo_hf.ops.prefill.kernel_operands import (
     unpack_tiles_kernel,
 )
 from turbo_hf.ops.prefill.kernel_parts import merge_parts_kernel
-from turbo_hf.ops.prefill.launch_tiles import launch_list_tiles
-from turbo_hf.ops.prefill.reference_tiles import past_tiles
 from turbo_hf.ops.store.launch import pairs_of
 from turbo_hf.ops.tuning import PrefillTiles, fills_sms, in_tiles, past_parts, prefill_tiles
 
@@ -125,37 +123,22 @@ def unpack_past(
     in_time: v is in the order of time, not in VALUE_ORDER. Places past a row's end are not written.
     """
     batch, heads, _, dim = past.k_open.shape
-    blocks, device = past.table.shape[1], past.k_open.device
+    blocks, first, device = past.table.shape[1], 0, past.k_open.device
+    order, table = past.order.contiguous(), past.table.contiguous()
     k = torch.empty(batch, heads, blocks * past.block, dim, dtype=keys, device=device)
     v = torch.empty(batch, heads, dim, blocks * past.block, dtype=values, device=device)
     scale = torch.empty(batch, heads, blocks, 2, device=device)
-    _unpack(past, k, v, scale, in_time)
-    return k, v, scale
-
-
-def dequantize_keys(past: KVStore, first: int, to: torch.Tensor) -> None:
-    """Write the keys of the sealed blocks from `first` on to `to`: float [B, Hkv, T, D], T whole blocks that every row
-    has, heads at one stride and rows at that of all of their heads."""
-    blocks = to.shape[2] // past.block
-    _unpack(past._replace(table=past.table[:, first : first + blocks]), to, None, None)
-
-
-def _unpack(
-    past: KVStore, k: torch.Tensor, v: torch.Tensor | None, scale: torch.Tensor | None, in_time: bool = False
-) -> None:
-    batch, heads, _, dim = k.shape
-    blocks, first, room = past.table.shape[1], 0, k.stride(1) // dim
-    order, table = past.order.contiguous(), past.table.contiguous()
     with torch.cuda.device_of(k):
         for pages in past.paged:
             slots = pages.k.shape[1]
             if blocks:
                 unpack_past_kernel[(blocks, slots, batch)](
                     pages.k, pages.v, pages.meta, pages.size, table, past.sealed, order, k, v, scale,
-                    blocks, first, room, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
+                    blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
                     BITS=pages.bits, VALUE_BITS=pages.value_bits, IN_TIME=in_time, **gpu.FMA,
                 )  # fmt: skip
             first += slots
+    return k, v, scale
 
 
 def _held(past: KVStore, dtype: torch.dtype, mode: str, *, tiled: bool) -> Past:
@@ -204,7 +187,6 @@ def launch_prefill(
     starts: torch.Tensor | None,
     causal: bool,
     window: int | None,
-    kept: torch.Tensor | None = None,
     own: bool = True,
 ) -> AttentionOutput:
     """`ops.prefill.contract.prefill`: quantize keys and values, unpack the past, and one launch for the rest."""
@@ -219,8 +201,7 @@ def launch_prefill(
             name, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device), past=past is not None
         )
 
-    # lists are not shared among programs
-    room = 0 if past is None or kept is not None else past.table.shape[1] * past.block
+    room = 0 if past is None else past.table.shape[1] * past.block
     hopper = own and _hopper_serves(q, rounding, scoring, past, room, window, causal=causal, padded=starts is not None)
     rows = PROMPT_TILE if hopper else tiles_of(rounding.mode).block_m
     parts = past_parts(-(-tokens // rows) * pairs, room, q.device)
@@ -231,7 +212,6 @@ def launch_prefill(
     broken = flags(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
     held = None if past is None else _held(past, q.dtype, rounding.mode, tiled=hopper)
     kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
-    listed, before = (None, 0) if kept is None else (launch_list_tiles(kept, tokens, past), past_tiles(kept, tokens))
 
     def run(
         operands: Operands,
@@ -264,8 +244,7 @@ def launch_prefill(
         )
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
             PrefillQueries(_view(q), bias), k_tiles, v_tiles, chunk, held,
-            # what is repaired is computed densely
-            None if repair else listed, before, kernel_scoring, to, pairs, tokens, parts, FORM=form, REPAIR=repair,
+            kernel_scoring, to, pairs, tokens, parts, FORM=form, REPAIR=repair,
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
             **gpu.FMA,
         )  # fmt: skip
@@ -279,7 +258,7 @@ def launch_prefill(
             if hopper:
                 from turbo_hf.ops.prefill.launch_hopper import launch_hopper_prefill  # noqa: PLC0415 - needs Gluon
 
-                over = (held, listed, before, parts, starts)
+                over = (held, parts, starts)
                 launch_hopper_prefill(q, operands, v_log2, first, broken, scoring, causal, *over)
             else:
                 bias = None if operands.k_mean is None else _bias(q, operands.k_mean) * scoring.scaling

@@ -5,7 +5,6 @@ import torch
 from turbo_hf.layout import (
     INT8_MAX,
     MODES,
-    PROMPT_TILE,
     SAS_TILE,
     SCORE_LIMIT,
     AttentionMode,
@@ -20,7 +19,6 @@ from turbo_hf.layout import (
 )
 from turbo_hf.ops.maths import align, counted, ratio, scaled
 from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
-from turbo_hf.ops.prefill.reference_tiles import as_square
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
 from turbo_hf.ops.store.reference_pages import sealed_tokens
 
@@ -35,7 +33,6 @@ def reference_prefill(
     starts: torch.Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
-    kept: torch.Tensor | None = None,
     own: bool = True,
 ) -> AttentionOutput:
     batch, _, tokens, _ = q.shape
@@ -49,8 +46,7 @@ def reference_prefill(
     asking = _queries(queries, place, precise)
 
     sas_tile = SAS_TILE if precise and scoring.sas_threshold is not None else None
-    square = None if kept is None else as_square(kept, tokens)
-    runs = [] if past is None else _past(past, asking, mode, q.dtype, sas_tile or past.block, square)
+    runs = [] if past is None else _past(past, asking, mode, q.dtype, sas_tile or past.block)
     if precise:
         block = sas_tile or block
         keys, values = (_raw(align(x, starts), place, block) for x in (k, v))
@@ -60,8 +56,7 @@ def reference_prefill(
         keys, values = _chunk(parts, align(v, starts), place, block)
         bias = None if parts.k_mean is None else _mean_score(queries, parts.k_mean) * scoring.scaling
     if own:
-        ours = None if square is None else square[..., -square.shape[2] :]
-        runs.append(Run(asking, keys, values, block, bias, own=True, kept=ours))
+        runs.append(Run(asking, keys, values, block, bias, own=True))
 
     out, lse = flash(runs, FlashOptions(scoring, causal, window, mode.p_type(q.dtype)))
     too_large = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)
@@ -72,7 +67,7 @@ def reference_prefill(
         lse = torch.gather(lse, 2, back[:, None].expand_as(lse)).masked_fill(padding, -torch.inf)
     out, lse = out.to(q.dtype), lse.float()
     if not precise and bool(too_large.any()):
-        exact = reference_prefill(q, k, v, scoring, Rounding("fp16"), past, starts, causal, window, own=own)
+        exact = reference_prefill(q, k, v, scoring, Rounding("fp16"), past, starts, causal, window, own)
         out = torch.where(too_large[..., None, None], exact.out, out)
         lse = torch.where(too_large[..., None], exact.lse, lse)
     return AttentionOutput(out, lse)
@@ -124,13 +119,8 @@ def _chunk(parts: Operands, v: torch.Tensor, place: torch.Tensor, block: int) ->
     return keys, Operand(values * parts.v_channel[:, :, None].to(wide), torch.ones_like(keys.scale), place)
 
 
-def _past(
-    store: KVStore, q: Operand, mode: AttentionMode, dtype: torch.dtype, tile: int, kept: torch.Tensor | None
-) -> list[Run]:
-    """The sealed blocks and the open tokens, as their products take them.
-
-    dtype: of the model's queries. kept: bool [B, Hq, T, P + T]: the first P are tiles of the past; None: all are read.
-    """
+def _past(store: KVStore, q: Operand, mode: AttentionMode, dtype: torch.dtype, tile: int) -> list[Run]:
+    """The sealed blocks and the open tokens, as their products take them. dtype: of the model's queries."""
     batch, _, cap, _ = store.k_open.shape
     wide, sealed = q.x.dtype, store.sealed[:, None] * store.block
     at = torch.arange(store.table.shape[1] * store.block, device=q.x.device).expand(batch, -1)
@@ -153,13 +143,6 @@ def _past(
         values = v_own.float().to(torch.float8_e4m3fn) if mode.v_type == torch.float8_e4m3fn else v_own
         keys, items = Operand(k_own.to(wide), k_step, place), Operand(values.to(wide), v_step, place)
         runs.append(Run(q, _whole(keys, tile), _whole(items, tile), tile))
-    if kept is not None:
-        tiles = torch.arange(-(-at.shape[1] // PROMPT_TILE), device=at.device)
-        listed = min(kept.shape[3] - kept.shape[2], len(tiles))
-        # what no whole tile of a row holds is always read
-        besides = (tiles >= (sealed // PROMPT_TILE).clamp(max=listed)).expand(kept.shape[0], -1)
-        of_past = torch.nn.functional.pad(kept[..., :listed], (0, len(tiles) - listed), value=True)
-        runs[0] = runs[0]._replace(kept=of_past | besides[:, None, None])
     return runs
 
 

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from turbo_hf.ops.kernel_common import slot_of_width
 from turbo_hf.ops.store.kernel_arguments import Block
-from turbo_hf.ops.store.kernel_seal import codes_of, scale_of, seal_block, store_mean
+from turbo_hf.ops.store.kernel_seal import codes_of, scale_of, seal_block
 
 QUERIES = tl.constexpr(4)
 """Query rows that a program balances."""
@@ -132,7 +132,6 @@ def seal_open_kernel(
     opened,  # for each bit width (k, v, k_scale, v_scale, v's stride of a token, and of a channel)
     rows,  # `Rows`
     table_ptr,  # int64 [B, blocks]
-    means,  # `PageMeans` or None
     table_stride, cap,
     FORM: tl.constexpr,
 ):  # fmt: skip
@@ -156,8 +155,6 @@ def seal_open_kernel(
                 v += pair * cap * D + n * BLOCK * v_token
                 tokens = Block(k + first * D, v, k_scale + first, v_scale + first, v_token, v_channel)
                 seal_block(tokens, paged[g], page * FORM.slots[g] + own, g, FORM)
-                if means is not None:
-                    store_mean(tokens, means, page * FORM.heads + slot, FORM)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["nonfinite_ptr"])
@@ -167,7 +164,7 @@ def append_step_kernel(
     queries,  # `NewQueries` or None
     cache, rows,  # `Cache`, `Rows`
     table_ptr,  # int64 [B, blocks]
-    means, noted,  # `PageMeans` or None, `Noted` or None
+    noted,  # `Noted` or None
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     table_stride,
     FORM: tl.constexpr,
@@ -184,15 +181,15 @@ def append_step_kernel(
             _balance_queries(queries, balance_ptr, first, FORM.heads, FORM.dim, FORM.padded_dim)
     if program >= 0:
         _append_step(
-            new, given_ptr, balance_ptr, cache, rows, table_ptr, means, noted, nonfinite_ptr, arrived_ptr,
-            table_stride, program, FORM,
+            new, given_ptr, balance_ptr, cache, rows, table_ptr, noted, nonfinite_ptr, arrived_ptr, table_stride,
+            program, FORM,
         )  # fmt: skip
 
 
 @triton.jit
 def _append_step(
-    new, given_ptr, balance_ptr, cache, rows, table_ptr, means, noted, nonfinite_ptr, arrived_ptr,
-    table_stride, program, FORM: tl.constexpr,
+    new, given_ptr, balance_ptr, cache, rows, table_ptr, noted, nonfinite_ptr, arrived_ptr, table_stride,
+    program, FORM: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = FORM.heads
     D: tl.constexpr = FORM.dim
@@ -214,8 +211,6 @@ def _append_step(
                 k_at, v_at = k_open + pair * cap * D, v_open + pair * D * cap
                 tokens = Block(k_at, v_at, k_scales + pair * cap, v_scales + pair * cap, 1, cap)
                 seal_block(tokens, cache.paged[g], page * FORM.slots[g] + own, g, FORM)
-                if means is not None:
-                    store_mean(tokens, means, page * HEADS + slot, FORM)
         # all threads have now read the place that the new token takes
         tl.debug_barrier()
     at = tl.where(is_due, 0, held)

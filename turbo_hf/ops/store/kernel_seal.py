@@ -8,8 +8,6 @@ from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, counted, value_
 from turbo_hf.ops.store.kernel_arguments import Block
 
 EDGE = tl.constexpr(float(OUTERMOST))
-LARGEST_HALF = tl.constexpr(65504.0)
-"""The largest number of float16."""
 
 
 @triton.jit
@@ -244,26 +242,6 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
             planes = _store_lane(
                 v_out, page, d[:, None], i[None, :], codes, inside, lane, planes, D, BLOCK, VALUE_BITS, LANES
             )
-
-
-@triton.jit
-def store_mean(tokens, means, place, FORM: tl.constexpr):
-    """Mean and spread of the keys of a `Block`, INT8 or unquantized, to `PageMeans`. place: page * heads + slot."""
-    D: tl.constexpr = FORM.dim
-    mean_ptr, scale_ptr = means
-    n = tl.arange(0, FORM.block)
-    d = tl.arange(0, FORM.padded_dim)
-    # channels beyond D are 0
-    keys = _numbers(tokens.k, n[:, None] * D + d[None, :], (n >= 0)[:, None] & (d < D)[None, :])
-    if tokens.k.dtype.element_ty == tl.int8:
-        keys = keys * tl.load(tokens.k_scale + n)[:, None]
-    mean = tl.sum(keys, 0) * (1.0 / FORM.block)
-    unit = scale_of(mean, 0)
-    tl.store(mean_ptr + place * D + d, codes_of(mean, tl.broadcast_to(unit, mean.shape)), mask=d < D)
-    square = tl.sum(tl.sum(keys * keys, 0) * (1.0 / FORM.block) - mean * mean, 0) * (1.0 / D)
-    spread = tl.sqrt_rn(tl.maximum(square, 0.0))
-    tl.store(scale_ptr + 2 * place, tl.minimum(unit, LARGEST_HALF).to(tl.float16))
-    tl.store(scale_ptr + 2 * place + 1, tl.minimum(spread, LARGEST_HALF).to(tl.float16))
 
 
 @triton.jit

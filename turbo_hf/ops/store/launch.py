@@ -166,7 +166,7 @@ def launch_seal_open(store: KVStore, blocks: int) -> None:
     launch(
         seal_open_kernel, store.k_open, (blocks, pairs_of(batch, heads)),
         tuple(pages[1:] for pages in store.paged), tuple(held if width == UNQUANTIZED else codes for width in bits),
-        Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table, store.means,
+        Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
         store.table.stride(0), cap,
         FORM=_form_of(store.paged, heads, dim, store.block), enable_fp_fusion=False,
     )  # fmt: skip
@@ -209,7 +209,7 @@ def launch_append_step(
         append_step_kernel, k, (programs + batch * heads,),
         NewTokens(k, v, k.stride(), v.stride()),
         None if given_scale is None else given_scale.contiguous(), balance, balanced, cache_of(store),
-        Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table, store.means,
+        Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
         None if noted is None else Noted(noted[0], noted[1].contiguous(), noted[0].shape[2]), nonfinite, arrived,
         store.table.stride(0), FORM=form, enable_fp_fusion=False,
     )  # fmt: skip

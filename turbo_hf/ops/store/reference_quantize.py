@@ -12,7 +12,6 @@ from turbo_hf.layout import (
     UNQUANTIZED,
     KVStore,
     PagedHeads,
-    PageMeans,
     Width,
     half_split,
     narrowed,
@@ -57,15 +56,6 @@ def reference_seal_blocks(
     lines = [*k_lines, *v_lines]
     meta = torch.stack(lines, -2) if lines else k.new_empty(*k.shape[:-2], 0, k.shape[-1])
     return PagedHeads(bits, packed_k, packed_v, meta, torch.stack((k_size, v_size), -2).bfloat16())
-
-
-def reference_means(k: torch.Tensor, k_scale: torch.Tensor) -> PageMeans:
-    """Mean and spread of blocks k [P, S, b, D] with scales [P, S, b], as `PageMeans` holds them."""
-    keys = k.float() if k.is_floating_point() else k.float() * k_scale[..., None]
-    mean, square = (x.sum(-2) * (1 / k.shape[-2]) for x in (keys, keys**2))
-    codes, unit = reference_quantize_tokens(mean)
-    spread = (square - mean * mean).mean(-1).clamp(min=0).sqrt()
-    return PageMeans(codes, narrowed(torch.stack((unit, spread), -1), torch.float16))
 
 
 def _packed(
