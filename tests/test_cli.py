@@ -122,7 +122,7 @@ def test_doctor_on_the_carried_model() -> None:
     report = last_json(result)
     # the package's version may lack the build's suffix
     assert torch.__version__.startswith(report["machine"]["versions"]["torch"])
-    assert set(report["model"]["checks"]) == set(EVERY_PRESET) - {"saap", "turbo4-long"}
+    assert set(report["model"]["checks"]) == set(EVERY_PRESET) - {"saap"}
     assert report["model"]["refusal"] is None
     errors = [report["model"]["checks"][name]["error"] for name in ("int8", "turbo4", "turbo2")]
     assert errors == sorted(errors)

@@ -161,7 +161,7 @@ def test_options_of_a_preset() -> None:
         ({"sparse": {"preset": "saap"}}, r"^SparseConfig has no option preset"),
         (
             {"preset": "turbo5"},
-            r"^unknown preset 'turbo5'; presets are int8, turbo4, saap\.$",
+            r"^unknown preset 'turbo5'; presets are int8, turbo4, turbo-k4v3, saap\.$",
         ),
         ({"preset": {"bits": 4}}, r"^unknown preset {'bits': 4}; presets are "),
         ({"sparse": [1]}, r"^TurboConfig.sparse must be a SparseConfig or None; got \[1\]"),

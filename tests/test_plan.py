@@ -302,5 +302,5 @@ def test_a_config_is_left_as_it_was() -> None:
 def test_latent_attention_has_the_presets_that_serve_it() -> None:
     rows = {row.method: row for row in plan_of("deepseek_v3", **{**EXPERTS, **LATENT}).rows}
     assert {"int8", "turbo4"} <= rows.keys()
-    assert not {"turbo4-long", "turbo-k4v2", "turbo-depth", "turbo2-depth"} & rows.keys()
+    assert not {"turbo-k4v3", "turbo-k4v2"} & rows.keys()
     assert rows["turbo4"].compression > rows["int8"].compression > 1

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from turbo_hf.config.file import SUFFIXES, names_a_file, read_mapping
 from turbo_hf.config.options import LEFT, Options, at_least, freeze, freeze_layers, layer_indices, one_of
@@ -397,55 +397,30 @@ DEFAULT_PRESET = "turbo4"
 PRESETS: dict[str, TurboConfig] = {
     "int8": TurboConfig(bits=8),
     DEFAULT_PRESET: TurboConfig(bits=4),
+    "turbo-k4v3": TurboConfig(bits=4, value_bits=3),
     "saap": TurboConfig(bits=4, sparse=SparseConfig()),
 }
-"""INT8; 4 bit (the default); sparse decoding over 4 bit, which needs a calibration."""
+"""INT8; 4 bit (the default); keys of 4 bit with values of 3; sparse decoding over 4 bit, which needs a calibration."""
 
-
-class Withdrawn(NamedTuple):
-    """A preset that can still be named, and is not recommended.
-
-    kl: mean KL in nats to 16 bit at 2k tokens, of SmolLM2-135M, Qwen2.5-Coder-0.5B and -1.5B, measured before layer 0
-        of the second stayed at 8 bit (`eval/results/fidelity-log.md`).
-    """
-
-    config: TurboConfig
-    kl: tuple[float, float, float]
-
-
-WITHDRAWN: dict[str, Withdrawn] = {
-    "turbo-k4v3": Withdrawn(TurboConfig(bits=4, value_bits=3), (0.077, 0.145, 0.032)),
-    "turbo-mixed": Withdrawn(TurboConfig(bits=4, low_bits=2, low_heads=0.5), (0.144, 0.354, 0.065)),
-    "turbo-k4v2": Withdrawn(TurboConfig(bits=4, value_bits=2), (0.465, 0.295, 0.100)),
-    "turbo-depth": Withdrawn(
-        TurboConfig(layer_bits=((4, 2), 2, 2, 2, 2, (4, 2), 4, (8, 4)), recent_tokens=64), (0.343, 0.385, 0.091)
-    ),
-    "turbo2": Withdrawn(TurboConfig(bits=2), (0.615, 1.125, 0.178)),
-    "turbo2-depth": Withdrawn(
-        TurboConfig(layer_bits=(*7 * (2,), (4, 2)), block_size=128, recent_tokens=128), (0.910, 0.962, 0.180)
-    ),
+ABLATIONS: dict[str, TurboConfig] = {
+    "turbo-k4v2": TurboConfig(bits=4, value_bits=2),
+    "turbo-mixed": TurboConfig(bits=4, low_bits=2, low_heads=0.5),
+    "turbo2": TurboConfig(bits=2),
 }
-"""Keys of 4 bit with values of 3; half of the heads at 2 bit; keys of 4 bit with values of 2; bits by depth; 2 bit; the
-same with keys of 4 in the last eighth of the layers. All are far from 16 bit on real checkpoints."""
+"""Keys of 4 bit with values of 2; TurboAttention's head priority (half of the heads at 2 bit); 2 bit. They can be named,
+and warn."""
 
 
-def _lost_by(config: TurboConfig) -> tuple[object, ...]:
-    """What decides how much a config loses; the rest of it does not mend that."""
-    low = (config.low_bits, config.low_heads) if config.low_heads else None
-    return config.bits, config.value_bits, config.layer_bits, low
-
-
-def withdrawn(config: TurboConfig) -> str | None:
-    """Why a config is not recommended, as a sentence with figures; None: it rounds as none of `WITHDRAWN`."""
-    same = ((name, it) for name, it in WITHDRAWN.items() if _lost_by(it.config) == _lost_by(config))
-    name, found = next(same, (None, None))
-    if name is None or found is None:
+def not_recommended(config: TurboConfig) -> str | None:
+    """Why a config is not recommended, as a sentence with figures; None: nothing of it has 2 bits."""
+    widths = [widths_of(width) for width in config.layer_bits or ((config.bits, config.value_bits or config.bits),)]
+    if not any(2 in width for width in widths) and not (config.low_heads and config.low_bits == 2):
         return None
-    smol, small, large = found.kl
+    # `eval/results/fidelity-log.md`
     return (
-        f"{name} is far from 16 bit on real checkpoints: mean KL {smol:g} nats on SmolLM2-135M, {small:g} and "
-        f"{large:g} on Qwen2.5-Coder-0.5B and -1.5B ({DEFAULT_PRESET}: 0.022, 0.135, 0.022; 16 bit again: 0.001). Take "
-        f"{DEFAULT_PRESET} or int8, and see turbo-hf fidelity."
+        "2 bit is not like 16 bit on real checkpoints: on SmolLM2-135M the mean KL is 0.023 nats with 2-bit values "
+        "(turbo-k4v2), 0.031 with half of the heads at 2 bit (turbo-mixed), 0.24 with all (turbo2); 0.005 at 4 bit "
+        f"({DEFAULT_PRESET}). Evaluate on your tasks, and see turbo-hf fidelity."
     )
 
 
@@ -454,12 +429,10 @@ ConfigLike = str | Path | Mapping[str, Any] | TurboConfig
 
 
 def preset_named(name: object) -> TurboConfig | None:
-    """A preset, or one of `WITHDRAWN`, by its name; None: there is none. ValueError: it left the package."""
+    """A preset, or one of `ABLATIONS`, by its name; None: there is none. ValueError: it left the package."""
     if name == "turbo4-long":
         raise ValueError(f"preset {name} (sparse prompts) {LEFT}. Take {DEFAULT_PRESET}.")
-    if not isinstance(name, str):
-        return None
-    return PRESETS[name] if name in PRESETS else WITHDRAWN[name].config if name in WITHDRAWN else None
+    return (PRESETS | ABLATIONS).get(name) if isinstance(name, str) else None
 
 
 def resolve_preset(name: object) -> TurboConfig:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
-from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, WITHDRAWN
+from turbo_hf.config.turbo_config import ABLATIONS, DEFAULT_PRESET, PRESETS
 from turbo_hf.errors import Unsupported, warn
 from turbo_hf.models.versions import NEWEST, OLDEST, version_of, version_problem
 from turbo_hf.ops.gpu import why_no_kernels_on
@@ -18,7 +18,7 @@ from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.meta_model import key_bias_note, meta_model, patch_report
 from turbo_hf.patching.patch_model import patch
-from turbo_hf.patching.selfcheck import CheckText, SelfCheck, check_text
+from turbo_hf.patching.selfcheck import SelfCheck, check_text
 
 COMPILERS = ("clang", "gcc")
 """What Triton builds its launcher with, as it looks for them."""
@@ -87,12 +87,16 @@ def diagnose(model: Any) -> Diagnosis:
     """Patch a loaded model with each preset, read a text through its cache and through the unpatched model's, and
     remove the patch."""
     checks: dict[str, SelfCheck] = {}
-    texts: dict[int, CheckText | None] = {}
-    unknown, refusal = [], None
+    unknown, refusal, text = [], None, None
     try:
         own = own_tokenizer(checkpoint_of(model), warn)
         try:
-            with patch(model, DEFAULT_PRESET, check=True, tokenizer=own) as handle:
+            # one text for all presets, which keep as many tokens open
+            text = check_text(model, PRESETS[DEFAULT_PRESET], own)
+        except Unsupported as error:
+            unknown.append(str(error))
+        try:
+            with patch(model, DEFAULT_PRESET, check=text is not None, tokenizer=own) as handle:
                 report = handle.report()
         except Unsupported as error:
             refusal = str(error)
@@ -100,20 +104,9 @@ def diagnose(model: Any) -> Diagnosis:
             with patch(model, DEFAULT_PRESET) as handle:
                 report = handle.report()
         latent = any(is_latent(at.module) for at in attention_layers(model) if at.module is not None)
-        every = PRESETS | {name: it.config for name, it in WITHDRAWN.items()}
-        for preset, config in every.items():
+        for preset, config in (PRESETS | ABLATIONS).items():
             # a short text shows nothing of sparse presets, which need a calibration; latents have no values
-            own_values = config.value_bits is not None or config.layer_bits is not None
-            if config.sparse is not None or (latent and own_values):
-                continue
-            kept = config.recent_tokens + config.block_size
-            try:
-                # one text for all presets that keep as many tokens open
-                text = texts[kept] if kept in texts else texts.setdefault(kept, check_text(model, config, own))
-            except ValueError as error:
-                unknown.append(f"{preset}: {error}")
-                continue
-            if text is not None:
+            if text is not None and config.sparse is None and not (latent and config.value_bits is not None):
                 with patch(model, config, strict="fallback") as handle:
                     checks[preset] = text.check(model, handle.new_cache())
     except ValueError as error:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from turbo_hf.attention.registration import text_key
 from turbo_hf.attention.turbo_attention import NAME
-from turbo_hf.config.turbo_config import TurboConfig, of_layer, withdrawn
+from turbo_hf.config.turbo_config import TurboConfig, not_recommended, of_layer
 from turbo_hf.errors import Notices, Unsupported
 from turbo_hf.layout import UNQUANTIZED, type_16bit
 from turbo_hf.models.model_layers import kv_heads, stray_window
@@ -294,9 +294,9 @@ def forecast(
     Raises:
         Unsupported: backend "triton", which plain torch may not replace.
     """
-    not_recommended = withdrawn(config)
-    if not_recommended is not None:
-        notices.note(not_recommended)
+    warning = not_recommended(config)
+    if warning is not None:
+        notices.note(warning)
     if config.dense_layers and type_16bit(dtype) != dtype:
         notices.note(f"dense_layers are kept in float16, which rounds the {str(dtype)[6:]} of this model to 11 bits.")
     if config.backend == "reference":
