@@ -217,6 +217,18 @@ def test_states_that_change_in_place_are_those_of_a_patched_models_pass(patched:
     assert torch.equal(route.run(cache, HELD, 1), route.run(plain, HELD, 1))
 
 
+def test_a_pass_without_a_patch_does_not_go_on_with_one_that_broke_off_between_two_states() -> None:
+    route = ROUTES["unpatched-hybrid"]()
+    cache = route.new_cache()
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(cache, "update_recurrent_state", fails)
+        with pytest.raises(KeyboardInterrupt):
+            route.run(cache, 0, HELD)
+    # a step takes states, which the prompt has only stored
+    with pytest.raises(ValueError, match="broke off"):
+        route.run(cache, HELD, 1)
+
+
 # --- at random --------------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """Transformers' own layers in a TurboCache: marked updates, the end of their recording, what they can bring back."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -159,21 +159,25 @@ class MarkedUpdates(Cache):
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """As in `Cache`: transformers 5.17 asks before it changes a state in place."""
         if layer_idx is not None:
-            self._read(layer_idx, f"states {state_idx}")
+            self._read(layer_idx, ("conv_states", "recurrent_states"), state_idx)
         return super().has_previous_state(layer_idx, state_idx)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """As in `Cache`; refused as `update_conv_state` is: the caller may change the returned state in place."""
-        self._read(layer_idx, f"conv_states {state_idx}, to be read")
+        self._read(layer_idx, ("conv_states",), state_idx)
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """As `get_conv_state`."""
-        self._read(layer_idx, f"recurrent_states {state_idx}, to be read")
+        self._read(layer_idx, ("recurrent_states",), state_idx)
         return super().get_recurrent_state(layer_idx, state_idx)
 
-    def _read(self, layer: int, kind: str) -> None:
-        """The states of a layer are taken, if it has any."""
+    def _read(self, layer: int, names: Sequence[str], number: int | None) -> None:
+        """A layer's states of these names are taken, if it has any: that of a number, or all."""
         linear: Any = self.layers[layer]
         if isinstance(linear, LinearAttentionCacheLayerMixin) and any(linear.has_previous_state.values()):
-            self._turn(layer, kind)
+            now, numbers = self.mark.now, linear.has_previous_state if number is None else (number,)
+            # a pass takes what the one before has left: this is a new one
+            if now is not None and any((layer, f"{name} {n}") in now.stored for name in names for n in numbers):
+                raise self.mark.refusal()
+            self._turn(layer, f"{' or '.join(names)} {number}, to be read")
