@@ -214,9 +214,9 @@ def test_2_bit_is_not_recommended_by_whatever_name() -> None:
     ):
         assert str(not_recommended(config)).startswith("2 bit is not like 16 bit on real checkpoints: ")
     for config in (
-        TurboConfig(value_bits=2),
+        TurboConfig(value_bits=3),
         TurboConfig(low_bits=3, low_heads=0.5),
-        TurboConfig(layer_bits=(4, (3, 2))),
+        TurboConfig(layer_bits=(4, (4, 3))),
     ):
         assert not_recommended(config) is None
 

@@ -407,8 +407,8 @@ ABLATIONS: dict[str, TurboConfig] = {
     "turbo-mixed": TurboConfig(bits=4, low_bits=2, low_heads=0.5),
     "turbo2": TurboConfig(bits=2),
 }
-"""Keys of 4 bit with values of 2; TurboAttention's head priority (half of the heads at 2 bit); 2 bit. They can be named,
-and warn."""
+"""Keys of 4 bit with values of 2; TurboAttention's head priority (half of the heads at 2 bit); 2 bit. They can be
+named, and warn."""
 
 
 def not_recommended(config: TurboConfig) -> str | None:
