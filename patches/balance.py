@@ -72,7 +72,9 @@ def key_bias(module: Any, above: Above) -> KeyBias | None:
         both = _squares(projection, bias, norm).unflatten(-1, (-1, module_head_dim(module)))
     except Exception as error:  # a library's layer may raise anything
         return KeyBias(None, unknown=f"a {type(projection).__name__} cannot be run by itself ({shortened(error)})")
-    shares = rotary_shares(module, above)
+    # whatever the default device is
+    with torch.device("cpu"):
+        shares = rotary_shares(module, above)
     if shares is None:
         typical = both[1].median().clamp(min=torch.finfo(torch.float32).tiny)
         return KeyBias(None, step=float((both[0].amax() / typical).sqrt() / CODE_MAX))

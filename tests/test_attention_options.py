@@ -8,10 +8,11 @@ from models import prompts, tiny_llama
 
 import turbo_hf
 from turbo_hf import TurboConfig
-from turbo_hf.attention import prompt, turbo_attention
+from turbo_hf.attention import prompt
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.layout import Rounding, Scoring
 from turbo_hf.models.versions import CACHE
+from turbo_hf.parallel import context
 
 CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0, "v_scale": "channel", "smooth_k": True}
 THRESHOLD: dict[str, Any] = {"sas_threshold": -5.0}
@@ -45,7 +46,7 @@ def test_options_reach_the_ops(
 
         return spy
 
-    for module, name in ((prompt, "prefill"), (turbo_attention, "decode")):
+    for module, name in ((prompt, "prefill"), (context, "decode")):
         monkeypatch.setattr(module, name, spied(module, name))
     model = tiny_llama(num_hidden_layers=1)
     with turbo_hf.patch(model, TurboConfig(attention=mode, block_size=32, **CHOSEN)) as handle:

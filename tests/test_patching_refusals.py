@@ -40,7 +40,7 @@ def test_bad_arguments() -> None:
     model: Any = tiny_llama()
     with pytest.raises(ValueError, match="strict must be one of raise, warn, fallback; got 'loud'"):
         turbo_hf.patch(model, strict="loud")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"presets int8, turbo4, saap.*; got 'turbo5'"):
+    with pytest.raises(ValueError, match=r"presets int8, turbo4, turbo-k4v3, saap.*; got 'turbo5'"):
         turbo_hf.patch(model, "turbo5")
     with pytest.raises(TypeError, match=r"model must be a .*PreTrainedModel; got Linear"):
         turbo_hf.patch(model.lm_head)
