@@ -164,8 +164,6 @@ def run_method(
                 bootstrap_iters=BOOTSTRAP,
                 log_samples=True,
             )
-            layers = [] if lm.handle is None else lm.handle.report().sparse_prompts
-            found["sparse_prompts"] = [asdict(layer) for layer in layers if layer.prompts]
         samples: Samples = found.pop("samples")
         for task, rows in samples.items():
             lean = [_lean(row, with_prompt=label == BASELINE) for row in rows]

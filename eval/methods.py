@@ -86,9 +86,9 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
         "turbo4@window",
         *(f"turbo4@{chosen}:probes={n}" for chosen in ("kmeans-rotated", "kmeans", "saap") for n in (8, 16, 32, 64)),
     ),
-    # SAAP sec. 5: what else could choose keys, 32 buckets of as many as there are; blocks by mass
+    # SAAP sec. 5: what else could choose keys, 32 buckets of as many as there are
     "ablation-selectors": tuple(
-        f"turbo4@{chosen}" for chosen in ("full", "window", "saap", "kmeans", "kmeans-rotated", "means")
+        f"turbo4@{chosen}" for chosen in ("full", "window", "saap", "kmeans", "kmeans-rotated")
     ),
     # the always-read tokens, alone and together with buckets
     "ablation-window": tuple(
@@ -303,7 +303,7 @@ def sparse_choice(text: str) -> SparseConfig:
 def _sparse_value(field: str, text: str) -> object:
     if field in ("read_all_layers", "dense_layers"):
         return tuple(int(part) for part in text.split("+") if part)
-    return float(text) if field in ("mass", "most_dropped") else int(text)
+    return int(text)
 
 
 @contextmanager

@@ -47,7 +47,6 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         serving: bytes of the KV cache per token, against the baseline's, and generated tokens per second.
         reading: for sparse methods, the share of the keys that decode steps read in sparse layers, and the same without
             the always-read tokens.
-        prompts: what the newest 16 sparse prompts of a method read and dropped, by layer (`PromptShares`).
     """
     rows = []
     headline: dict[str, dict[str, list[bool]]] = {}
@@ -94,7 +93,6 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         "replies": _replies(outcomes),
         "serving": _serving(outcomes),
         "reading": _reading(outcomes),
-        "prompts": _prompts(outcomes),
     }
 
 
@@ -283,11 +281,6 @@ def _reading(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _prompts(outcomes: Mapping[str, Outcome]) -> dict[str, list[dict[str, Any]]]:
-    found = {label: outcome.results.get("sparse_prompts", []) for label, outcome in outcomes.items()}
-    return {label: layers for label, layers in found.items() if layers}
-
-
 def _bytes(batches: list[Batch]) -> float | None:
     tokens = sum(b.kv_tokens for b in batches)
     return sum(b.kv_bytes for b in batches) / tokens if tokens else None
@@ -360,19 +353,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
         rows = [[label, f"{own['share']:.1%}", f"{own['share_beyond']:.1%}"] for label, own in found["reading"].items()]
         headings = ["method", "of all", "of those not always read"]
         shown.append(Table("keys that decode steps of sparse layers read", headings, rows))
-    if found["prompts"]:
-        rows = [[label, *_over_layers(layers)] for label, layers in found["prompts"].items()]
-        headings = ["method", "key tiles read", "least, most of a layer", "softmax dropped", "of the worst layer"]
-        shown.append(Table("the newest 16 sparse prompts, means", headings, rows))
     return [without_dashes(table) for table in shown]
-
-
-def _over_layers(layers: list[dict[str, Any]]) -> list[str]:
-    """Mean and extremes of what sparse prompts read and dropped; "-" where nothing was audited."""
-    read = [layer["density"] for layer in layers]
-    dropped = [layer["dropped_mean"] for layer in layers if layer["dropped_mean"] is not None]
-    audited = [f"{sum(dropped) / len(dropped):.2%}", f"{max(dropped):.2%}"] if dropped else ["-", "-"]
-    return [f"{sum(read) / len(read):.1%}", f"{min(read):.1%}, {max(read):.1%}", *audited]
 
 
 def _figures(own: dict[str, Any]) -> list[str]:

@@ -5,15 +5,9 @@ from typing import Any
 
 import torch
 
-from turbo_hf.errors import Unsupported, shortened
-from turbo_hf.layout import CODE_MAX, HEAD_DIM_MULTIPLE
+from turbo_hf.layout import HEAD_DIM_MULTIPLE
 from turbo_hf.models.model_layers import CACHE_KEYWORDS, LATENT_TYPES, module_head_dim
-from turbo_hf.ops.store.rotate import rotate_keys
 from turbo_hf.patches.latent import why_not_absorbed
-
-PROBES = 65
-"""Random inputs used to measure a key projection; the first is zero."""
-
 
 REFUSED = {
     "diffllama": "its attention changes values after the cache has seen them",
@@ -93,40 +87,3 @@ def shares_keys(module: torch.nn.Module) -> str | None:
     if getattr(module, "is_kv_shared_layer", False):
         return "it reads the keys and values of an earlier layer, and keeps none"
     return "later layers read its keys and values" if getattr(module, "store_full_length_kv", False) else None
-
-
-@torch.no_grad()
-def lost_to_bias(module: Any, rotated: bool) -> float:
-    """INT8 step that the key bias alone forces, in standard deviations of a typical key channel; 0 without a bias.
-
-    A bias far larger than the spread of keys fills the INT8 range, so that differences between keys are rounded away.
-    Bias and spread are measured by running `k_proj` (its weights may be packed, or offloaded) on random inputs of unit
-    mean square, as a norm gives them. rotated: keys are stored rotated, which spreads the bias over all channels.
-
-    Raises:
-        Unsupported: it has a bias, and weights of a kind that does not run on such inputs.
-    """
-    projection = getattr(module, "k_proj", None)
-    bias = getattr(projection, "bias", None)
-    if projection is None or not isinstance(bias, torch.Tensor):
-        return 0.0
-    # accelerate's hook loads weights that are stored elsewhere; without it there are none
-    if bias.is_meta and not hasattr(projection, "_hf_hook"):
-        return 0.0
-    # some layers of packed weights (EETQ) do not say how many inputs they have
-    width: Any = getattr(projection, "in_features", None) or getattr(module.config, "hidden_size", None)
-    try:
-        x = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(0), device="cpu")
-        x[0] = 0
-        keys = projection(x.to("cpu" if bias.is_meta else bias.device, bias.dtype)).float()
-        heads = keys.unflatten(-1, (-1, module_head_dim(module)))
-    except Exception as error:  # a library's layer may raise anything
-        raise Unsupported(
-            f"a key projection of this model is a {type(projection).__name__}, which has a bias and cannot be run by "
-            f"itself ({shortened(error)}), so that its key biases are unknown. Name the layers that are to be kept at "
-            "8 bit, or none (TurboConfig(int8_layers=())), and evaluate."
-        ) from error
-    if rotated:
-        keys = rotate_keys(heads[None], "reference")[0].flatten(1)
-    spread = keys[1:].std(0).median()
-    return float(keys[0].abs().amax() / CODE_MAX / spread.clamp(min=torch.finfo(torch.float32).tiny))

@@ -10,9 +10,9 @@ from choices import BACKENDS
 from stores import make_store, tokens
 
 from turbo_hf.layout import HeadGroups, KVStore, empty_pages
+from turbo_hf.ops.maths import balanced_keys, balanced_queries
 from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
-from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -57,31 +57,32 @@ def test_stores_what_the_quantizer_makes(
 
 
 @in_turn(dim=[pytest.param(d, id=f"d{d}") for d in (16, 48, 64, 80)], dtype=[torch.bfloat16, torch.float32])
-def test_keys_are_rotated_on_the_way(dim: int, dtype: torch.dtype, backend: str, device: torch.device) -> None:
-    """The same bits as after a rotation of their own, in a prompt and in a step; queries too."""
+def test_keys_are_balanced_on_the_way(dim: int, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """The same bits as after a division of their own, in a prompt and in a step; queries too."""
+    balance = 1 + 5 * torch.rand(2, dim, device=device)
     flags = [torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 4)]
     for m in (1, 70):
         got = cache([3, 60, 64, 9], dim, device, dtype, room=m)
         want = copy(got)
         k, v = (tokens(4, m, 2, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
         k[0, 0, 0, 3] = 3e4
-        turned = rotate_keys(k, "reference")
+        divided = balanced_keys(k, balance)
         # a view, whose rows of 6 heads are cut by programs of 4
         # not bfloat16, to which the interpreter rounds otherwise
         kind = torch.float32 if dtype == torch.float32 else torch.float16
         q = tokens(4, m, 6, dim, dtype=kind, device=device).transpose(1, 2)
-        out = append_tokens(k, v, got, nonfinite=flags[0], rotate=True, queries=q, backend=backend)
-        append_tokens(turned, v, want, nonfinite=flags[0], backend="reference")
+        out = append_tokens(k, v, got, nonfinite=flags[0], balance=balance, queries=q, backend=backend)
+        append_tokens(divided, v, want, nonfinite=flags[0], backend="reference")
         assert_same_tokens(got, want)
         assert out is not None
-        assert torch.equal(out, rotate_queries(q, "reference"))
+        assert torch.equal(out, balanced_queries(q, balance))
     got = full_store(dim, ((4, 2),), device)
     want, k, v = snapshot(got), k[:, :, :1], v[:, :, :1]
     q = q[:, :, :1]
-    out = append_step(k, v, got, nonfinite=flags[0], arrived=flags[1], rotate=True, queries=q, backend=backend)
+    out = append_step(k, v, got, nonfinite=flags[0], arrived=flags[1], balance=balance, queries=q, backend=backend)
     assert out is not None
-    assert torch.equal(out, rotate_queries(q, "reference"))
-    append_step(turned[:, :, :1], v, want, nonfinite=flags[0], arrived=flags[1], backend="reference")
+    assert torch.equal(out, balanced_queries(q, balance))
+    append_step(divided[:, :, :1], v, want, nonfinite=flags[0], arrived=flags[1], backend="reference")
     assert_same_tokens(got, want)
     assert not flags[0].item()
 
@@ -163,7 +164,7 @@ def test_whole_blocks_go_to_the_pages_that_the_table_names(
                 parts = [x[0] for i in (0, 2) for x in quantize_tokens(parts[i][None], backend="reference")]
             key, key_scale, value, value_scale = (x[None] for x in parts)
             want = seal_blocks(key, key_scale, value, value_scale, got.width, "reference")
-            for name in ("k", "v", "meta", "scale"):
+            for name in ("k", "v", "meta", "size"):
                 assert torch.equal(getattr(got, name)[page], getattr(want, name)[0]), name
         for x in got[1:]:
             assert (x[[0, 1, 3, 5, 7]] == 7).all()

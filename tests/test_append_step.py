@@ -47,7 +47,7 @@ def test_a_step_seals_what_is_full_and_then_appends(
             block = [x[row, own] for x in (before.k_open, before.k_scale, before.v_open, before.v_scale)]
             k_open, k_scale, v_open, v_scale = (x[None, ..., :64] if x.dim() == 2 else x[None] for x in block)
             want = seal_blocks(k_open[:, :, :64], k_scale, v_open[..., :64].mT, v_scale, got.width, "reference")
-            for name in ("k", "v", "meta", "scale"):
+            for name in ("k", "v", "meta", "size"):
                 assert torch.equal(getattr(got, name)[page], getattr(want, name)[0]), name
             slot += len(own)
     for got, old in zip(store.paged, before.paged, strict=True):

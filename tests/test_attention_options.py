@@ -8,12 +8,13 @@ from models import prompts, tiny_llama
 
 import turbo_hf
 from turbo_hf import TurboConfig
-from turbo_hf.attention import prompt, turbo_attention
+from turbo_hf.attention import prompt
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.layout import Rounding, Scoring
 from turbo_hf.models.versions import CACHE
+from turbo_hf.parallel import context
 
-CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0, "v_scale": "channel", "smooth_k": True, "hadamard": True}
+CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0, "v_scale": "channel", "smooth_k": True}
 THRESHOLD: dict[str, Any] = {"sas_threshold": -5.0}
 ROUNDING: dict[str, Any] = {**THRESHOLD, "v_scale": "channel", "smooth_k": True}
 PROMPT, CHUNK = 40, DECODE_TOKENS + 1
@@ -22,14 +23,11 @@ PROMPT, CHUNK = 40, DECODE_TOKENS + 1
 @pytest.mark.parametrize(
     ("mode", "tokens", "op", "said"),
     [
-        pytest.param("int8", [PROMPT], "prefill", {**ROUNDING, "mode": "int8", "hadamard": True}, id="prompt"),
-        # over a past queries are rotated already
-        pytest.param("int8", [PROMPT, CHUNK], "prefill", {**ROUNDING, "mode": "int8", "hadamard": False}, id="chunk"),
+        pytest.param("int8", [PROMPT], "prefill", {**ROUNDING, "mode": "int8"}, id="prompt"),
+        pytest.param("int8", [PROMPT, CHUNK], "prefill", {**ROUNDING, "mode": "int8"}, id="chunk"),
         pytest.param("int8", [PROMPT, 1], "decode", {**THRESHOLD, "mode": "turbo"}, id="step"),
         # short prompts are not rounded
-        pytest.param(
-            "auto", [PROMPT], "prefill", {**ROUNDING, "mode": "fp16", "smooth_k": False, "hadamard": False}, id="exact"
-        ),
+        pytest.param("auto", [PROMPT], "prefill", {**ROUNDING, "mode": "fp16", "smooth_k": False}, id="exact"),
     ],
 )
 @torch.no_grad()
@@ -48,7 +46,7 @@ def test_options_reach_the_ops(
 
         return spy
 
-    for module, name in ((prompt, "prefill"), (turbo_attention, "decode")):
+    for module, name in ((prompt, "prefill"), (context, "decode")):
         monkeypatch.setattr(module, name, spied(module, name))
     model = tiny_llama(num_hidden_layers=1)
     with turbo_hf.patch(model, TurboConfig(attention=mode, block_size=32, **CHOSEN)) as handle:

@@ -81,7 +81,7 @@ def test_bytes_are_those_of_the_cache(width: str) -> None:
     case = toy()
     groups = groups_of(width, case.heads.kv)
     (store,) = packed_stores(case, groups, 1, CPU, 0)
-    pages = sum(x.nbytes for group in store.paged for x in (group.k, group.v, group.meta, group.scale))
+    pages = sum(x.nbytes for group in store.paged for x in (group.k, group.v, group.meta, group.size))
     token = sum(x[0, :, :, 0].nbytes for x in (store.k_open.mT, store.v_open))
     token += sum(x[0, :, 0].nbytes for x in (store.k_scale, store.v_scale))
     assert case.packed_bytes(groups) == pages + token * int(store.open_len.sum())
@@ -117,7 +117,7 @@ def test_pieces_fill_every_page(monkeypatch: pytest.MonkeyPatch, poison: None) -
     case = toy("1x500")
     (store,) = packed_stores(case, groups_of("4", 2), 1, CPU, 0)
     (pages,) = store.paged
-    assert bool(pages.scale.isfinite().all())
+    assert bool(pages.size.isfinite().all())
     # N(0, 1): no page is like another, and all are of one size
     k, _ = dequantize(store, torch.float32)
     blocks = k[0, :, :448].unflatten(1, (7, 64))
@@ -287,7 +287,7 @@ def test_decode_on_a_gpu_replays_graphs() -> None:
         (["decode", "--backend", "cuda"], "unknown backend cuda; choose from auto, triton, reference."),
         (["decode", "--shape", "lean-16", "--ragged"], "no default case of lean-16 is ragged; give --size."),
         (["decode", "--device", "nowhere"], "no device 'nowhere'"),
-        (["decode", "--selector", "mean"], "unknown selector mean; choose from saap, kmeans, kmeans-rotated, means."),
+        (["decode", "--selector", "mean"], "unknown selector mean; choose from saap, kmeans, kmeans-rotated."),
         (["decode", "--share", "0"], "a share must be above 0 and at most 1; got [0.0]."),
         (["decode", "--share", "0.1"], "--share is of sparse steps: add --selector saap."),
         (["decode", "--selector", "saap", "--shape", "deepseek-v2-lite"], "steps over latents are not sparse: leave o"),

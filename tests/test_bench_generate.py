@@ -12,16 +12,12 @@ from all_pairs import in_one_test
 from bench_support import CPU, check_refused, complaint, last_json, run
 from models import LAB_MODEL
 
-from turbo_hf import PromptSparsity, TurboConfig
+from turbo_hf import TurboConfig
 from turbo_hf.eval.bench import clock, generate
 from turbo_hf.eval.bench.clock import attempt
 from turbo_hf.eval.bench.generate import FINENESS, GenerateMethod, GenerateRow, Work, compare
 from turbo_hf.eval.bench.random_models import KINDS, random_model
 from turbo_hf.eval.bench.shapes import largest
-from turbo_hf.eval.bench.tile_choice import at_density
-from turbo_hf.layout import Scoring
-from turbo_hf.sparse import prompts
-from turbo_hf.sparse.prompts import PromptTally
 
 PLAIN: Any = {"mode": "fp16", "backend": "reference"}
 TINY = ["generate", "--device", "cpu", "--tiny", "--rounds", "1", "--new", "3"]
@@ -88,24 +84,6 @@ def test_a_model_of_ones_own() -> None:
     assert {"SDPA", "turbo4", "turbo4, assisted"} <= {row["method"] for row in rows}
     assert all(row["error"] < 0.2 for row in rows)
     check_refused("leave out --shape, --layers and --tiny.", *words, "--layers", "1")
-
-
-def test_sparse_prompts_at_a_density() -> None:
-    """The choice and the audit run; what is read is random; afterwards all is as before."""
-    before = dict(vars(prompts))
-    model = random_model("llama3-8b", 2, CPU, tiny=True)
-    config = TurboConfig(sparse_prompt=PromptSparsity(from_tokens=896))
-    chosen = generate.methods({"long": config}, densities=[0.5])
-    assert [each.name for each in chosen if each.config] == ["long 50%"]
-    row = compare(model, "tiny", [each for each in chosen if each.config], Work(1000, 1, 1, None, 0), 1, 1)[0]
-    assert (row.method, row.note, row.error) == ("long 50%", "", None)
-    assert row.first_ms
-    assert dict(vars(prompts)) == before
-    q, k = (torch.randn(1, heads, 900, 16) for heads in (4, 2))
-    with at_density(0.5):
-        kept = PromptTally().tiles_to_read(PromptSparsity(from_tokens=896), q, k, None, None, Scoring(1.0), **PLAIN)
-    assert kept is not None
-    assert 0.3 < kept.float().mean() < 0.7
 
 
 def test_logits_that_are_not_the_model_s_get_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +210,6 @@ def test_without_the_model_that_is_compared_with_it_ends_with_an_error(monkeypat
         (["generate", "--paper", "--new", "5"], "--paper sets --context, --batch and --new; omit them."),
         (["generate", "--paper", "--device", "cpu"], "--batch largest needs a GPU"),
         (["generate", "--device", "nowhere"], "no device 'nowhere'"),
-        (["generate", "--density", "1.5"], "--density must be above 0 and at most 1; got 1.5 to 1.5."),
-        (["generate", "--density", "0.1"], "--density is for presets with sparse prompts: add --preset turbo4-long."),
     ],
 )
 def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:

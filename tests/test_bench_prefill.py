@@ -42,26 +42,6 @@ def test_prefill_prints_tables_json_and_files(tmp_path: Path) -> None:
     assert "On a CPU" in result.stdout
 
 
-def test_prompts_of_a_given_density() -> None:
-    toy = ["--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "1x400", "--seconds", "0", "--mode", "turbo"]
-    rows = last_json(run("prefill", *toy, "--density", "0", "--density", "0.5", "--json"))["rows"]
-    found = {row["method"]: row for row in rows if row["causal"]}
-    assert {row["method"] for row in rows if not row["causal"]} == {"SDPA math", "turbo"}
-    assert set(found) == {"SDPA math", "turbo", "turbo 0%", "turbo 50%"}
-    assert found["turbo"]["density"] is None
-    # own tiles alone: 4 of 10
-    assert found["turbo 0%"]["density"] == pytest.approx(0.4)
-    assert 0.4 < found["turbo 50%"]["density"] < 1
-    for name in ("turbo 0%", "turbo 50%"):
-        row = found[name]
-        assert row["check"]["worst"] <= row["check"]["budget"]
-        assert row["choose_ms"] > 0
-        flops = PromptCase("", SHAPES["qwen2.5-0.5b"], 1, 400, True).flops * row["density"]
-        assert row["tflops"] == pytest.approx(flops / 1e9 / row["ms"])
-    words = ["prefill", *toy, "--density", "1.5"]
-    assert "--density must be a share from 0 to 1; got 1.5." in complaint(run(*words, code=1))
-
-
 def broken(how: str) -> Any:
     """`ops.prefill` with one thing wrong."""
     right = op.prefill

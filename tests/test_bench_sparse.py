@@ -11,7 +11,6 @@ from bench_support import CPU, last_json, run
 
 from turbo_hf.eval.bench import sparse as bench
 from turbo_hf.eval.bench.decode_cases import Case, make_case
-from turbo_hf.eval.bench.random_cache import packed_stores
 from turbo_hf.eval.bench.sparse import (
     SELECTORS,
     Choice,
@@ -20,7 +19,6 @@ from turbo_hf.eval.bench.sparse import (
     make_layers,
     select,
 )
-from turbo_hf.eval.bench.sparse_means import check_means, step, with_means
 from turbo_hf.layout import AlwaysRead, AttentionOutput
 from turbo_hf.ops.store.quantize import dequantize
 
@@ -81,28 +79,12 @@ def test_the_table_the_json_and_the_file(tmp_path: Path) -> None:
     assert "On a CPU" in result.stdout
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_blocks_by_means(backend: str) -> None:
-    always = AlwaysRead(1, 20)
-    case = make_case("qwen2.5-0.5b", "2x700", False, 0)
-    (store,) = packed_stores(case, ((4, 2),), 1, CPU, 0)
-    q, drawn = torch.randn(2, 14, 1, 64).half(), torch.Generator().manual_seed(0)
-    layer, other = (with_means(store, q, 0.3, drawn) for _ in range(2))
-    counts = torch.zeros(3, dtype=torch.int64)
-    got = step(layer, q, always, backend, counts)
-    assert not check_means(case, q, layer, always, got).problem
-    assert "a query is off by" in check_means(case, q, other, always, got).problem
-    # of 10 blocks 3 and the first one, which may be among them, and the open tokens
-    assert 4 * (3 * 64 + 60) <= int(counts[0]) <= 4 * (4 * 64 + 60)
-
-
 def test_the_table_of_several_selectors() -> None:
-    options = ["--selector", "means", "--selector", "kmeans", "--size", "1x700", "--json"]
+    options = ["--selector", "saap", "--selector", "kmeans", "--json"]
     rows = {row["method"]: row for row in last_json(run(*TOY, *options))["rows"]}
-    by_means, by_buckets = "4 bit, means, 25.00%", "4 bit, kmeans, 25.00%"
-    assert list(rows) == ["SDPA math", "4 bit", by_means, by_buckets]
-    assert rows[by_means]["bytes"] < rows["4 bit"]["bytes"]
-    assert "of the keys, always-read blocks included" in rows[by_means]["note"]
+    by_classifier, by_centroids = "4 bit, saap, 25.00%", "4 bit, kmeans, 25.00%"
+    assert list(rows) == ["SDPA math", "4 bit", by_classifier, by_centroids]
+    assert rows[by_centroids]["bytes"] < rows[by_classifier]["bytes"]
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,14 +50,14 @@ def test_an_exception_at_any_line_of_a_pass(name: str) -> None:
     route = ROUTES[name]()
     # nobody tells the end of a pass without a patch: it ends when the last layer has stored its tokens
     allowed = ("after",) if name.startswith("unpatched") else ()
-    for operation, step, error in zip(PASSES, (163, 149, 157, 173), (Broken, BrokenError) * 2, strict=True):
+    for operation, step, error in zip(PASSES, (331, 307, 313, 349), (Broken, BrokenError) * 2, strict=True):
         found = every_line(route, operation, error, step)
         assert right(found, *allowed), (operation.name, found)
 
 
 @pytest.mark.parametrize("operation", CHANGES, ids=lambda operation: operation.name)
 def test_an_exception_at_any_line_of_a_change(operation: Operation) -> None:
-    found = every_line(ROUTES["compressed"](), operation, Broken, 17)
+    found = every_line(ROUTES["compressed"](), operation, Broken, 29)
     assert right(found), found
 
 
@@ -66,7 +66,7 @@ def test_an_exception_at_any_line_of_a_change(operation: Operation) -> None:
 def test_an_error_in_any_call_of_an_operation_leaves_a_right_cache_or_a_refusal(
     places: list[tuple[Any, str]], operation: Operation
 ) -> None:
-    found = every_call(ROUTES["compressed"](), operation, places, 1 if len(places) > 60 else 5)
+    found = every_call(ROUTES["compressed"](), operation, places, 2 if len(places) > 60 else 9)
     assert right(found), found
 
 
@@ -198,7 +198,7 @@ def test_a_reset_that_breaks_off_is_done_again(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
 def test_states_that_change_in_place_are_those_of_a_patched_models_pass(patched: bool) -> None:
-    """A state that is taken may change without a word: outside of a pass that hooks tell of, none is given."""
+    """A state that is taken may change without a word: once a patched model has run, no other may take it."""
     route = ROUTES["hybrid"]()
     cache, plain = route.prepared(), route.prepared()
     model, ids = route.model, route.ids[:, HELD : HELD + 1]
@@ -208,13 +208,25 @@ def test_states_that_change_in_place_are_those_of_a_patched_models_pass(patched:
         calls += [lambda: cache.get_conv_state(0), lambda: cache.get_recurrent_state(2)]
     if not patched:
         route.handle.remove()
-        calls = [lambda: model(ids, **{CACHE: cache}), lambda: model(ids, **{CACHE: TurboCache(model.config, SMALL)})]
+        calls = [lambda: model(ids, **{CACHE: cache})]
     for call in calls:
         with pytest.raises(Unsupported, match="patch the model"), torch.no_grad():
             call()
     if not patched:
         turbo_hf.patch(model, SMALL)
     assert torch.equal(route.run(cache, HELD, 1), route.run(plain, HELD, 1))
+
+
+def test_a_pass_without_a_patch_does_not_go_on_with_one_that_broke_off_between_two_states() -> None:
+    route = ROUTES["unpatched-hybrid"]()
+    cache = route.new_cache()
+    with pytest.MonkeyPatch.context() as broken:
+        broken.setattr(cache, "update_recurrent_state", fails)
+        with pytest.raises(KeyboardInterrupt):
+            route.run(cache, 0, HELD)
+    # a step takes states, which the prompt has only stored
+    with pytest.raises(ValueError, match="broke off"):
+        route.run(cache, HELD, 1)
 
 
 # --- at random --------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def test_a_sparse_cache_needs_what_selects_its_keys() -> None:
 
 def test_fallback_is_silent_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="turbo_hf.errors")
-    config = TurboConfig(bits=4, low_bits=2, low_heads=0.1, backend="reference", cuda_graphs=True)
+    config = TurboConfig(bits=4, low_bits=3, low_heads=0.1, backend="reference", cuda_graphs=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with turbo_hf.patch(tiny_llama(), config, strict="fallback") as handle:
@@ -142,7 +142,7 @@ def test_fallback_is_silent_and_reported(caplog: pytest.LogCaptureFixture) -> No
 def test_a_patch_warns_where_it_is_called() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        turbo_hf.patch(tiny_llama(), TurboConfig(bits=4, low_bits=2, low_heads=0.1)).remove()
+        turbo_hf.patch(tiny_llama(), TurboConfig(bits=4, low_bits=3, low_heads=0.1)).remove()
     assert [warning.filename for warning in caught] == [__file__]
 
 

@@ -96,7 +96,7 @@ def test_layers_without_rotary_embedding_are_told_and_get_no_index(case: Case, w
 
 
 def test_a_wrong_inverse_fails_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turbo_hf.sparse.undo_rotary._rotate", lambda module, x, cos, sin: x)
+    monkeypatch.setattr("turbo_hf.sparse.undo_rotary.rotate", lambda module, x, cos, sin: x)
     for at in probe(tiny_llama()).values():
         assert "the inverse of its rotary embedding fails the probe (relative error" in str(at.why_no_keys)
 

@@ -30,7 +30,7 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("capability", "kib"), [("8.9", 99), ("12.0", 99)])
 def test_kernels_fit_gpus_with_less_shared_memory(capability: str, kib: int) -> None:
     kernels = compiled("--capability", capability)
-    wanted = {"prefill_kernel", "score_tiles_kernel"}
+    wanted = {"prefill_kernel"}
     wanted |= {"decode_kernel", "sparse_decode_kernel"} if capability == "8.9" else set()
     assert {kernel["kernel"] for kernel in kernels} >= wanted
     assert not [kernel for kernel in kernels if kernel["shared"] > kib << 10]
@@ -53,17 +53,10 @@ def test_kernels_compile_and_fit() -> None:
         "layer_kernel",
         "logits_kernel",
         "list_kernel",
-        "cut_by_means_kernel",
-        "list_by_means_kernel",
-        "score_means_kernel",
         "rank_kernel",
         "latent_kernel",
         "seal_latents_kernel",
         "merge_kernel",
-        "score_tiles_kernel",
-        "keep_tiles_kernel",
-        "list_tiles_kernel",
-        "dropped_mass_kernel",
         "merge_parts_kernel",
         "exchange_open_kernel",
     }

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turbo_hf.config.turbo_config import (
+    ABLATIONS,
     PRESETS,
-    WITHDRAWN,
     SparseConfig,
     TurboConfig,
     at_8_bit,
+    not_recommended,
     of_layer,
     resolve_config,
-    withdrawn,
 )
-from turbo_hf.layout import HeadGroups, Width, page_bytes
+from turbo_hf.layout import HeadGroups, Width
 
 
 @in_one_test(
@@ -96,7 +96,6 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"backend": "cuda"}, r"backend must be one of 'auto', 'triton', 'reference'; got 'cuda'", id="be"),
         pytest.param({"v_scale": "row"}, r"v_scale must be one of 'block', 'channel', 'tensor'; got 'row'", id="v"),
         pytest.param({"smooth_k": 1}, r"smooth_k must be one of True, False; got 1", id="smooth"),
-        pytest.param({"attention": "fp16", "hadamard": True}, r'attention "fp16" rounds none', id="fp16-hadamard"),
         pytest.param({"cuda_graphs": 1}, r"cuda_graphs must be one of 'auto', True, False; got 1", id="graphs"),
         pytest.param({"compile": "inductor"}, r"compile must be one of .*tuned.*; got 'inductor'", id="compile"),
         pytest.param({"sas": 1}, r"sas must be one of True, False; got 1", id="sas"),
@@ -199,47 +198,27 @@ def test_layers_have_the_bits_of_their_depth(layers: int, widths: list[Width]) -
     assert of_layer(TurboConfig(), 0, layers) == TurboConfig()
 
 
-def test_the_presets_of_depths_take_104_and_72_bytes() -> None:
-    for name, whole in (("turbo-depth", 103.62), ("turbo2-depth", 72.06)):
-        config = EVERY_PRESET[name]
-        for layers in (8, 32, 80):
-            groups = [of_layer(config, index, layers).head_groups(1) for index in range(layers)]
-            each = [page_bytes(128, width, config.block_size) / config.block_size for ((width, _),) in groups]
-            assert sum(each) / layers == pytest.approx(whole, abs=0.01)
-
-
 def test_every_preset_is_tested_and_the_default_is_turbo4() -> None:
-    assert set(PRESETS) == {"int8", "turbo4", "saap"}
-    assert set(WITHDRAWN) == {
-        "turbo-mixed",
-        "turbo2",
-        "turbo-k4v3",
-        "turbo-k4v2",
-        "turbo-depth",
-        "turbo2-depth",
-        "turbo4-long",
-    }
+    assert set(PRESETS) == {"int8", "turbo4", "turbo-k4v3", "saap"}
+    assert set(ABLATIONS) == {"turbo-k4v2", "turbo-mixed", "turbo2"}
     assert PRESETS["turbo4"] == TurboConfig()
 
 
-def test_withdrawn_presets_say_why() -> None:
-    assert [withdrawn(config) for config in PRESETS.values()] == [None] * len(PRESETS)
-    for name, it in WITHDRAWN.items():
-        told = withdrawn(it.config)
-        assert told is not None
-        assert told.startswith(f"{name} ")
-        assert it.kl is None or all(f"{kl:g}" in told for kl in it.kl)
-
-
-def test_other_ways_to_name_a_withdrawn_preset() -> None:
-    for name in WITHDRAWN:
-        for options in (
-            {"attention": "native"},
-            {"backend": "reference"},
-            {"cuda_graphs": False, "rotate_keys": False},
-        ):
-            assert str(withdrawn(TurboConfig.from_dict({"preset": name, **options}))).startswith(f"{name} "), name
-    assert withdrawn(TurboConfig(low_bits=3, attention="native")) is None
+def test_2_bit_is_not_recommended_by_whatever_name() -> None:
+    assert [not_recommended(config) for config in PRESETS.values()] == [None] * len(PRESETS)
+    for config in (
+        *ABLATIONS.values(),
+        TurboConfig(bits=2, value_bits=4),
+        TurboConfig(layer_bits=(4, 2)),
+        TurboConfig.from_dict({"preset": "turbo2", "attention": "native", "cuda_graphs": False}),
+    ):
+        assert str(not_recommended(config)).startswith("2 bit is not like 16 bit on real checkpoints: ")
+    for config in (
+        TurboConfig(value_bits=3),
+        TurboConfig(low_bits=3, low_heads=0.5),
+        TurboConfig(layer_bits=(4, (4, 3))),
+    ):
+        assert not_recommended(config) is None
 
 
 def test_a_config_resolves_to_itself() -> None:

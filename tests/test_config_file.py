@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from models import prompts, tiny_llama
 
 import turbo_hf
-from turbo_hf import PromptSparsity, SparseConfig, TurboCache, TurboConfig
+from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.config.turbo_config import BACKENDS, resolve_config
 from turbo_hf.eval.methods import folder_of, method_named, options_of_files, require_options
 
@@ -24,8 +24,7 @@ CONFIGS = [
     TurboConfig(bits=16, low_bits=4, low_heads=0.5, attention="fp16", cuda_graphs=True, compile=True),
     TurboConfig(sas=True, sas_threshold=-6.5, int8_layers=(3, 1), dense_layers=(0,), low_heads=1),
     TurboConfig(int8_layers=(), sparse=SparseConfig(probes=64, dense_layers=(0, 2))),
-    TurboConfig(sparse=SparseConfig(selector="means", mass=0.02, most_dropped=0.1)),
-    TurboConfig(sparse_prompt=PromptSparsity(mass=0.9, audit=False, most_density=0.5)),
+    TurboConfig(sparse=SparseConfig(selector="window", window_tokens=511)),
 ]
 
 
@@ -52,6 +51,26 @@ def test_numbers_come_back_as_they_were(layers: list[int], share: float, thresho
         low_heads=share, sas=True, sas_threshold=threshold, backend=backend, dense_layers=tuple(layers)
     )
     assert TurboConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_an_older_config_comes_back_and_what_left_the_package_is_refused() -> None:
+    config = TurboConfig(sparse=SparseConfig(probes=64))
+    nothing: dict[str, Any] = {"mass": None, "most_dropped": None}
+    older = config.to_dict() | {"sparse_prompt": None, "sparse": config.to_dict()["sparse"] | nothing}
+    assert TurboConfig.from_dict(older) == config
+    left = r" left the package: no real checkpoint gained \(eval/results/sparse-log.md\)\. "
+    for named, options in (
+        ("TurboConfig.sparse_prompt", {"sparse_prompt": {"mass": 0.98}}),
+        ("TurboConfig.sparse_prompt", {"sparse_prompt": {}}),
+        ("SparseConfig.mass", {"sparse": {"selector": "means", "mass": 0.05}}),
+        ("SparseConfig.most_dropped", {"sparse": {"selector": "saap", "most_dropped": 0.1}}),
+        ('SparseConfig.selector "means"', {"sparse": {"selector": "means", **nothing}}),
+        ("preset turbo4-long .sparse prompts.", {"preset": "turbo4-long"}),
+    ):
+        with pytest.raises(ValueError, match=named + left):
+            TurboConfig.from_dict(options)
+    with pytest.raises(ValueError, match="turbo4-long .sparse prompts." + left):
+        resolve_config("turbo4-long")
 
 
 def test_layers_may_be_lists() -> None:
@@ -142,7 +161,7 @@ def test_options_of_a_preset() -> None:
         ({"sparse": {"preset": "saap"}}, r"^SparseConfig has no option preset"),
         (
             {"preset": "turbo5"},
-            r"^unknown preset 'turbo5'; presets are int8, turbo4, saap\.$",
+            r"^unknown preset 'turbo5'; presets are int8, turbo4, turbo-k4v3, saap\.$",
         ),
         ({"preset": {"bits": 4}}, r"^unknown preset {'bits': 4}; presets are "),
         ({"sparse": [1]}, r"^TurboConfig.sparse must be a SparseConfig or None; got \[1\]"),

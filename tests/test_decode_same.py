@@ -13,7 +13,6 @@ from prefill_support import int8_queries
 from stores import make_store, random_store, store_codes, tokens
 
 from turbo_hf.layout import BITS, AttentionOutput
-from turbo_hf.ops.store.quantize import seal_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -96,18 +95,14 @@ def test_fewer_bits_cost_more(device: torch.device, backend: str) -> None:
         assert errors == sorted(errors)
 
 
+@pytest.mark.parametrize("mode", TWO_MODES)
 @pytest.mark.parametrize("bits", [4, 3, 2])
-def test_no_sealed_value_needs_the_clamp(bits: int) -> None:
-    """The kernel takes code * step + zero as it is. For each range that a channel can have, it stays in INT8."""
-    low, high = (x.flatten() for x in torch.meshgrid(torch.arange(-119, 120), torch.arange(-119, 120), indexing="ij"))
-    low, high = low[low <= high], high[low <= high]
-    block = torch.where(torch.arange(32)[:, None] % 2 == 0, low, high).to(torch.int8)
-    block = torch.nn.functional.pad(block, (0, -len(low) % 16))[None, None]
-    pages = seal_blocks(block, torch.ones(1, 1, 32), block, torch.ones(1, 1, 32), bits, "reference")
-    step, zero, _, _ = pages.meta[0, 0].long()
-    assert int(zero.min()) >= -127
-    assert int((zero + step * (2**bits - 1)).max()) <= 127
-    assert int(step.max()) * 119 < 2**15 - 128, "a product with a query's code must fit two INT8 digits"
+def test_the_widest_ranges_overflow_nothing(bits: int, mode: str, device: torch.device, backend: str) -> None:
+    """Spans that need their eighth bit, times the largest codes of queries: all numbers as large as the largest."""
+    k, v = (tokens(1, 2, 130, 128, device=device).sign() for _ in range(2))
+    store = make_store(k, v, [130], groups=((bits, 2),))
+    assert int((store.paged[0].meta[:, :, 1::2].long() % 256).max()) >= 252
+    check_decode(tokens(1, 4, 2, 128, device=device).sign(), store, mode, backend)
 
 
 def test_a_row_shorter_than_the_queries_has_no_token_in_the_first_columns(backend: str) -> None:

@@ -28,32 +28,15 @@ def outcome(*tasks: list[int], one_length: tuple[int, ...] = ()) -> Outcome:
     return Outcome({"results": {}}, samples, [Batch(4, 8, 2.0, 100, 10)])
 
 
-def test_sparse_prompts_are_told_by_what_they_read_and_drop() -> None:
-    specs, layers = (
-        [Spec("t0", {}, OWN)],
-        [{"density": 0.5, "dropped_mean": 0.01}, {"density": 0.7, "dropped_mean": None}],
-    )
-    sparse = outcome([1])
-    sparse.results["sparse_prompts"] = layers
-    found = report(specs, {BASELINE: outcome([1]), "x": sparse})
-    assert found["prompts"] == {"x": layers}
-    titled = {title: rows for title, _, rows in tables(found)}
-    assert titled["the newest 16 sparse prompts, means"] == [["x", "60.0%", "50.0%, 70.0%", "1.00%", "1.00%"]]
-
-
 def test_no_table_shows_dashes_alone() -> None:
     specs = [Spec("t0", {}, OWN)]
     silent = replace(outcome([1]), batches=[])
     # log-likelihoods alone: no cache was measured, nothing was generated
     shown = tables(report(specs, {BASELINE: silent, "x": silent}))
     assert "memory and speed of generation" not in [table.title for table in shown]
-    unaudited = outcome([1])
-    unaudited.results["sparse_prompts"] = [{"density": 0.5, "dropped_mean": None}]
     # a run of which one method is still to generate
-    *_, memory, prompts = tables(report(specs, {BASELINE: outcome([1]), "x": unaudited, "y": silent}))
+    *_, memory = tables(report(specs, {BASELINE: outcome([1]), "x": outcome([1]), "y": silent}))
     assert [row[0] for row in memory.rows] == [BASELINE, "x"]
-    assert prompts.headings == ["method", "key tiles read", "least, most of a layer"]
-    assert prompts.rows == [["x", "50.0%", "50.0%, 50.0%"]]
 
 
 def test_means_leave_out_what_the_baseline_cannot_do() -> None:

@@ -17,6 +17,7 @@ from turbo_hf.eval.published.simulate import (
     by_channel,
     by_token,
     gear_l,
+    hadamard,
     kivi,
     kvarn,
     low_rank,
@@ -24,7 +25,6 @@ from turbo_hf.eval.published.simulate import (
 )
 from turbo_hf.eval.published.simulated_cache import CompressedLayer, SimulatedCache, compressed_cache, window_cache
 from turbo_hf.models.versions import CACHE
-from turbo_hf.ops.store.rotate import rotate_keys, unrotate_keys
 
 HEADS, DIM = 2, 64
 
@@ -208,12 +208,12 @@ def test_values_may_have_fewer_bits_than_keys() -> None:
 
 def test_kvarn_scales_tokens_and_channels_before_it_rounds() -> None:
     # as large as e^3 times each other
-    x = unrotate_keys(torch.randn(1, HEADS, 128, DIM) * (3 * torch.rand(128, 1)).exp() * (3 * torch.rand(DIM)).exp())
+    x = hadamard(torch.randn(1, HEADS, 128, DIM) * (3 * torch.rand(128, 1)).exp() * (3 * torch.rand(DIM)).exp())
     scheme = kvarn(4, 64)
     near = scheme.keys(x, prompt=True), scheme.values(x, prompt=True)
     for own, plain, bits in ((near[0], by_channel, 4), (near[1], by_token, 2)):
         assert (own - x).norm() < (plain(x, bits, 64 if bits == 4 else DIM) - x).norm()
-    turned = rotate_keys(x, "reference").unflatten(-2, (-1, 64))
+    turned = hadamard(x).unflatten(-2, (-1, 64))
     tokens, channels = balance(turned)
     spread = [turned, turned / tokens / channels]
     ratios = [[float(x.std(dim).max() / x.std(dim).min()) for dim in (-1, -2)] for x in spread]

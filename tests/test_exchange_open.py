@@ -12,7 +12,7 @@ def some_open(count: int, tokens: int, dims: tuple[int, int], device: torch.devi
     # latents, which are wider than their rotary parts, are in 16 bit
     dtype = torch.int8 if dims[0] == dims[1] else torch.float16
     codes = [
-        torch.randint(-119, 120, shape).to(dtype)
+        torch.randint(-127, 128, shape).to(dtype)
         for shape in ((count, 2, tokens, dims[0]), (count, 2, dims[1], tokens))
     ]
     k, v, k_scale, v_scale = (x.to(device) for x in (*codes, *torch.rand(2, count, 2, tokens)))

@@ -287,7 +287,7 @@ def test_no_full_precision_copy_survives(llama: Any, config: TurboConfig, option
     scales = {
         id(x)
         for layer in cache.turbo_layers()
-        for x in (layer.buffer.k_scale, layer.buffer.v_scale, *(pages.scale for pages in layer.pool.paged))
+        for x in (layer.buffer.k_scale, layer.buffer.v_scale, *(pages.size for pages in layer.pool.paged))
     }
     assert len(scales) == 2 * 3
     floats = [x for x in reachable(cache, set()) if x.is_floating_point()]
@@ -358,14 +358,11 @@ def test_the_trained_model_reasons_as_without_the_patch() -> None:
         assert torch.equal(patched(model, config, tokens=60, **story()), want)
 
 
-@pytest.mark.parametrize("choice", ["smooth_k", "hadamard"])
-def test_what_prepares_keys_for_rounding_is_left_out_where_auto_rounds_none(
-    choice: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_prepares_keys_for_rounding_is_left_out_where_auto_rounds_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = tiny_llama(), left_padded([prompts(1, n, seed=n)[0] for n in (40, 30)])
     monkeypatch.setattr("turbo_hf.attention.prompt.prefill_mode", lambda *given: "fp16")
     answers = []
-    for config in (TurboConfig(**{choice: True}), TurboConfig()):  # type: ignore[arg-type]
+    for config in (TurboConfig(smooth_k=True), TurboConfig()):
         with turbo_hf.patch(model, config):
             answers.append(model.generate(**batch, max_new_tokens=4, do_sample=False))
     assert torch.equal(*answers)

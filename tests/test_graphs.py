@@ -70,7 +70,7 @@ def test_beams_are_reordered_between_replays(
 
 def test_beams_of_layers_without_buckets(runners: list[StepRunner], device: torch.device) -> None:
     model = tiny_llama().to(device)
-    sparse = SparseConfig(selector="means", mass=0.4, window_tokens=12, dense_layers=())
+    sparse = SparseConfig(selector="window", window_tokens=12, dense_layers=())
     inputs = {**ragged([70, 40]), "num_beams": 2, "max_new_tokens": 30}
     want = answer(model, replace(PLAIN, sparse=sparse), **inputs)
     assert torch.equal(answer(model, replace(SMALL, sparse=sparse), **inputs), want)
@@ -204,12 +204,11 @@ def test_tokens_with_windows(bits: Any, runners: list[StepRunner], device: torch
         pytest.param({"selector": "saap", "probes": 3, "dense_layers": (0,)}, id="saap-dense-layer"),
         pytest.param({"selector": "kmeans", "probes": 3}, id="kmeans"),
         pytest.param({"selector": "kmeans-rotated", "probes": 3}, id="kmeans-rotated"),
-        pytest.param({"selector": "means", "mass": 0.4}, id="means"),
         pytest.param({"selector": "window"}, id="window"),
         pytest.param({"selector": "full"}, id="full"),
         pytest.param({"selector": "saap", "probes": 3}, id="saap"),
     ],
-    lengths=[*[RAGGED] * 7, ONE_ROW],
+    lengths=[*[RAGGED] * 6, ONE_ROW],
 )
 def test_tokens_and_counts_of_sparse_layers(
     choice: dict[str, Any],
@@ -245,7 +244,9 @@ def test_passes_between_the_steps_of_sparse_layers(runners: list[StepRunner], de
             cache, said = handle.new_cache(), prompts(1, 40).to(model.device)
             for turn in range(3):
                 said = torch.cat((said, prompts(1, 5, seed=turn).to(model.device)), 1)
-                said = model.generate(said, **{CACHE: cache}, max_new_tokens=40, do_sample=False)
+                # a token may be the one that pads
+                mask = torch.ones_like(said)
+                said = model.generate(said, **{CACHE: cache}, attention_mask=mask, max_new_tokens=40, do_sample=False)
                 cache.crop(-3)
                 said = said[:, :-3]
             layers = cache.turbo_layers()
@@ -302,7 +303,9 @@ def test_turns_on_one_cache(runners: list[StepRunner], device: torch.device) -> 
             for turn in range(3):
                 more = prompts(1, 5, seed=turn).to(model.device)
                 said = torch.cat((said, more), 1)
-                said = model.generate(said, **{CACHE: cache}, max_new_tokens=40, do_sample=False)
+                # a token may be the one that pads
+                mask = torch.ones_like(said)
+                said = model.generate(said, **{CACHE: cache}, attention_mask=mask, max_new_tokens=40, do_sample=False)
             tokens: list[int] = said[0].tolist()
             return tokens
 
@@ -422,21 +425,18 @@ def test_steps_in_full_precision_are_not_replayed(
 
 
 @pytest.mark.filterwarnings("ignore:layer .*the attention mask is no causal")
-def test_a_step_that_turns_out_to_be_in_full_precision_is_refused_and_stores_nothing(
+def test_a_step_that_turns_out_to_be_in_full_precision_is_refused(
     runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     hide_a_column(monkeypatch, from_prompt=False)
     model = tiny_llama().to(device)
     ids = prompts(1, 40).to(model.device)
-    with turbo_hf.patch(model, PLAIN, strict="warn"):
-        want = model.generate(ids, max_new_tokens=20, do_sample=False)
     with turbo_hf.patch(model, SMALL, strict="warn") as handle:
         cache = handle.new_cache()
         with pytest.raises(Unsupported, match=r"this decode step cannot run .*cuda_graphs=False"):
             model.generate(ids, **{CACHE: cache}, max_new_tokens=20, do_sample=False)
-        assert cache.get_seq_length() == 40
-        again = model.generate(want[:, :41], **{CACHE: cache}, max_new_tokens=19, do_sample=False)
-    assert torch.equal(again, want)
+        with pytest.raises(ValueError, match="broke off"):
+            model.generate(prompts(1, 41).to(model.device), **{CACHE: cache}, max_new_tokens=19, do_sample=False)
     assert not runners[-1].captures
 
 

@@ -31,7 +31,6 @@ SPARSE = [
     pytest.param(SAAP, id="saap"),
     pytest.param(replace(SAAP, selector="kmeans"), id="kmeans"),
     pytest.param(replace(SAAP, dense_layers=(0,)), id="dense-layer"),
-    pytest.param(replace(SAAP, selector="means", probes=None, mass=0.3), id="means"),
 ]
 
 

@@ -15,7 +15,7 @@ from tiny_families import build, mistral4
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import turbo_hf
-from turbo_hf import PromptSparsity, TurboCache, TurboConfig, Unsupported
+from turbo_hf import TurboCache, TurboConfig, Unsupported
 from turbo_hf.layout import page_bytes
 from turbo_hf.models.model_layers import LATENT_TYPES
 from turbo_hf.models.versions import CACHE
@@ -152,8 +152,8 @@ def test_a_second_turn_continues_the_cache() -> None:
 
 def test_bytes_are_those_of_latents() -> None:
     # DeepSeek's own sizes: 512 and 64 channels, blocks of 64 tokens
-    assert page_bytes(512, 4, 64, 64) / 64 == pytest.approx(336.1, abs=0.1)
-    assert page_bytes(512, 8, 64, 64) / 64 == pytest.approx(576.1, abs=0.1)
+    assert page_bytes(512, 4, 64, 64) / 64 == 340
+    assert page_bytes(512, 8, 64, 64) / 64 == 580
     model, ids = model_of(), prompts(1, 128) % 97 + 1
     with turbo_hf.patch(model, "turbo4") as handle, torch.no_grad():
         cache = handle.new_cache()
@@ -201,10 +201,8 @@ def test_a_turbo_cache_serves_the_unpatched_model() -> None:
     "options",
     [
         {"sas": True},
-        {"sparse_prompt": PromptSparsity()},
         {"attention": "int8"},
         {"smooth_k": True},
-        {"hadamard": True},
         {"buffer_scale": "universal"},
         {"compile": True},
         {"value_bits": 2},

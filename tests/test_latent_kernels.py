@@ -75,7 +75,7 @@ def test_the_kernel_for_hopper_in_numpy_is_the_reference(
     file = Path(turbo_hf.__file__).parent / "ops" / "latent" / "kernel_hopper.py"
     kernel_in_numpy(file, "hopper_latent_kernel")(
         (shares, 1, batch),
-        *(Pointer(x.flatten().numpy()) for x in (q, q_rotary, *pages[1:], *opened, *places)),
+        *(Pointer(x.flatten().numpy()) for x in (q, q_rotary, *pages[1:-1], pages.size.float(), *opened, *places)),
         *(Pointer(x.reshape(-1)) for x in (parts, lse)),
         *(Block(np.int32(x)) for x in (store.table.stride(0), store.k_open.shape[2])), 0.1 * LOG2_E,
         Block(np.int32(count)), RANK=rank, ROTARY=rotary, BITS=bits, ROWS=16, TOKENS=tokens, WARPS=4,
@@ -102,7 +102,6 @@ def test_a_step_of_the_kernel_for_hopper_is_that_of_the_reference(
     if not gpu.hopper(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU and Triton's Gluon")
     lengths = [1500, 70, 7]
-    # one cache for both: of 512 channels, the product that rotates on a GPU and the reference's sums round differently
     layer = layer_of(bits, "reference", lengths, torch.device("cuda"), torch.bfloat16, sizes)
     check_step(bits, heads, tokens, layer, layer, lengths)
 
@@ -143,8 +142,8 @@ def test_a_replayable_step_seals_and_stores_as_the_reference(device: torch.devic
             v = torch.randn(3, 1, 1, ROTARY, generator=seeded).to(device, dtype)
             arrived = torch.zeros(3, dtype=torch.int32, device=device)
             store = layer.kv_store()._replace(open_len=layer.device_counts.open(state))
-            append_step(k, v, store, nonfinite=nonfinite, arrived=arrived, rotate=layer.config.rotates, backend=backend)
-        made.append((dequantize(store, torch.float32, layer.config.rotates), store.sealed, store.open_len, nonfinite))
+            append_step(k, v, store, nonfinite=nonfinite, arrived=arrived, backend=backend)
+        made.append((dequantize(store, torch.float32), store.sealed, store.open_len, nonfinite))
     assert made[0][1].tolist() == [2, 1, 0]
     assert made[0][2].tolist() == [2, 2, 13]
     for one, other in zip(made[0][0], made[1][0], strict=True):
@@ -163,7 +162,7 @@ def test_whole_blocks_are_sealed_as_the_reference_seals_them(device: torch.devic
         store, nonfinite = layer.kv_store(), torch.zeros(1, dtype=torch.int32, device=device)
         store = store._replace(open_len=store.open_len.clone(), sealed=store.sealed.clone())
         k, v = (torch.randn(3, 1, 70, n, generator=seeded).to(device, dtype) for n in (RANK, ROTARY))
-        append_tokens(k, v, store, nonfinite=nonfinite, rotate=layer.config.rotates, backend=backend)
+        append_tokens(k, v, store, nonfinite=nonfinite, backend=backend)
         # two blocks, two blocks of which the first has left, and one
         whole = torch.tensor([2, 1, 1], device=device)
         seal_open(store._replace(sealed=store.sealed + whole), 2, backend=backend)

@@ -24,6 +24,7 @@ from op_calls import decode
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.ops.store.reference_pages import sealed_tokens
 
 # --- a random life, against the naive model ------------------------------------------------------------------------
 
@@ -158,16 +159,24 @@ def test_open_tokens_that_are_cropped_were_never_there(config: TurboConfig) -> N
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_crop_below_a_seal_keeps_the_values_that_stay(config: TurboConfig) -> None:
+    """Of a block that is cut, what stays is rounded to INT8, in units of its tokens' sizes."""
     k, v = random_kv(2, 150)
     for kept in (0, 1, 63, 64, 65, 128, 149):
         layer = filled(config, k, v)
-        before = layer.dequantized(150)
+        before, store = layer.dequantized(150), layer.kv_store()
+        _, k_size, _, v_size = sealed_tokens(store)
         layer.crop(kept - 150)
         assert layer.seen == kept
         assert layer.lengths() == [kept, kept]
         assert layer.pool.pages <= 2 * (kept // config.block_size)
-        for got, was in zip(layer.dequantized(kept), before, strict=True):
-            assert torch.equal(got, was[:, :, :kept])
+        # half a size of each channel; rotated keys by this in their norm
+        sealed, whole = k_size.shape[2], kept // config.block_size * config.block_size
+        for got, was, size in zip(layer.dequantized(kept), before, (k_size, v_size), strict=True):
+            assert torch.equal(got[:, :, :whole], was[:, :, :whole])
+            assert torch.equal(got[:, :, sealed:], was[:, :, sealed:kept])
+            off = (got - was[:, :, :kept]).norm(dim=-1)[:, :, whole : min(sealed, kept)]
+            most = size[:, :, whole:kept] * (16**0.5 / 2) * (1 + 1e-5)
+            assert bool((off <= (0 if config == TurboConfig(bits=8) else most)).all())
 
 
 def test_a_cropped_cache_goes_on_like_one_that_was_never_cropped() -> None:

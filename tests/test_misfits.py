@@ -252,7 +252,7 @@ def test_the_self_check_finds_a_window_that_is_wrong_in_decode_steps_alone(monke
     """A window of one token too many, in decode steps alone."""
     model = build("gemma3_text", layer_types=[SLIDING, FULL, SLIDING], sliding_window=40)
     monkeypatch.setattr(
-        "turbo_hf.attention.turbo_attention.decode",
+        "turbo_hf.parallel.context.decode",
         lambda *args, **options: decode(*args, **{**options, "window": options["window"] and 41}),
     )
     with pytest.raises(Unsupported, match="over a cache that quantizes nothing, the logits differ by"):

@@ -77,8 +77,6 @@ def test_codes_are_nearest_and_scales_smallest(
     choices=[
         pytest.param({}, id="plain"),
         pytest.param({"smooth_k": True}, id="smooth"),
-        pytest.param({"hadamard": True}, id="hadamard"),
-        pytest.param({"smooth_k": True, "hadamard": True}, id="both"),
     ],
     v_scale=V_SCALES,
     mode=QUANTIZED,

@@ -22,7 +22,6 @@ PUBLIC = {
     "PRESETS",
     "Calibration",
     "Handle",
-    "PromptSparsity",
     "SparseConfig",
     "TurboCache",
     "TurboConfig",
@@ -57,7 +56,6 @@ LAYERS = [
 CONTRACTS = (
     "store/append",
     "store/quantize",
-    "store/rotate",
     "prefill/contract",
     "prefill/operands",
     "decode/contract",

@@ -9,7 +9,6 @@ import torch
 from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
 from models import tiny_llama, tiny_mistral
 from patching_support import SMALL, WINDOW, Doubling, changes, generate, logits, padded, snapshot, tiny
-from torch import Tensor
 from transformers import DynamicCache
 
 import turbo_hf
@@ -18,81 +17,7 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.memory import Memory
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.versions import CACHE
-from turbo_hf.ops.store.rotate import rotate_keys
-from turbo_hf.patches.generic import PROBES
 from turbo_hf.patching import selfcheck
-from turbo_hf.patching.meta_model import meta_model, patch_report
-
-PROBE_ERROR = 3 / (2 * (PROBES - 2)) ** 0.5
-"""Three standard deviations of a standard deviation that is measured on so many numbers."""
-
-
-# --- the key bias guard --------------------------------------------------------------------------------------------
-
-
-class Packed(torch.nn.Module):
-    """A linear layer whose weights are INT8 codes, as quantized checkpoints have them."""
-
-    def __init__(self, linear: torch.nn.Linear):
-        super().__init__()
-        self.in_features, self.bias = linear.in_features, linear.bias
-        self.scale = linear.weight.detach().abs().max() / 127
-        self.weight = torch.nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight * self.scale, self.bias)
-
-
-@pytest.mark.parametrize("kind", ["plain", "packed", "unsized", "offloaded", "bfloat16"])
-def test_a_layer_with_a_huge_key_bias_is_kept_at_8_bit(kind: str) -> None:
-    model: Any = tiny("qwen2")
-    projection = model.model.layers[1].self_attn.k_proj
-    projection.bias.data[3] = -1000.0
-    heads = projection.weight.detach().T.unflatten(-1, (-1, model.model.layers[1].self_attn.head_dim))
-    moves = rotate_keys(heads[None])[0].norm(dim=0).median()
-    fixed = rotate_keys(projection.bias.detach().reshape(1, 1, *heads.shape[1:])).abs().max()
-    step = float(fixed / 119 / moves)
-    if kind in ("packed", "unsized"):
-        model.model.layers[1].self_attn.k_proj = Packed(projection)
-        if kind == "unsized":
-            # as EETQ's
-            del model.model.layers[1].self_attn.k_proj.in_features
-    elif kind == "offloaded":
-        cpu_offload(model, torch.device("cpu"))
-        assert projection.bias.is_meta
-    elif kind == "bfloat16":
-        model.bfloat16()
-    with pytest.warns(UserWarning, match=r"layer 1: its key bias alone makes an INT8 step of \d+\.\d ") as caught:
-        handle = turbo_hf.patch(model, SMALL)
-    assert handle.report().layers[1].bias_step == pytest.approx(step, rel=PROBE_ERROR)
-    assert [record.filename for record in caught] == [__file__]
-    assert [layer.storage for layer in handle.report().layers] == ["2 x 4 bit", "8 bit"]
-    assert [layer.groups for layer in handle.report().layers] == [((4, 2),), ((8, 2),)]
-    assert handle.report().layers[1].reason == "key bias"
-    assert len(handle.report().warnings) == 1
-    assert "note: layer 1: its key bias alone" in str(handle.report())
-    assert [layer.config.bits for layer in handle.new_cache().turbo_layers()] == [4, 8]
-
-
-def test_the_key_bias_guard_can_be_overruled() -> None:
-    model: Any = tiny("qwen2")
-    bias = model.model.layers[1].self_attn.k_proj.bias.data
-    bias[3] = -1000.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for config in (TurboConfig(bits=8), TurboConfig(int8_layers=()), TurboConfig(int8_layers=(1,))):
-            with turbo_hf.patch(model, config) as handle:
-                assert not handle.report().warnings
-                widths = [layer.config.bits for layer in handle.new_cache().turbo_layers()]
-        assert handle.report().layers[1].reason == "asked for by int8_layers"
-        assert widths == [4, 8]
-        bias[3] = 0.1
-        with turbo_hf.patch(model, SMALL) as handle:
-            assert [layer.storage for layer in handle.report().layers] == ["2 x 4 bit"] * 2
-
-
-def test_a_model_without_weights_has_no_bias_to_judge() -> None:
-    assert not patch_report(meta_model(tiny("qwen2").config), SMALL).warnings
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -115,7 +40,7 @@ def test_bad_arguments() -> None:
     model: Any = tiny_llama()
     with pytest.raises(ValueError, match="strict must be one of raise, warn, fallback; got 'loud'"):
         turbo_hf.patch(model, strict="loud")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"presets int8, turbo4, saap.*; got 'turbo5'"):
+    with pytest.raises(ValueError, match=r"presets int8, turbo4, turbo-k4v3, saap.*; got 'turbo5'"):
         turbo_hf.patch(model, "turbo5")
     with pytest.raises(TypeError, match=r"model must be a .*PreTrainedModel; got Linear"):
         turbo_hf.patch(model.lm_head)

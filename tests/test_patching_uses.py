@@ -251,7 +251,7 @@ def test_a_report_says_the_bits_of_keys_and_of_values() -> None:
         assert "1 x 4/2 bit + 1 x 3/2 bit" in str(handle.report())
 
 
-@pytest.mark.parametrize("preset", ["int8", "turbo4", "turbo2-depth"])
+@pytest.mark.parametrize("preset", ["int8", "turbo4", "turbo2"])
 def test_keys_and_values_next_to_nothing_are_no_nan(preset: str) -> None:
     model = tiny_llama()
     with torch.no_grad():

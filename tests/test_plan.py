@@ -172,9 +172,7 @@ def test_other_amounts_are_refused(text: str) -> None:
 
 
 def test_notes() -> None:
-    assert plan_of("llama").notes == ()
-    (bias,) = plan_of("qwen2").notes
-    assert "Keys have a bias, which only the weights tell" in bias
+    assert plan_of("llama").notes == plan_of("qwen2").notes == ()
     (many,) = plan_of("llama", context=5000, max_position_embeddings=4096).notes
     assert many == "The model was made for 4,096 positions; 5,000 tokens are more."
 
@@ -184,8 +182,8 @@ def test_the_command_says_the_same(tmp_path: Path) -> None:
     said = run("plan", folder, "--context", "8k", "--json")
     found = json.loads(said[said.index('{"rows"') :])
     assert found["positions"] == 4096
-    assert len(found["notes"]) == 2
-    assert all(note in said for note in found["notes"])
+    (note,) = found["notes"]
+    assert note in said
     # a file is a config, too
     assert "turbo4" in run("plan", f"{folder}/config.json")
 
@@ -304,5 +302,5 @@ def test_a_config_is_left_as_it_was() -> None:
 def test_latent_attention_has_the_presets_that_serve_it() -> None:
     rows = {row.method: row for row in plan_of("deepseek_v3", **{**EXPERTS, **LATENT}).rows}
     assert {"int8", "turbo4"} <= rows.keys()
-    assert not {"turbo4-long", "turbo-k4v2", "turbo-depth", "turbo2-depth"} & rows.keys()
+    assert not {"turbo-k4v3", "turbo-k4v2"} & rows.keys()
     assert rows["turbo4"].compression > rows["int8"].compression > 1

@@ -122,19 +122,16 @@ def test_prompts_in_16_bit(dtype: torch.dtype, dim: int, causal: bool, mode: str
         assert int(broken.sum()) == dim
 
 
-@pytest.mark.parametrize("choice", ["smooth_k", "hadamard"])
-def test_smoothing_and_rotation_change_nothing_but_the_rounding(choice: str, device: torch.device) -> None:
-    """Keys with a large common offset and one large channel: each remedy brings the result nearer to the truth."""
+def test_smoothing_changes_nothing_but_the_rounding(device: torch.device) -> None:
+    """Keys with a large common offset: it brings the result nearer to the truth."""
     q, k, v = inputs(100, device, "int8")
-    k = k + 30.0 if choice == "smooth_k" else k
-    if choice == "hadamard":
-        k[..., 3], q[..., 3] = k[..., 3] * 60, q[..., 3] / 60
+    k = k + 30.0
     past = random_past([70, 40], k)
     options: dict[str, Any] = {"scaling": 0.2, "past": past, "softcap": 50.0, "sinks": torch.ones(4, device=device)}
     truth = prefill(q.double(), k.double(), v.double(), mode="fp16", backend="reference", **options)
     error = {}
     for on in (False, True):
-        options[choice] = on
+        options["smooth_k"] = on
         got = prefill(q, k, v, mode="int8", backend="triton", **options)
         want = prefill(q, k, v, mode="int8", backend="reference", **options)
         error[on] = float((got.out - truth.out).norm())

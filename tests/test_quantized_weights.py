@@ -1,5 +1,6 @@
 """Models with quantized weights: what a report says of them, their key biases, captures, and tokens."""
 
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,19 +27,24 @@ def refuse_rows(self: Any, x: Tensor) -> Tensor:
     raise RuntimeError("this kernel wants a multiple of 128 rows")
 
 
-def test_a_key_projection_that_does_not_run_by_itself_is_refused_for_its_bias() -> None:
+def test_a_key_projection_that_does_not_run_by_itself_is_told_for_its_bias() -> None:
     model: Any = tiny("qwen2")
     attention = model.model.layers[1].self_attn
     kind = as_if_from("gptqmodel.nn_modules", "MarlinLinear", torch.nn.Linear, forward=refuse_rows)
     attention.k_proj.__class__ = kind
-    with pytest.raises(Unsupported, match=r"a MarlinLinear, which has a bias .*multiple of 128 rows.*int8_layers=\(\)"):
-        turbo_hf.patch(model)
-    with turbo_hf.patch(model, TurboConfig(int8_layers=())) as handle:
+    with pytest.warns(
+        UserWarning, match=r"layers 1: keys have a bias.* a MarlinLinear .*multiple of 128 rows.*Evaluate"
+    ):
+        handle = turbo_hf.patch(model)
+    with handle:
+        assert not any(at.balanced or at.kept_int8 for at in handle.report().layers)
         assert handle.report().weights == "quantized weights: 1 x MarlinLinear (gptqmodel)"
         assert "quantized weights: 1 x" in str(handle.report())
     # without a bias there is nothing to measure
     attention.k_proj.bias = None
-    turbo_hf.patch(model).remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        turbo_hf.patch(model).remove()
 
 
 def test_fused_attention_of_a_library_is_refused() -> None:
@@ -102,8 +108,7 @@ def test_a_patched_model_with_quantized_weights_chooses_its_own_tokens(library: 
     alone = model.generate(PROMPT, **options)
     with turbo_hf.patch(model, TurboConfig(bits=16, attention="fp16"), check=True):
         assert torch.equal(model.generate(PROMPT, **options), alone)
-    with pytest.warns(UserWarning, match="layer 1: its key bias alone"):
-        handle = turbo_hf.patch(model, SMALL, check=True)
+    handle = turbo_hf.patch(model, SMALL, check=True)
     assert library.split(".", maxsplit=1)[0] in handle.report().weights
-    assert handle.report().layers[1].kept_int8
+    assert handle.report().layers[1].balanced
     handle.remove()

@@ -120,7 +120,7 @@ def test_repeated_steps_are_those_made_anew(
         pytest.param({"bits": 4}, {}, [0], torch.float32, id="4bit"),
         pytest.param({"bits": 2, "recent_tokens": 32}, {}, [0, 0], torch.bfloat16, id="2bit-recent"),
         pytest.param({"bits": 4, "low_heads": 0.5}, {}, [0, 5], torch.bfloat16, id="two-widths-padded"),
-        pytest.param({"bits": 3, "rotate_keys": False, "value_bits": 2}, {}, [3, 0], torch.float16, id="3bit-plain"),
+        pytest.param({"bits": 3, "value_bits": 2}, {}, [3, 0], torch.float16, id="3bit"),
         pytest.param({"bits": 8}, {"sliding_window": 40}, [0, 2], torch.float32, id="window"),
         pytest.param({"bits": 8, "buffer_scale": "universal"}, {}, [0], torch.float32, id="universal"),
         pytest.param({"bits": 16}, {}, [0], torch.float32, id="16bit"),

@@ -83,11 +83,11 @@ def test_prefill_drops_no_more_than_the_threshold_says(threshold: float, mode: s
 
 
 def peaked(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v where one key in the middle, at place 70 of 200, scores 8 and all others score 0."""
+    """q, k, v where one key in the middle, at place 70 of 200, scores 8 and all others score 0. Its scale is exact."""
     q = torch.zeros(1, 1, 1, 16, device=device)
-    q[..., 0] = 8
+    q[..., 0] = 8 * 128 / 127
     k = torch.zeros(1, 1, 200, 16, device=device)
-    k[0, 0, 70, 0] = 1
+    k[0, 0, 70, 0] = 127 / 128
     return q, k, torch.randn(1, 1, 200, 16, device=device)
 
 
@@ -104,7 +104,7 @@ def test_a_peak_above_the_threshold_drops_the_rest(mode: str, device: torch.devi
     value = store_codes(store)[0].values()[1][:, 70]
     share = others / (1 + others)
     # what P's rounding of others may add is no more than half a step of a block that holds them alone
-    check("out", got.out[0, 0], value, (2 * share + share / 119 / 2) * largest(v) + noise * largest(v))
+    check("out", got.out[0, 0], value, (2 * share + share / 127 / 2) * largest(v) + noise * largest(v))
 
 
 @pytest.mark.parametrize("mode", TWO_MODES)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import left_padded, prompts, tiny_llama
 from safetensors import SafetensorError
-from saved_support import MIXED, Make, by_bucket, by_means, family, llama, windows
+from saved_support import MIXED, Make, by_bucket, family, llama, windows
 from transformers.generation.streamers import BaseStreamer
 
 import turbo_hf
@@ -31,7 +31,6 @@ KINDS: list[Any] = [
     pytest.param(llama(backend="triton", low_bits=2, low_heads=0.5), id="kernels"),
     pytest.param(windows, id="windows"),
     pytest.param(by_bucket, id="sparse"),
-    pytest.param(by_means, id="means"),
     pytest.param(family("lfm2"), id="convolution"),
     pytest.param(family("qwen3_next"), id="recurrent"),
     pytest.param(family("deepseek_v3"), id="latent"),

@@ -9,7 +9,7 @@ from turbo_hf.ops.store.select_rows import MOST_ROWS, select_rows
 
 def some_tensors(rows: int, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rows)
-    codes = torch.randint(-119, 120, (rows, 2, 16, 6), dtype=torch.int8, generator=generator)
+    codes = torch.randint(-127, 128, (rows, 2, 16, 6), dtype=torch.int8, generator=generator)
     order = torch.randint(0, 9, (rows, 3), generator=generator)
     long = torch.randn(rows, 2, 5000 // rows, generator=generator)
     return [x.to(device) for x in (codes, order, long, torch.randn(rows, 1, generator=generator))]

@@ -31,7 +31,12 @@ from turbo_hf.serving import runner  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    ("preset", "kind"), [*((preset, "llama") for preset in (*PRESETS, ONE_WIDER, BY_DEPTH)), ("turbo-mixed", "sliding")]
+    ("preset", "kind"),
+    [
+        *((preset, "llama") for preset in (*PRESETS, ONE_WIDER, BY_DEPTH)),
+        ("turbo-mixed", "sliding"),
+        ("turbo-mixed", "uneven"),
+    ],
 )
 def test_tokens_are_those_of_static_batches(preset: Any, kind: str, passes: Any) -> None:
     model, inputs = MODELS[kind](), requests()

@@ -57,7 +57,7 @@ def test_blocks_without_a_visited_bucket_are_not_read(share: float, buckets: int
     assert bool((blocks[..., -1] - blocks[..., 0] < 8).all()), "blocks so wide are read without a look"
     assert share > 0.1 or not bool(asked.all())
     for pages in store.paged:
-        pages.scale[store.table[0, ~asked]] = torch.nan
+        pages.size[store.table[0, ~asked]] = torch.nan
     options = CHOICE | {"spans": spans_of(store, index), "mode": "fp16"}
     again = sparse_decode(q, store, index, visited, **options, backend="triton")
     assert torch.equal(again.out, got.out)

@@ -18,7 +18,7 @@ from turbo_hf import Calibration, SparseConfig, TurboCache, TurboConfig
 from turbo_hf.calibration.artifacts import NO_INDEX
 from turbo_hf.config.turbo_config import SELECTORS
 from turbo_hf.models.versions import CACHE
-from turbo_hf.sparse.selectors import UNTRAINED, Means
+from turbo_hf.sparse.selectors import UNTRAINED, Selector
 
 
 @pytest.fixture
@@ -102,12 +102,7 @@ def test_a_copied_model_keeps_its_selectors(indexed: Calibration) -> None:
     [
         ({"probes": 0}, "SparseConfig.probes must be a whole number of at least 1; got 0"),
         ({"probes": 2.0}, r"SparseConfig.probes must be a whole number of at least 1; got 2\.0"),
-        ({"mass": 0.0}, r"SparseConfig.mass must be a number between 0 and 1; got 0\.0"),
-        ({"mass": 1.0}, r"SparseConfig.mass must be a number between 0 and 1; got 1\.0"),
-        ({"mass": 1}, "SparseConfig.mass must be a number between 0 and 1; got 1"),
-        ({"mass": 0.1}, 'SparseConfig.mass has no effect with selector "saap". Leave it out, or take one of means'),
-        ({"mass": 0.1, "selector": "kmeans"}, 'SparseConfig.mass has no effect with selector "kmeans"'),
-        ({"probes": 3, "selector": "means"}, 'SparseConfig.probes has no effect with selector "means"'),
+        ({"selector": "means"}, 'SparseConfig.selector "means" left the package: no real checkpoint gained'),
         ({"probes": 3, "selector": "window"}, 'SparseConfig.probes has no effect with selector "window"'),
         ({"probes": 3, "selector": "full"}, 'SparseConfig.probes has no effect with selector "full"'),
         ({"selector": "best"}, "SparseConfig.selector must be one of 'saap', 'kmeans', .*; got 'best'"),
@@ -134,7 +129,7 @@ def test_wrong_places_for_a_sparse_config() -> None:
     with pytest.raises(ValueError, match=r"TurboConfig\.sparse must be a SparseConfig or None; got 'saap'"):
         TurboConfig(sparse="saap")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"selectors names layers \[7\]; the model has layers 0 to 1"):
-        TurboCache(tiny_llama().config, selectors={7: Means(SparseConfig(), 7)})
+        TurboCache(tiny_llama().config, selectors={7: Selector(SparseConfig(), 7)})
 
 
 def test_every_selector_has_a_name_and_a_maker() -> None:

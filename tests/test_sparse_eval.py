@@ -32,10 +32,6 @@ from turbo_hf.eval.run_identity import BY_METHOD, META
             "turbo4+block_size=32@saap:probes=64",
             TurboConfig(block_size=32, sparse=SparseConfig(probes=64)),
         ),
-        (
-            "turbo4@means:mass=0.02:most_dropped=0.1",
-            TurboConfig(sparse=SparseConfig(selector="means", mass=0.02, most_dropped=0.1)),
-        ),
         ("turbo4@window:dense_layers=", TurboConfig(sparse=SparseConfig(selector="window", dense_layers=()))),
     ],
 )  # fmt: skip
@@ -48,6 +44,7 @@ def test_names_of_sparse_methods(name: str, config: TurboConfig) -> None:
     [
         ("turbo5@saap", "unknown method turbo5@saap; methods are fp16"),
         ("turbo4@best", "SparseConfig.selector must be one of 'saap', .*; got 'best'"),
+        ("turbo4@means", 'SparseConfig.selector "means" left the package'),
         ("turbo4@saap:probe=3", "expected choices like probes=16, of .*; got 'probe=3'"),
         ("turbo4@saap:probes=x", "expected a number for probes; got 'x'"),
         ("turbo4@saap+block_size=32", "SparseConfig.selector must be one of .*; got 'saap.block_size=32'"),

@@ -24,7 +24,7 @@ from all_pairs import in_one_test
 from calibration_support import lab
 from models import lab_model, prompts
 from safetensors.torch import load, save, save_file
-from saved_support import Make, by_bucket, by_means, family, llama, windows
+from saved_support import Make, by_bucket, family, llama, windows
 
 from turbo_hf import Calibration, TurboCache
 from turbo_hf.cache import saved_files
@@ -120,10 +120,10 @@ def read_or_refused(read: Callable[[], Any], what: Any) -> Any:
     return None
 
 
-KINDS = [llama(low_bits=2, low_heads=0.5), windows, by_bucket, by_means, family("lfm2"), family("deepseek_v3")]
+KINDS = [llama(low_bits=2, low_heads=0.5), windows, by_bucket, family("lfm2"), family("deepseek_v3")]
 
 
-NAMES = ["llama", "windows", "by_bucket", "by_means", "states", "latent"]
+NAMES = ["llama", "windows", "by_bucket", "states", "latent"]
 
 
 def saved(make: Make, folder: Path) -> tuple[Any, TurboCache, dict[str, Any], dict[str, torch.Tensor]]:
@@ -198,8 +198,7 @@ def test_a_calibration_of_a_stranger(tmp_path: Path) -> None:
     index: dict[str, Any] = {"centroids": torch.rand(heads, 8, dim), "rotated_centroids": torch.rand(heads, 8, dim)}
     sizes = {"weight_1": (dim, 4), "bias_1": (4,), "weight_2": (4, 8), "bias_2": (8,)}
     index["classifier"] = {name: torch.rand(heads, *size) for name, size in sizes.items()}
-    rules: dict[str, Any] = {"prompt": torch.full((heads, 2, 2), 0.5), "left_by_head": torch.zeros(heads)}
-    whole = dataclasses.replace(found, layers=(dataclasses.replace(layer, **index, **rules), *found.layers[1:]))
+    whole = dataclasses.replace(found, layers=(dataclasses.replace(layer, **index), *found.layers[1:]))
     whole.save_pretrained(tmp_path)
     facts, content = json.loads((tmp_path / FACTS).read_bytes()), (tmp_path / TENSORS).read_bytes()
     own, right = load(content), Calibration.from_pretrained(tmp_path)

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from turbo_hf.cache.turbo_cache import TurboCache
     from turbo_hf.calibration.artifacts import Calibration
     from turbo_hf.calibration.run import calibrate
-    from turbo_hf.config.prompt_sparsity import PromptSparsity
     from turbo_hf.config.turbo_config import PRESETS, SparseConfig, TurboConfig
     from turbo_hf.errors import Unsupported
     from turbo_hf.patching.handle import Handle
@@ -23,7 +22,6 @@ __all__ = [
     "PRESETS",
     "Calibration",
     "Handle",
-    "PromptSparsity",
     "SparseConfig",
     "TurboCache",
     "TurboConfig",
@@ -36,7 +34,6 @@ HOMES = {
     "PRESETS": "turbo_hf.config.turbo_config",
     "Calibration": "turbo_hf.calibration.artifacts",
     "Handle": "turbo_hf.patching.handle",
-    "PromptSparsity": "turbo_hf.config.prompt_sparsity",
     "SparseConfig": "turbo_hf.config.turbo_config",
     "TurboCache": "turbo_hf.cache.turbo_cache",
     "TurboConfig": "turbo_hf.config.turbo_config",

@@ -12,9 +12,9 @@ One page of one slot::
 
     k      uint8 [b, D*w/8]     keys, one token per line, channels packed by half-split
     v      uint8 [D, b*u/8]     values, one channel per line, tokens (in VALUE_ORDER) packed by half-split
-    meta   int8  [4, D]         stage 2, per channel: key step, key zero, value step, value zero
+    meta   int8  [4, D]         per channel: key zero, key span, value zero, value span; a span is unsigned, 0 to 254
                                 (what has 8 bit has no lines: [2, D] if either has, [0, D] if both have)
-    scale  fp32  [2]            stage 1: key scale, value scale
+    size   bf16  [2, b]         per token, in time order: key size, value size (16 bit: none, [0, b])
 
 Half-split packing of n codes of w bits: byte j holds codes j, j + n/p, j + 2n/p, ..., lowest first, with p = 8/w::
 
@@ -29,11 +29,17 @@ Half-split packing of n codes of w bits: byte j holds codes j, j + n/p, j + 2n/p
 
 so that a mask and a shift of whole words unpack it, without interleaving.
 
-Keys may be stored rotated (`ops.store.rotate`): what is said about keys here then applies to the rotated ones.
+Keys may be stored divided by a balance, float32 [Hkv, D], one number per channel: what is said about keys here then
+applies to the quotients, and queries that meet them are multiplied by it (`ops.maths.balanced_queries`).
 
-Dequantization (TurboAttention sec. 3, stage 2 then stage 1)::
+A page has two axes: each token has a size, and each channel a range. What a code stands for::
 
-    x[token, channel] = clamp(code * step[channel] + zero[channel], -127, 127) * scale
+    x[token, channel] = size[token] * (zero[channel] + code * span[channel] / (2^w - 1))     w below 8
+    x[token, channel] = size[token] * code                                                  8 bit
+
+At 8 bit, codes and sizes are those of the open tokens. Below, a token's size is its root mean square, times a unit of
+the block in which every zero and every zero + span is an integer from -127 to 127. Sizes are rounded up, as scales of
+open tokens are, before codes are computed, so that their rounding costs nothing.
 
 VALUE_ORDER: within each group of 16 tokens, values are in the order in which a thread of an 8-bit tensor-core
 instruction holds the probabilities that it has just computed, so that P feeds P V without a shuffle.
@@ -41,23 +47,26 @@ instruction holds the probabilities that it has just computed, so that P feeds P
 In a layer for sparse decoding, tokens of a prompt may be stored in bucket order, separately for each head
 (`turbo_hf.sparse.bucket_index`): attention does not depend on the order of keys that all its queries see.
 
-Open tokens, the newest of each row, usually too few to fill a block, are INT8 codes with one fp32 scale per
-token and head, in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].
+Open tokens, the newest of each row, usually too few to fill a block, are INT8 codes with one scale per token and head
+(fp32 that bf16 can hold, rounded up), in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].
 
-A layer of latent attention (MLA) stores one "head": its latent in the place of keys (`D` channels, rotated like keys),
+A layer of latent attention (MLA) stores one "head": its latent in the place of keys (`D` channels),
 and the rotary part that all its heads share in the place of values (`Dv` channels, fewer). The latent has the config's
 width; the rotary part has 8 bit, or 16 beside a 16-bit latent. In all other layers `Dv` is `D`.
 
-At 16 bit nothing is rounded: `k` [b, D] and `v` [D, b] hold the model's own numbers, tokens in time order, and every
-scale is 1. A layer with a 16-bit head also keeps the open tokens of all its heads unquantized: a full-precision window.
+At 16 bit nothing is rounded: `k` [b, D] and `v` [D, b] hold the model's own numbers, tokens in time order. A layer
+with a 16-bit head also keeps the open tokens of all its heads unquantized: a full-precision window.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 
-CODE_MAX = 119
-"""Largest stage 1 code. 119, not 127: stage 2 rounds its step, and the headroom keeps `code * step + zero` in INT8."""
+CODE_MAX = 127
+"""Largest INT8 code of an open token."""
+
+EDGE = 126
+"""The largest number of a block lies this many units from 0 before sizes are rounded: zeros and spans then fit."""
 
 INT8_MAX = 127
 """Largest INT8 code of values that are never sealed: queries, P, and a chunk's keys and values in the flash loop."""
@@ -110,15 +119,15 @@ class PagedHeads(NamedTuple):
     bits: bits of keys.
     k: uint8 [P, S, b, D*bits/8]; int8 [P, S, b, D] at 8 bit; float16 or bfloat16 [P, S, b, D] at 16 bit.
     v: uint8 [P, S, D, b*value_bits/8]; int8 [P, S, D, b] at 8 bit; float16 or bfloat16 [P, S, D, b] at 16 bit.
-    meta: int8 [P, S, n, D], n = 2 for keys below 8 bit, and 2 for values below 8 bit.
-    scale: float32 [P, S, 2]; ones at 16 bit.
+    meta: int8 [P, S, n, D], n = 2 for keys below 8 bit, and 2 for values below 8 bit. Spans are unsigned bytes.
+    size: bfloat16 [P, S, 2, b]; [P, S, 0, b] at 16 bit.
     """
 
     bits: int
     k: torch.Tensor
     v: torch.Tensor
     meta: torch.Tensor
-    scale: torch.Tensor
+    size: torch.Tensor
 
     @property
     def value_bits(self) -> int:
@@ -129,21 +138,6 @@ class PagedHeads(NamedTuple):
     def width(self) -> Width:
         """Bits of keys and of values."""
         return self.bits if self.bits == self.value_bits else (self.bits, self.value_bits)
-
-
-class PageMeans(NamedTuple):
-    """The mean key of each page, and how far its keys lie from it: of the INT8 keys that the page was packed from (of
-    16-bit keys as such).
-
-    Slots of all widths stand in the order of `KVStore.order`.
-
-    mean: int8 [P, Hkv, D], in units of scale[..., 0].
-    scale: float16 [P, Hkv, 2]: the unit; the spread, the root of the mean square of a key's difference to the mean,
-        over tokens and channels.
-    """
-
-    mean: torch.Tensor
-    scale: torch.Tensor
 
 
 class KVStore(NamedTuple):
@@ -162,7 +156,6 @@ class KVStore(NamedTuple):
     sealed_host: the numbers in `sealed`, where the host knows them: a launch then need not wait for the device.
     plans: work splits of launches that will be replayed (`ops.decode.stream_k.LivePlan`, `KeptWorkspace`), made by the
         first launch and kept up to date by `ReplayableSteps`; None: nothing is replayed.
-    means: the mean key of each page, written when it is sealed; None: not kept.
     """
 
     paged: tuple[PagedHeads, ...]
@@ -177,14 +170,6 @@ class KVStore(NamedTuple):
     block: int
     sealed_host: tuple[int, ...] | None = None
     plans: dict[Any, Any] | None = None
-    means: PageMeans | None = None
-
-    def of_rows(self, own: slice) -> "KVStore":
-        """The same of these rows alone, for launches that nothing replays."""
-        known = None if self.sealed_host is None else self.sealed_host[own]
-        by_row = ("order", "table", "sealed", "k_open", "v_open", "k_scale", "v_scale", "open_len")
-        rows: dict[str, Any] = {name: getattr(self, name)[own] for name in by_row}
-        return self._replace(**rows, sealed_host=known, plans=None)
 
 
 class Operands(NamedTuple):
@@ -267,33 +252,16 @@ class Rounding(NamedTuple):
     block: tokens per block of K and V, and per tile of P. Over a past, these are the past's own blocks.
     v_scale: scales of V in 8 bit: one per "block", per "channel" of a row, or per row ("tensor").
     smooth_k: subtract the row's mean key from its keys before rounding, and add its contribution back to the scores.
-    hadamard: rotate Q and K by a Hadamard matrix before rounding.
     """
 
     mode: str = "turbo"
     block: int = 128
     v_scale: str = "block"
     smooth_k: bool = False
-    hadamard: bool = False
 
 
 PROMPT_TILE = 128
-"""Queries and keys of the tiles by which long prompts are sparse."""
-
-
-class TileRule(NamedTuple):
-    """Which tiles of keys a tile of queries of a long prompt reads; as in `PromptSparsity`.
-
-    heads: float32 [Hq, 2], mass and peak of each query head; None: `mass` and `peak`.
-    """
-
-    mass: float = 0.98
-    peak: float = 0.02
-    sink_tokens: int = 128
-    window_tokens: int = 512
-    tail_tokens: int = 256
-    most_density: float = 0.8
-    heads: torch.Tensor | None = None
+"""Queries and keys of a tile of the prompt kernel for Hopper."""
 
 
 class Visits(NamedTuple):
@@ -309,24 +277,6 @@ class Visits(NamedTuple):
     buckets: torch.Tensor
     visited: torch.Tensor
     spans: torch.Tensor | None = None
-
-
-NOTED_UNIT = 1 << 20
-"""Shares that kernels add up are whole numbers of this part of 1: sums in any order are then the same."""
-
-
-class ByMeans(NamedTuple):
-    """The rule of a sparse decode that chooses whole blocks by the mean keys of their pages (`KVStore.means`).
-
-    left: share of the estimated softmax that may fall on sealed blocks which are not read; above 0 and below 1.
-    noted: int64 [2], to which each query head adds the share so left, times `NOTED_UNIT`, and 1; None: not noted.
-    left_by_head: float32 [B, Hkv], instead of `left` for each row and KV head; 0: all of its blocks are read. None:
-        `left` for all.
-    """
-
-    left: float
-    noted: torch.Tensor | None = None
-    left_by_head: torch.Tensor | None = None
 
 
 class AlwaysRead(NamedTuple):
@@ -370,30 +320,25 @@ def in_words(width: Width) -> str:
 
 
 def meta_lines(bits: int, value_bits: int) -> int:
-    """Lines of `PagedHeads.meta`: a step and a zero for each of keys and values that has fewer than 8 bits."""
+    """Lines of `PagedHeads.meta`: a zero and a span for each of keys and values that has fewer than 8 bits."""
     return 2 * (bits < 8) + 2 * (value_bits < 8)
 
 
 def page_bytes(head_dim: int, width: Width, block: int = 64, rotary_dim: int | None = None) -> int:
-    """Bytes of one sealed block of one KV head: codes of K and V, stage 2 steps and zeros, stage 1 scales.
+    """Bytes of one sealed block of one KV head: codes of K and V, zeros and spans of channels, sizes of tokens.
 
     rotary_dim: of a latent (see above), the channels of its rotary part; None: a head of keys and values.
     """
     bits, value_bits = widths_of(width, rotary_dim)
     values = packed_bytes(block * (rotary_dim or head_dim), value_bits)
-    return packed_bytes(block * head_dim, bits) + values + meta_lines(bits, value_bits) * head_dim + 8
+    sizes = 4 * block if bits <= 8 else 0
+    return packed_bytes(block * head_dim, bits) + values + meta_lines(bits, value_bits) * head_dim + sizes
 
 
 def open_token_bytes(head_dim: int, *, unquantized: bool = False, rotary_dim: int | None = None) -> int:
     """Bytes of one open token of one KV head: codes or 16-bit numbers, and a float32 scale, for K and V. rotary_dim: as
     in `page_bytes`."""
     return (head_dim + (rotary_dim or head_dim)) * (2 if unquantized else 1) + 8
-
-
-def empty_means(pages: int, slots: int, head_dim: int, device: torch.device) -> PageMeans:
-    """Uninitialized means for `slots` heads of all widths (shapes: `PageMeans`)."""
-    mean = torch.empty(pages, slots, head_dim, dtype=torch.int8, device=device)
-    return PageMeans(mean, torch.empty(pages, slots, 2, dtype=torch.float16, device=device))
 
 
 def empty_pages(
@@ -413,8 +358,8 @@ def empty_pages(
     k = torch.empty(pages, slots, block, packed_bytes(head_dim, min(bits, 8)), dtype=code, device=device)
     v = torch.empty(pages, slots, channels, packed_bytes(block, min(value_bits, 8)), dtype=value_code, device=device)
     meta = torch.empty(pages, slots, meta_lines(bits, value_bits), head_dim, dtype=torch.int8, device=device)
-    scale = torch.empty(pages, slots, 2, dtype=torch.float32, device=device)
-    return PagedHeads(bits, k, v, meta, scale)
+    size = torch.empty(pages, slots, 2 * (bits <= 8), block, dtype=torch.bfloat16, device=device)
+    return PagedHeads(bits, k, v, meta, size)
 
 
 def code_type(bits: int, dtype_16bit: torch.dtype = torch.float16) -> torch.dtype:

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from turbo_hf.eval.bench.oracle import attend, weights
-from turbo_hf.layout import PROMPT_TILE, AttentionOutput
+from turbo_hf.eval.bench.oracle import attend
+from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops.prefill.reference import reference_prefill
-from turbo_hf.ops.prefill.reference_tiles import as_square
 
 ROWS = 64
 """Queries checked per head: the first ones, the last, some at the edges of tiles, the others at random."""
@@ -62,17 +61,6 @@ class Sample:
         """The sample's part of [B, Hq, M, ...], float64 [2, ROWS, ...]."""
         return torch.stack([x[b, h, self.rows] for b, h in self.heads]).double()
 
-    def over(self, kept: torch.Tensor) -> AttentionOutput:
-        """The oracle's result of a causal prompt that reads the key tiles of `kept` alone (`ops.prefill.tiles`)."""
-        square, found = as_square(kept, len(self.inputs[0][0][0])), []
-        for (b, h), (q, k, v) in zip(self.heads, self.inputs, strict=True):
-            full = weights(q[:, self.rows].double(), k.double(), self.rows, scaling=self.scaling, causal=True)
-            read = square[b, h, self.rows // PROMPT_TILE].repeat_interleave(PROMPT_TILE, -1)[:, : k.shape[1]]
-            p = full.p * read
-            total = p.sum(-1, keepdim=True)
-            found.append((p @ v.double() / total, full.lse + torch.log(total / full.total)[..., 0]))
-        return AttentionOutput(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-
     def error(self, out: torch.Tensor) -> float:
         """|o - oracle| / |oracle| of out [B, Hq, M, D] over the sample."""
         return float((self.of(out) - self.out).norm() / self.out.norm())
@@ -94,13 +82,9 @@ def verify(got: AttentionOutput, sample: Sample, options: dict[str, Any]) -> Che
     The budget is SLACK times the error of the same mode in plain torch on the same heads, plus one rounding of the
     output; `options` are those of `turbo_hf.ops.prefill.prefill` without the backend.
     """
-    kept, exact, models = options.get("kept"), AttentionOutput(sample.out, sample.lse), []
-    if kept is not None:
-        exact = sample.over(kept)
+    exact = AttentionOutput(sample.out, sample.lse)
     # the same heads: a query that sees one key has an lse with one rounding error, which no average makes typical
-    for (b, h), (q, k, v) in zip(sample.heads, sample.inputs, strict=True):
-        own = {} if kept is None else {"kept": kept[b : b + 1, h : h + 1]}
-        models.append(reference_prefill(q[None], k[None], v[None], **options | own))
+    models = [reference_prefill(q[None], k[None], v[None], **options) for q, k, v in sample.inputs]
     model = AttentionOutput(*(torch.stack([x[0, 0, sample.rows] for x in part]) for part in zip(*models, strict=True)))
     sampled = AttentionOutput(sample.of(got.out), sample.of(got.lse))
     return judge(got, sampled, model, exact)

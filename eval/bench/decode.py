@@ -25,8 +25,7 @@ from turbo_hf.eval.bench.random_cache import draw, one_head, packed_stores
 from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
 from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import tokens_label
-from turbo_hf.eval.bench.sparse import MEANS, SELECTORS, SHARES, SPARSE_SIZES, Choice, bucket_steps
-from turbo_hf.eval.bench.sparse_means import means_steps
+from turbo_hf.eval.bench.sparse import SELECTORS, SHARES, SPARSE_SIZES, Choice, bucket_steps
 from turbo_hf.eval.bench.steps import DecodeRow, Found, Prepared, check_heads, new_row, our_step
 from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch, ceilings, side_by_side
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Scoring, in_words
@@ -62,7 +61,7 @@ def run_case(
         how.tell(f"{case}: {width} bit")
         found.append(dense_step(case, width, q, how))
         for choice in sparse:
-            found += (means_steps if choice.selector == MEANS else bucket_steps)(case, width, q, choice, how)
+            found += bucket_steps(case, width, q, choice, how)
     how.tell(f"{case}: FP16")
     return _time_all(case, _theirs(case, q, generator) + found, how, copy)
 
@@ -176,10 +175,10 @@ def decode_command(
     width: Annotated[list[str] | None, typer.Option(help=f"Bits: {', '.join(WIDTHS)}; may be repeated.")] = None,
     ragged: Annotated[bool, typer.Option("--ragged", help="Rows with 1/8 to all of the tokens.")] = False,
     selector: Annotated[
-        list[str] | None, typer.Option(help=f"Sparse steps, too: {', '.join((*SELECTORS, MEANS))}; may be repeated.")
+        list[str] | None, typer.Option(help=f"Sparse steps, too: {', '.join(SELECTORS)}; may be repeated.")
     ] = None,
     share: Annotated[
-        list[float] | None, typer.Option(help="Sparse: share of buckets or blocks that are read; may be repeated.")
+        list[float] | None, typer.Option(help="Sparse: share of buckets that are read; may be repeated.")
     ] = None,
     buckets: Annotated[int, typer.Option(min=2, max=8192, help="Sparse: buckets per KV head.")] = 1024,
     hidden: Annotated[int, typer.Option(min=1, help="Sparse: units of the query classifier.")] = 1024,
@@ -199,7 +198,7 @@ def decode_command(
     """
     with mistakes_end_the_command():
         widths = [one_of("width", name, WIDTHS) for name in width or ("4",)]
-        selectors = [one_of("selector", name, (*SELECTORS, MEANS)) for name in selector or ()]
+        selectors = [one_of("selector", name, SELECTORS) for name in selector or ()]
         one_of("backend", backend, BACKENDS)
         shares = tuple(share or SHARES)
         if not all(0 < each <= 1 for each in shares):

@@ -33,7 +33,6 @@ from turbo_hf.eval.bench.options import (
 from turbo_hf.eval.bench.random_models import KINDS, bench_model, random_drafter, require_one_model
 from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import largest, parse_tokens, tokens_label
-from turbo_hf.eval.bench.tile_choice import at_density
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import BACKENDS, installed
 from turbo_hf.patching.patch_model import patch
@@ -76,7 +75,6 @@ class GenerateMethod:
     options: further ones of `generate`.
     decoding: one of DECODINGS.
     missing: why it cannot run here; "" if it can.
-    density: sparse prompts read a random choice of this share of key tiles, whatever is chosen; None: what is chosen.
     """
 
     name: str
@@ -84,7 +82,6 @@ class GenerateMethod:
     options: dict[str, Any] = field(default_factory=dict)
     decoding: str = DECODINGS[0]
     missing: str = ""
-    density: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +138,9 @@ def methods(
     configs: dict[str, TurboConfig],
     decodings: Sequence[str] = DECODINGS[:1],
     drafter: Any = None,
-    densities: Sequence[float] = (),
 ) -> list[GenerateMethod]:
     """SDPA with its DynamicCache, a static cache, the configs, and 4 bit of Transformers' QuantizedCache; then SDPA and
-    the configs with beams, with a drafter, which is patched like the model, and with prompt lookup. Configs with sparse
-    prompts once for each of `densities`, if there are any."""
+    the configs with beams, with a drafter, which is patched like the model, and with prompt lookup."""
     quantized = [
         GenerateMethod(
             f"{name} 4 bit",
@@ -164,13 +159,7 @@ def methods(
     found = []
     for decoding in decodings:
         name, options = how[decoding]
-        ours = [
-            GenerateMethod(
-                own + name + ("" if share is None else f" {share:.0%}"), config, options, decoding, density=share
-            )
-            for own, config in configs.items()
-            for share in (densities if config.sparse_prompt is not None and densities else (None,))
-        ]
+        ours = [GenerateMethod(own + name, config, options, decoding) for own, config in configs.items()]
         others = ([static], quantized) if decoding == DECODINGS[0] else ([], [])
         found += [GenerateMethod(SDPA + name, None, options, decoding), *others[0], *ours, *others[1]]
     return found
@@ -275,8 +264,6 @@ def _cache_of(model: Any, method: GenerateMethod) -> Iterator[None]:
             for each in (model, drafter):
                 if each is not None and method.config is not None:
                     patches.enter_context(patch(each, method.config))
-            if method.density is not None:
-                patches.enter_context(at_density(method.density))
             yield
     finally:
         if vars(model).pop("_compiled_call", None) is not None:
@@ -299,8 +286,7 @@ def _timed(model: Any, row: GenerateRow, method: GenerateMethod, work: Work) -> 
             torch.cuda.reset_peak_memory_stats(model.device)
         rounds = [_generate(model, method, row.batch, work) for _ in range(work.rounds)]
         peak = torch.cuda.max_memory_allocated(model.device) if cuda else None
-    # what is read at random says nothing of the logits
-    row = row if method.density is not None else _checked(model, row, warm)
+    row = _checked(model, row, warm)
     if row.note:
         return row
     same = all(torch.equal(again, tokens) for _, again in rounds)
@@ -364,13 +350,6 @@ def generate_command(
         list[str] | None,
         typer.Option(help=f"{', '.join(DECODINGS)}; may be repeated. Default: all, of the largest batch greedy alone."),
     ] = None,
-    density: Annotated[
-        list[float] | None,
-        typer.Option(
-            help="Share of key tiles, at random, that presets with sparse prompts read instead of what they choose, "
-            "which costs the same; may be repeated."
-        ),
-    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers; default: as many as the model has.")] = None,
     chunk: Annotated[
         int | None, typer.Option("--prefill-chunk", min=1, help="Prompt tokens per pass; default: all.")
@@ -412,7 +391,6 @@ def generate_command(
             for name in decoding or DECODINGS[: 1 if None in batches or processes()[1] > 1 else len(DECODINGS)]
         ]
         configs = _configs(preset or [DEFAULT_PRESET], modes, cuda_graphs)
-        densities = _densities(density or [], configs)
         where = find_device(device)
         if None in batches and where.type != "cuda" and not tiny:
             raise ValueError(f"--batch {LARGEST} needs a GPU: on a CPU the system, not an error, says what fits.")
@@ -434,14 +412,13 @@ def generate_command(
         "most": most,
         "seed": seed,
     }
-    given["densities"] = densities
     shown = {name: config.to_dict() for name, config in configs.items()}
     given |= {"cuda_graphs": cuda_graphs, "ranks": together[1], "configs": shown}
     for name in shapes if model_place is None else [Path(model_place).name]:
         with err.status(f"making {name}"):
             model = bench_model(name, model_place, layers, where, tiny=tiny)
             drafter = random_drafter(model, DRAFTED) if "assisted" in decodings else None
-        measure = partial(compare, model, name, methods(configs, decodings, drafter, densities))
+        measure = partial(compare, model, name, methods(configs, decodings, drafter))
         bench.each(
             [(work, rows) for work in works for rows in batches],
             lambda case, tell, measure=measure: measure(*case, most, tell),  # type: ignore[misc]
@@ -468,15 +445,6 @@ def _configs(presets: Sequence[str], modes: Sequence[str], cuda_graphs: bool) ->
     # checked before: names that the field allows
     asked = cast(Any, modes)
     return {f"{name}/{mode}": replace(config, attention=mode) for name, config in found.items() for mode in asked}
-
-
-def _densities(shares: list[float], configs: dict[str, TurboConfig]) -> list[float]:
-    """ValueError: a share out of range, or no preset that it is for."""
-    if not all(0 < share <= 1 for share in shares):
-        raise ValueError(f"--density must be above 0 and at most 1; got {min(shares):g} to {max(shares):g}.")
-    if shares and all(config.sparse_prompt is None for config in configs.values()):
-        raise ValueError("--density is for presets with sparse prompts: add --preset turbo4-long.")
-    return shares
 
 
 def _parse_batch(text: str) -> int | None:

@@ -17,7 +17,6 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 Modes = Annotated[list[str] | None, typer.Option("--mode", help=f"{', '.join(ATTENTION_MODES)}; may be repeated.")]
 Block = Annotated[int, typer.Option(help="Tokens in a block of keys and values: 32, 64 or 128.")]
 SmoothK = Annotated[bool, typer.Option("--smooth-k", help="Subtract the keys' channel means before rounding.")]
-Hadamard = Annotated[bool, typer.Option("--hadamard", help="Rotate queries and keys before rounding.")]
 Backend = Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")]
 Dtype = Annotated[str, typer.Option(help=f"Dtype of random inputs: {', '.join(DTYPES)}.")]
 Seed = Annotated[int, typer.Option(help="Random seed of the inputs.")]

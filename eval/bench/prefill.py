@@ -19,7 +19,6 @@ from turbo_hf.eval.bench.options import (
     Backend,
     Block,
     Folder,
-    Hadamard,
     Modes,
     Seed,
     SmoothK,
@@ -32,22 +31,10 @@ from turbo_hf.eval.bench.random_cache import draw
 from turbo_hf.eval.bench.rivals import BASELINES, Rival, rivals
 from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size, tokens_label
-from turbo_hf.eval.bench.tile_choice import random_tiles
 from turbo_hf.eval.bench.timing import Call, Ceilings, Conditions, Stopwatch, ceilings, side_by_side
-from turbo_hf.layout import (
-    MODES,
-    PROMPT_TILE,
-    QUANTIZED_MODES,
-    AttentionOutput,
-    Rounding,
-    Scoring,
-    TileRule,
-)
+from turbo_hf.layout import MODES, QUANTIZED_MODES, AttentionOutput, Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
 from turbo_hf.ops.prefill import operands
-from turbo_hf.ops.prefill.tiles import choose_tiles, dropped_mass
-from turbo_hf.ops.prefill.tiles import density as density_of
-from turbo_hf.sparse.prompts import AUDIT_ROWS
 
 HALVES = ("float16", "bfloat16")
 """What the other methods have kernels for."""
@@ -65,8 +52,6 @@ class PrefillRow(CheckedRow):
     tflops: 10^12 operations per second, counted as `PromptCase.flops`.
     floor_ms: from the ceilings.
     roofline: floor over time.
-    density: share of the causal key tiles that are read, of a sparse prompt; `tflops` and `floor_ms` are of those.
-    choose_ms: of choosing tiles and auditing 128 queries per head, which `ms` does not include.
     """
 
     causal: bool
@@ -75,11 +60,6 @@ class PrefillRow(CheckedRow):
     tflops: float | None = None
     floor_ms: float | None = None
     roofline: float | None = None
-    density: float | None = None
-    choose_ms: float | None = None
-
-
-CHOICE = "choice"
 
 
 def run_case(
@@ -90,14 +70,12 @@ def run_case(
     *,
     dtype: torch.dtype,
     limits: Ceilings,
-    densities: Sequence[float] = (),
 ) -> list[PrefillRow]:
     """Check, then time every mode and every rival on one case.
 
     Args:
-        modes: of `ops.prefill`. options: its block, v_scale, smooth_k and hadamard.
+        modes: of `ops.prefill`. options: its block, v_scale and smooth_k.
         how: its seed is that of the inputs, N(0, 1), and of the sample that is checked.
-        densities: of sparse prompts, each in every mode on causal cases; which earlier key tiles are read is random.
 
     Returns:
         The rivals' rows, then the modes'. A method that is wrong or cannot run has a note and no time.
@@ -124,33 +102,14 @@ def run_case(
             calls[mode] = call
             if mode != "fp16":
                 calls[_apart(mode)] = partial(operands.quantize_operands, k, v, rounding, backend=backend)
-        for share in densities if case.causal else ():
-            tiles = -(-case.tokens // PROMPT_TILE)
-            kept = random_tiles(q.new_empty(*q.shape[:2], tiles * (tiles - 1) // 2), share, seed)
-            name, read = f"{mode} {share:.0%}", density_of(kept, case.tokens).mean().item()
-            row, call = _checked(
-                replace(_row(case, name), ours=True, density=read), q, k, v, sample, {**given, "kept": kept}, backend
-            )
-            rows.append(row)
-            if call is not None:
-                calls[name] = call
-    if any(row.density is not None for row in rows):
-        calls[CHOICE] = partial(_choose, q, k, Scoring(scaling), backend)
     how.tell(f"{case}: timing")
     times = side_by_side(calls, how.stopwatch, how.seconds) if calls else {}
     return [_timed(row, case, times, limits, dtype.itemsize) for row in rows]
 
 
-def _choose(q: torch.Tensor, k: torch.Tensor, scoring: Scoring, backend: str) -> torch.Tensor:
-    """What a sparse prompt does before its attention."""
-    kept = choose_tiles(q, k, TileRule(), scoring, backend=backend)
-    places = torch.arange(AUDIT_ROWS, device=q.device) * (q.shape[2] // AUDIT_ROWS)
-    return dropped_mass(q, k, kept, places.clamp(max=q.shape[2] - 1), scoring, backend=backend)
-
-
 def options_of(mode: str, options: dict[str, Any]) -> dict[str, Any]:
     """Those of `options` that the mode has: "fp16" rounds nothing, so nothing is prepared for rounding."""
-    return {name: x for name, x in options.items() if mode != "fp16" or name not in ("smooth_k", "hadamard")}
+    return {name: x for name, x in options.items() if mode != "fp16" or name != "smooth_k"}
 
 
 def inputs(
@@ -212,18 +171,15 @@ def _timed(
     if row.method not in times:
         return row
     ms = statistics.median(times[row.method])
-    bits = BITS.get(row.method.split()[0]) or ((16, 16) if row.method in BASELINES else (8, 16))
-    flops = case.flops * (1.0 if row.density is None else row.density)
-    floor = limits.floor_ms(flops, bits, case.bytes_moved(itemsize))
+    bits = BITS.get(row.method) or ((16, 16) if row.method in BASELINES else (8, 16))
+    floor = limits.floor_ms(case.flops, bits, case.bytes_moved(itemsize))
     apart = times.get(_apart(row.method))
-    choice = times.get(CHOICE) if row.density is not None else None
     return timed(
         row,
         times,
         ms=ms,
         quantize_ms=None if apart is None else statistics.median(apart),
-        choose_ms=None if choice is None else statistics.median(choice),
-        tflops=flops / ms / 1e9,
+        tflops=case.flops / ms / 1e9,
         floor_ms=floor,
         roofline=floor / ms,
     )
@@ -237,10 +193,6 @@ def prefill_command(
     block: Block = 128,
     v_scale: Annotated[str, typer.Option(help=f"Scales of V: per {', '.join(V_SCALES)}.")] = "block",
     smooth_k: SmoothK = False,
-    hadamard: Hadamard = False,
-    density: Annotated[
-        list[float] | None, typer.Option(help="Sparse prompts that read this share of key tiles, too; may be repeated.")
-    ] = None,
     backend: Backend = "auto",
     dtype: Annotated[str, typer.Option(help=f"Dtype of the inputs: {', '.join(HALVES)}.")] = "float16",
     seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 3.0,
@@ -259,9 +211,6 @@ def prefill_command(
         one_of("dtype", dtype, HALVES)
         one_of("backend", backend, BACKENDS)
         one_of("v-scale", v_scale, V_SCALES)
-        wrong = [share for share in density or () if not 0 <= share <= 1]
-        if wrong:
-            raise ValueError(f"--density must be a share from 0 to 1; got {wrong[0]:g}.")
         heads = {name: find_shape(name) for name in shape or SHAPES}
         sizes = [parse_size(text) for text in size or SIZES]
         stopwatch = Stopwatch(find_device(device))
@@ -275,8 +224,8 @@ def prefill_command(
     shown = [f"{name} {'none' if rate is None else f'{rate:.4g}'}" for name, rate in rates.items()]
     products = f"products of {limits.size} cubed, {', '.join(shown)} TFLOP/s"
     out.print(f"Ceilings measured now: {products}; copy {limits.copy:.3g} TB/s.", highlight=False)
-    options = {"block": block, "v_scale": v_scale, "smooth_k": smooth_k, "hadamard": hadamard}
-    how, densities = Conditions(stopwatch, backend, seed, seconds), density or []
+    options = {"block": block, "v_scale": v_scale, "smooth_k": smooth_k}
+    how = Conditions(stopwatch, backend, seed, seconds)
 
     def show(case: PromptCase, rows: Sequence[PrefillRow]) -> None:
         _print_case(case, rows, stopwatch.device)
@@ -293,11 +242,9 @@ def prefill_command(
 
     bench.each(
         cases,
-        lambda case, tell: run_case(
-            case, modes, options, how._replace(tell=tell), dtype=DTYPES[dtype], limits=limits, densities=densities
-        ),
+        lambda case, tell: run_case(case, modes, options, how._replace(tell=tell), dtype=DTYPES[dtype], limits=limits),
         show,
-        options={**options, **how.given, "densities": densities, "dtype": dtype},
+        options={**options, **how.given, "dtype": dtype},
         ceilings=asdict(limits),
     )
     bench.finish(json_line, untimed(bench.rows))
@@ -309,8 +256,6 @@ def _print_case(case: PromptCase, rows: Sequence[PrefillRow], device: torch.devi
     columns = {
         "ms": ("ms", ".4g"),
         "quantize ms": ("quantize_ms", ".3g"),
-        "density": ("density", ".1%"),
-        "choose ms": ("choose_ms", ".3g"),
         "TFLOP/s": ("tflops", ".4g"),
         "roofline": ("roofline", ".0%"),
     }

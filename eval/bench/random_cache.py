@@ -64,7 +64,7 @@ def one_head(store: KVStore, row: int, head: int) -> KVStore:
     slots = [(pages, slot) for pages in store.paged for slot in range(pages.k.shape[1])]
     pages, slot = slots[int((store.order[row] == head).nonzero())]
     own, at, kv = store.table[row, : int(store.sealed[row])], slice(row, row + 1), slice(head, head + 1)
-    part = PagedHeads(pages.bits, *(x[own, slot : slot + 1] for x in (pages.k, pages.v, pages.meta, pages.scale)))
+    part = PagedHeads(pages.bits, *(x[own, slot : slot + 1] for x in (pages.k, pages.v, pages.meta, pages.size)))
     return store._replace(
         paged=(part,),
         order=torch.zeros_like(store.order[at, :1]),

@@ -24,9 +24,6 @@ from turbo_hf.sparse.bucket_index import SPARE
 SELECTORS = ("saap", "kmeans", "kmeans-rotated")
 """What chooses the buckets: the query classifier, or centroids, of keys before or after rotary embedding."""
 
-MEANS = "means"
-"""The selector that chooses whole blocks by their mean keys (`turbo_hf.eval.bench.sparse_means`)."""
-
 SPARSE_SIZES = ("1x32k", "1x131k", "1x524k")
 SHARES = (0.01, 0.02, 0.04, 0.08)
 
@@ -35,8 +32,8 @@ SHARES = (0.01, 0.02, 0.04, 0.08)
 class Choice:
     """What is visited.
 
-    selector: of SELECTORS, or MEANS.
-    shares: of the buckets, or of the blocks; a step for each.
+    selector: of SELECTORS.
+    shares: of the buckets; a step for each.
     buckets: of each KV head.
     hidden: units of the classifier.
     always: what is read whatever is chosen.

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from turbo_hf.ops.store.rotate import rotate_keys, unrotate_keys
-
 SCALE_BYTES = 4
 """A group's scale and zero point, 16 bit each."""
 
@@ -177,6 +175,17 @@ def _unevenness(x: torch.Tensor) -> torch.Tensor:
     return ratios[0] + ratios[1]
 
 
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """x [..., D] times Sylvester's matrix of norm 1, its own inverse, in runs of the largest power of two in D."""
+    dim = x.shape[-1]
+    size = dim & -dim
+    matrix = torch.ones(1, 1, device=x.device)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1))) / 2**0.5
+    turned: torch.Tensor = x.unflatten(-1, (-1, size)) @ matrix.to(x.dtype)
+    return turned.flatten(-2)
+
+
 @dataclass(frozen=True, slots=True)
 class KVarN(Scheme):
     """Rotated tiles of `block` tokens, scaled by token and channel; keys are rounded by channel, values by token.
@@ -199,10 +208,10 @@ class KVarN(Scheme):
         return self._balanced(x, self.value_bits, -1)
 
     def _balanced(self, x: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-        turned = rotate_keys(x.float(), "reference").unflatten(-2, (-1, self.block))
+        turned = hadamard(x.float()).unflatten(-2, (-1, self.block))
         tokens, channels = balance(turned)
         near = rounded(turned / tokens / channels, bits, dim) * tokens * channels
-        return unrotate_keys(near.flatten(-3, -2), "reference").to(x.dtype)
+        return hadamard(near.flatten(-3, -2)).to(x.dtype)
 
     def computed_bytes(self, tokens: int, first: int, heads: int, dim: int, itemsize: int) -> float:
         """As `Scheme.computed_bytes`: 16-bit scale, zero point and second scale of each channel and token."""

@@ -34,6 +34,10 @@ SOURCES = (
 """Files whose lines may break off."""
 
 
+LAYERS = ["linear_attention", "linear_attention", "full_attention"]
+"""Of a hybrid model whose passes have an end that a cache sees."""
+
+
 class Broken(BaseException):
     """As KeyboardInterrupt: no handler of errors catches it."""
 
@@ -171,12 +175,12 @@ def _selectors(layers: int) -> tuple[SparseConfig, dict[int, Centroids]]:
     return config, {n: Centroids(config, n, centroids, pre_rotary=False) for n in range(layers)}
 
 
-def hybrid_model() -> Any:
-    """Linear attention before and after full attention."""
+def hybrid_model(**options: Any) -> Any:
+    """Linear attention before and after full attention, unless options say otherwise."""
     from families_support import GENERIC_CASES, build  # noqa: PLC0415  it builds many configs
 
     case = next(case for case in GENERIC_CASES if case.model_type == "qwen3_next")
-    return build(case.model_type, **case.options)
+    return build(case.model_type, **{**case.options, **options})
 
 
 def routes() -> dict[str, Callable[[], Route]]:
@@ -224,6 +228,7 @@ def routes() -> dict[str, Callable[[], Route]]:
         "hybrid": lambda: patched("hybrid", small, hybrid_model()),
         "unpatched": lambda: unpatched("unpatched", small),
         "unpatched-dense": lambda: unpatched("unpatched-dense", small, dense=(1,)),
+        "unpatched-hybrid": lambda: unpatched("unpatched-hybrid", small, hybrid_model(layer_types=LAYERS)),
         "unpatched-window": lambda: unpatched("unpatched-window", small, tiny_mistral(40)),
     }
 

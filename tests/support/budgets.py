@@ -49,8 +49,10 @@ def check(name: str, got: Tensor, want: Tensor, budget: float | Tensor) -> None:
 def check_same(got: AttentionOutput, want: AttentionOutput, values: float) -> None:
     """Assert that two results are equal but for the order in which float32 sums are taken. values: the largest one."""
     eps = torch.finfo(torch.float32).eps
-    check("out", got.out, want.out.double().cpu(), SLACK * eps * values)
-    check("lse", got.lse, want.lse.double().cpu(), SLACK * eps * (1 + largest(want.lse)))
+    # scores are sums too, and move P by as much as they are off
+    scores = SLACK * eps * (1 + largest(want.lse))
+    check("out", got.out, want.out.double().cpu(), scores * values)
+    check("lse", got.lse, want.lse.double().cpu(), scores)
 
 
 def score_size(q: Tensor, rows: Sequence[KeyValue], scaling: float) -> float:
@@ -91,11 +93,13 @@ def check_exact(
     *,
     starts: Sequence[int] | None = None,
     units: float = 0.0,
+    unpacked: bool = False,
     **options: Any,
 ) -> None:
     """Assert that an op in mode "fp16" is attention of q over these keys and values, to eager's own precision.
 
     units: largest |log2| of a scale of the values, which an op may carry as its log2 in float32.
+    unpacked: some keys and values are numbers of pages, which are float32 for q of any dtype.
     """
     assert got.out.dtype == q.dtype
     assert got.lse.dtype == torch.float32
@@ -106,8 +110,9 @@ def check_exact(
         eager = oracle(q.flip(-1), [(k.flip(-1), v) for k, v in rows], starts=starts, **options)
     values = max((largest(v) for _, v in rows), default=0.0)
     scores = score_size(q, rows, options["scaling"]) + largest(want.lse)
-    noise = score_noise(want, rows, scores) if q.dtype == torch.float32 else torch.zeros(())
-    carried = SLACK * torch.finfo(torch.float32).eps * units * want.out.double().abs()
+    wide = q.dtype == torch.float32 or (q.dtype == torch.float64 and unpacked)
+    noise = score_noise(want, rows, scores) if wide else torch.zeros(())
+    carried = SLACK * torch.finfo(torch.float32).eps * (units * want.out.double().abs() + unpacked * values)
     check("out", got.out, want.out, float_budget(want.out, eager.out, values, q.dtype) + noise + carried)
     check_padding(got, want)
     # lse is float32 even where the rest is float64

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from turbo_hf.config.turbo_config import ATTENTION_MODES, PRESETS, WITHDRAWN
+from turbo_hf.config.turbo_config import ABLATIONS, ATTENTION_MODES, PRESETS
 
-EVERY_PRESET = PRESETS | {name: it.config for name, it in WITHDRAWN.items()}
+EVERY_PRESET = PRESETS | ABLATIONS
 """Those that can be named."""
 
 MODES = [pytest.param(mode, id=mode) for mode in ATTENTION_MODES]

@@ -19,11 +19,11 @@ from triton.runtime.jit import JITFunction
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import PRESETS, TurboConfig
-from turbo_hf.layout import AlwaysRead, ByMeans, HeadGroups, Rounding, Scoring, TileRule, Visits, empty_means
+from turbo_hf.layout import AlwaysRead, HeadGroups, Rounding, Scoring, Visits
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode import launch as launch_decode
 from turbo_hf.ops.latent.launch import launch_latent_decode
-from turbo_hf.ops.prefill import launch, launch_tiles
+from turbo_hf.ops.prefill import launch
 from turbo_hf.ops.sparse import launch as launch_sparse
 from turbo_hf.ops.store import launch as launch_store
 from turbo_hf.ops.store.launch_latent import launch_seal_latents
@@ -77,21 +77,7 @@ def prefill(mode: str, dim: int, dtype: torch.dtype, past: Any = None, **options
     starts, window, own = torch.zeros(2, dtype=torch.int64), options.pop("window", None), options.pop("own", True)
     scoring = taken(Scoring, {"scaling": 0.1} | options)
     rounding = taken(Rounding, {"mode": mode} | options)
-    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, True, window, None, own)
-
-
-def sparse_prompt(dim: int, dtype: torch.dtype) -> None:
-    """A prompt of two rows that reads some of its key tiles: their choice, the audit, and the general kernel; a chunk
-    over a past, too."""
-    q, k = (torch.zeros(2, 300, heads, dim, dtype=dtype).transpose(1, 2) for heads in (4, 2))
-    launch_tiles.launch_choose_tiles(q, k, TileRule(tail_tokens=0, heads=torch.ones(4, 2)), Scoring(0.1))
-    kept = launch_tiles.launch_choose_tiles(q, k, TileRule(tail_tokens=0), Scoring(0.1))
-    launch_tiles.launch_dropped_mass(q, k, kept, torch.arange(128), Scoring(0.1))
-    for mode in ("turbo", "fp16"):
-        launch.launch_prefill(q, k, k, Scoring(0.1), Rounding(mode), None, None, True, None, kept)
-    past = make_store(k[:, :, :80], k[:, :, :80], [80, 70])
-    launch.launch_prefill(q, k, k, Scoring(0.1), Rounding("fp16"), past, None, True, None, kept)
-    launch.dequantize_keys(past, 0, k[:, :, :64].contiguous())
+    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, True, window, own)
 
 
 def one_output(dim: int, heads: int) -> None:
@@ -128,20 +114,6 @@ def sparse(groups: HeadGroups, dim: int, dtype: torch.dtype, heads: int, **optio
     visits = Visits(index, launch_sparse.launch_visit(logits, 32), torch.zeros(2, 2, 2, 2, dtype=torch.int16))
     scoring = taken(Scoring, options := {"scaling": 0.1} | options)
     launch_sparse.launch_sparse_decode(q, store, scoring, visits, AlwaysRead(1, 2047), **options)
-
-
-def by_means(groups: HeadGroups, dim: int, blocks: int = 3, heads: int = 8) -> None:
-    """Sealing with means, in a step too where all is in 4 bit, and one sparse decode that chooses by them."""
-    k = torch.zeros(2, 2, 150, dim)
-    store = make_store(k, k, [150, 70], groups=groups)
-    store = store._replace(means=empty_means(4, 2, dim, k.device), table=torch.zeros(2, blocks, dtype=torch.int64))
-    launch_store.launch_seal_open(store, 1)
-    q, noted = torch.zeros(2, heads, 1, dim, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)
-    if groups == ((4, 2),):
-        k, flags = torch.zeros(2, 2, 1, dim, dtype=torch.bfloat16), [torch.zeros(n, dtype=torch.int32) for n in (1, 2)]
-        launch_store.launch_append_step(k, k, store, None, None, flags[0], flags[1], rotate=True, queries=q)
-    rule = ByMeans(0.05, noted[1:], torch.zeros(2, 2))
-    launch_sparse.launch_sparse_decode(q, store, Scoring(0.1), rule, AlwaysRead(1, 2047), read=noted[:1])
 
 
 def latents() -> list[Any]:
@@ -184,8 +156,6 @@ def nearest(capability: str) -> None:
         pasts[dim] = make_store(k, v, [80, 70], groups=groups)
     case[0] = "turbo, d = 128"
     prefill("turbo", 128, torch.bfloat16, pasts[128])
-    case[0] = "sparse prompt, d = 256"
-    sparse_prompt(256, torch.bfloat16)
     if capability == "12.0":
         # the rest takes as much shared memory as on 8.9
         return
@@ -222,9 +192,7 @@ def main(everything: bool) -> None:
         prefill(mode, dim, dtype, pasts[dim])
     options = {"window": 70, "softcap": 5.0, "sinks": torch.zeros(4), "sas_threshold": -6.0, "v_scale": "channel"}
     case[0] = "fp8 with every option"
-    prefill("fp8", 64, torch.bfloat16, pasts[64], smooth_k=True, hadamard=True, **options)
-    case[0] = "sparse prompt"
-    sparse_prompt(128, torch.bfloat16)
+    prefill("fp8", 64, torch.bfloat16, pasts[64], smooth_k=True, **options)
     # the past alone, of a rank of a context group that does not hold the open tokens
     prefill("turbo", 64, torch.bfloat16, pasts[64], own=False)
     case[0] = "a past that programs share"
@@ -234,30 +202,27 @@ def main(everything: bool) -> None:
     case[0] = "exchange open tokens"
     exchange()
     x = torch.zeros(2, 2, 64, 80, dtype=torch.int8)
-    for dim in (64, 80, 256):
-        case[0] = f"rotate, d = {dim}"
-        launch_store.launch_rotate(torch.zeros(2, 2, 40, dim, dtype=torch.bfloat16), 3, torch.float32)
     for width in (8, 4, 3, 2, (8, 3)):
         case[0] = f"seal, {width} bit"
         launch_store.launch_seal_blocks(x, torch.ones(2, 2, 64), x, torch.ones(2, 2, 64), width)
     for dim, store in stores.items():
         case[0] = f"append a step, d = {dim}"
         k = torch.zeros(2, 1, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
-        flags = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        flags, balance = (torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)), torch.ones(2, dim)
         launch_store.launch_append_step(k, k, store, None, None, *flags)
         if dim == 64 or everything:
             case[0] = f"append a step with buckets, d = {dim}"
             noted = torch.zeros(2, 2, 1, 192, dtype=torch.int16), torch.zeros(2, 2, 1, 1, dtype=torch.int16)
-            launch_store.launch_append_step(k, k, store, None, noted, *flags, rotate=True)
+            launch_store.launch_append_step(k, k, store, None, noted, *flags, balance=balance)
         if dim == 128 or everything:
-            case[0] = f"append a step and rotate queries, d = {dim}"
+            case[0] = f"append a step and balance queries, d = {dim}"
             q = torch.zeros(2, 8, 1, dim, dtype=torch.bfloat16)
-            launch_store.launch_append_step(k, k, store, None, None, *flags, rotate=True, queries=q)
-            launch_store.launch_append_tokens(k, k, store, None, None, None, *flags, rotate=True, queries=q)
+            launch_store.launch_append_step(k, k, store, None, None, *flags, balance=balance, queries=q)
+            launch_store.launch_append_tokens(k, k, store, None, None, None, *flags, balance=balance, queries=q)
         case[0] = f"append a prompt, d = {dim}"
         k = torch.zeros(2, 300, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
         starts, max_scale = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, 2)
-        launch_store.launch_append_tokens(k, k, store, starts, None, max_scale, *flags, rotate=True)
+        launch_store.launch_append_tokens(k, k, store, starts, None, max_scale, *flags, balance=balance)
         # a table that has grown, the flags of other layers, and a prompt of another length
         for width, at in ((7, 1), (16, 4), (33, 3)):
             grown = store._replace(table=torch.zeros(2, width, dtype=torch.int64))
@@ -266,9 +231,9 @@ def main(everything: bool) -> None:
             launch_store.launch_append_step(k[:, :, :1], k[:, :, :1], grown, None, None, *others)
             case[0] = f"append a prompt, d = {dim}"
             some = k[:, :, : 256 + at]
-            launch_store.launch_append_tokens(some, some, store, starts, None, max_scale, *others, rotate=True)
+            launch_store.launch_append_tokens(some, some, store, starts, None, max_scale, *others, balance=balance)
             case[0] = f"append a prompt without ranges, d = {dim}"
-            launch_store.launch_append_tokens(some, some, store, starts, None, None, *others, rotate=True)
+            launch_store.launch_append_tokens(some, some, store, starts, None, None, *others, balance=balance)
         case[0] = f"seal open blocks, d = {dim}"
         launch_store.launch_seal_open(store, 1)
     # those that come nearest to the limit of shared memory, and the one that has too much for them
@@ -290,9 +255,6 @@ def main(everything: bool) -> None:
     every = {"starts": torch.zeros(2, dtype=torch.int64), "softcap": 5.0, "sinks": torch.zeros(24), "read": read}
     case[0] = "sparse with every option"
     sparse(((4, 2),), 128, torch.float32, 24, **every)
-    case[0] = "sparse by means"
-    by_means(((4, 2),), 128)
-    by_means(((16, 1), (4, 1)), 80, 8192, 16)
     for store in kept:
         bits = store.paged[0].bits
         for heads in (16, 32) if everything else ({8: 16}.get(bits, 32),):

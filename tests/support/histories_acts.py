@@ -114,7 +114,7 @@ class Acts:
         route, given = "patched", None
         even = all(column is not None for row in new for column in row)
         inside = any(None in row[tokens_begin(row) :] for row in rows)
-        # a model with linear layers must be patched, and so must one that goes on after a pass that was refused
+        # a cache of linear layers stays with the patched model, and so does one whose last pass was refused
         family, begun = self.history.family, world.cache.mark.now is not None
         plain = not (begun or family in LINEAR_FAMILIES or (inside and family in WINDOWED))
         if plain and r.random() < 0.15:

@@ -142,8 +142,7 @@ class Player(Acts):
         tokens = tokens_of(world.rows[n])
         alone = self.made.new_cache()
         with torch.no_grad():
-            linear = self.history.family in LINEAR_FAMILIES
-            forward(self.made.patched if linear else self.made.plain, [list(tokens)], [[]], alone)
+            forward(self.made.plain, [list(tokens)], [[]], alone)
         other: Any = alone.layers[world.cache.layers.index(layer)]
         width = layer.get_mask_sizes(0)[0]
         valid = [at for at, column in enumerate(world.rows[n][-width:]) if column is not None]

@@ -5,15 +5,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from stores import page_codes
 from torch import Tensor
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, columns_of
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import KVStore, PagedHeads
-from turbo_hf.ops.store.quantize import head_scores, quantize_tokens, seal_blocks
-from turbo_hf.ops.store.rotate import rotate_keys, unrotate_keys
+from turbo_hf.ops.store.quantize import head_scores, quantize_tokens, seal_blocks, unpack_blocks
 
 CONFIGS = [
     pytest.param(TurboConfig(bits=8), id="8bit"),
@@ -32,7 +30,7 @@ HEADS = 3
 
 
 class Token(NamedTuple):
-    """One INT8 token. k, v: int8 [Hkv, D]; k_scale, v_scale: float32 [Hkv]."""
+    """One token. k, v: INT8 codes [Hkv, D], of sealed blocks numbers; k_scale, v_scale: float32 [Hkv]."""
 
     k: Tensor
     k_scale: Tensor
@@ -53,7 +51,6 @@ class NaiveRow:
 
     def append(self, k: Tensor, v: Tensor, valid: Iterable[bool]) -> None:
         """Columns k, v [Hkv, M, D], of which those under `valid` are tokens."""
-        k = rotate_keys(k[None])[0] if self.config.rotates else k
         for column, real in enumerate(valid):
             self.columns.append(real)
             if real:
@@ -69,7 +66,6 @@ class NaiveRow:
             groups = self.config.head_groups(k.shape[0])
             if self.order is None:
                 keys, values = ((x * scale[..., None])[None] for x, scale in ((k, k_scale), (v, v_scale)))
-                keys = unrotate_keys(keys) if self.config.rotates else keys
                 score = head_scores(keys, values, self.config.head_metric)
                 ranked = sorted(range(k.shape[0]), key=lambda head: -float(score[0, head]))
                 self.order = ranked if len(groups) > 1 else list(range(k.shape[0]))
@@ -101,21 +97,24 @@ class NaiveRow:
             if not self.columns.pop():
                 continue
             if not self.open:
-                self.open = self.tokens(self.pages.pop())
+                self.open = [
+                    token._replace(k=token.k.round().to(torch.int8), v=token.v.round().to(torch.int8))
+                    for token in self.tokens(self.pages.pop())
+                ]
                 if not self.pages and not self.dropped:
                     self.order = None if len(self.config.head_groups(HEADS)) > 1 else self.order
             self.open.pop()
 
     def tokens(self, page: list[PagedHeads]) -> list[Token]:
-        """The INT8 tokens that a sealed block stands for."""
+        """The tokens that a sealed block stands for, numbers in units of their sizes."""
         assert self.order is not None
         slots = [(pages, slot) for pages in page for slot in range(pages.k.shape[1])]
         by_head = sorted(zip(self.order, slots, strict=True), key=lambda pair: pair[0])
-        codes = [page_codes(pages, 0, slot) for _, (pages, slot) in by_head]
-        scales = [pages.scale[0, slot] for _, (pages, slot) in by_head]
-        k, v = (torch.stack(x).to(torch.int8) for x in zip(*codes, strict=True))
-        k_scale, v_scale = torch.stack(scales).unbind(-1)
-        return [Token(k[:, n], k_scale, v[:, n], v_scale) for n in range(k.shape[1])]
+        # in float32, as the layer has them; what they are is told by tests of pages
+        numbers = [[x[0, slot] for x in unpack_blocks(pages)] for _, (pages, slot) in by_head]
+        k, v = (torch.stack(x) for x in zip(*numbers, strict=True))
+        k_size, v_size = torch.stack([pages.size[0, slot].float() for _, (pages, slot) in by_head]).unbind(1)
+        return [Token(k[:, n], k_size[:, n], v[:, n], v_size[:, n]) for n in range(k.shape[1])]
 
     def values(self, columns: int, dim: int) -> tuple[Tensor, Tensor]:
         """Dequantised keys and values [Hkv, columns, D] of the newest columns, 0 at padding and what was dropped."""
@@ -129,7 +128,6 @@ class NaiveRow:
                 v[:, column] = token.v * token.v_scale[:, None]
             place += real
         first = len(self.columns) - columns
-        k = unrotate_keys(k[None])[0] if self.config.rotates else k
         return k[:, first:], v[:, first:]
 
 
@@ -141,7 +139,7 @@ def assert_row(store: KVStore, row: int, want: NaiveRow) -> None:
         at = store.table[row, n]
         for got, expected in zip(store.paged, page, strict=True):
             assert got.bits == expected.bits
-            for name in ("k", "v", "meta", "scale"):
+            for name in ("k", "v", "meta", "size"):
                 assert torch.equal(getattr(got, name)[at].cpu(), getattr(expected, name)[0].cpu()), (name, n)
     if want.pages:
         assert store.order[row].tolist() == want.order
@@ -183,7 +181,7 @@ def assert_same_rows(a: TurboLayer, row_a: int, b: TurboLayer, row_b: int) -> No
     if sealed:
         assert torch.equal(x.order[row_a], y.order[row_b])
     for one, other in zip(x.paged, y.paged, strict=True):
-        for name in ("k", "v", "meta", "scale"):
+        for name in ("k", "v", "meta", "size"):
             own = getattr(one, name)[x.table[row_a, :sealed]]
             assert torch.equal(own, getattr(other, name)[y.table[row_b, :sealed]]), name
     for name, end in (("k_open", 2), ("k_scale", 2), ("v_open", 3), ("v_scale", 2)):

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from turbo_hf.eval.bench.oracle import by_kv_head, weights
-from turbo_hf.layout import PROMPT_TILE
 
 KeyValue = tuple[Tensor, Tensor]
 """Keys and values of one row, [Hkv, T, D] each."""
@@ -84,29 +83,3 @@ class Codes(NamedTuple):
     def values(self) -> KeyValue:
         """What the codes stand for."""
         return self.k * self.k_scale[..., None], self.v * self.v_scale[..., None]
-
-
-def dropped_mass(
-    q: Tensor,
-    k: Tensor,
-    kept: Tensor,
-    places: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """float [Hq, R]: the exact share of the softmax of the rows at `places` (int64 [R]) that falls on unread tiles.
-
-    q, k, kept: as of `reference_choose_tiles`. An output differs from the dense one by at most twice
-    this share times max |v|.
-    """
-    parts = []
-    # 64 rows at a time bound the memory
-    for here in places.split(64):
-        found = weights(
-            q[:, here].double(), k.double(), here, scaling=scaling, causal=True, softcap=softcap, sinks=sinks
-        )
-        unread = ~kept[:, here // PROMPT_TILE].repeat_interleave(PROMPT_TILE, -1)[..., : k.shape[1]]
-        parts.append((found.p * unread).sum(-1) / found.total[..., 0])
-    return torch.cat(parts, -1)

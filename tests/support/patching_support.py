@@ -45,6 +45,25 @@ def tiny(model_type: str, **options: Any) -> PreTrainedModel:
     return model
 
 
+BIASED = {3: -600.0, 21: 800.0}
+"""Key biases that are far larger than what keys vary by, by channel: of both KV heads."""
+
+
+def biased(**options: Any) -> Any:
+    """A tiny Qwen2 as trained ones are: in layer 0 two channels have large key biases, which queries hardly meet."""
+    model: Any = tiny("qwen2", **options)
+    for layer in model.model.layers:
+        layer.input_layernorm.weight.data.uniform_(0.5, 2)
+    attention = model.model.layers[0].self_attn
+    # scores that noise does not drown
+    attention.q_proj.weight.data *= 0.2
+    heads = attention.q_proj.weight.data.unflatten(0, (-1, 2, 8))
+    for channel, size in BIASED.items():
+        attention.k_proj.bias.data[channel] = size
+        heads[:, :, channel % 8] *= 0.005
+    return model
+
+
 def snapshot(model: PreTrainedModel) -> dict[str, Any]:
     """Every object that Python holds of a model and its configs, by name."""
     held: dict[str, Any] = {}

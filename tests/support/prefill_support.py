@@ -10,7 +10,9 @@ from oracle import Codes, KeyValue
 from stores import no_past, random_store, store_codes, tokens
 from torch import Tensor
 
-from turbo_hf.layout import LEAST, VALUE_ORDER, AttentionOutput, KVStore, Operands, half_type
+from turbo_hf.layout import LEAST, MODES, VALUE_ORDER, AttentionOutput, KVStore, Operands, half_type, in_time_order
+from turbo_hf.ops.backend import uses_triton
+from turbo_hf.ops.prefill.reference import past_operands
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 DEPTH = 2.0**-16
@@ -70,6 +72,32 @@ def chunk_codes(parts: Operands, v: Tensor, row: int, count: int, block: int) ->
     return Codes(k, k_scale, values * parts.v_channel[row].double().cpu()[:, None], one, tile)
 
 
+def past_codes(past: KVStore, mode: str, dtype: torch.dtype, backend: str) -> list[Codes]:
+    """`store_codes` as products of `mode` take them: sealed blocks in codes with one scale each.
+
+    As the op unpacks them, which has a test of its own, for the reason that `check_prefill` gives."""
+    rows, block = store_codes(past), past.block
+    if mode == "fp16":
+        return rows
+    if uses_triton(backend, past.table.device, None):
+        from turbo_hf.ops.prefill.launch import unpack_past  # noqa: PLC0415 - needs Triton
+
+        keys, values, scale = unpack_past(past, values=torch.int8 if MODES[mode].v_type else half_type(dtype))
+        scales = scale.double().repeat_interleave(block, 2)
+        found = (keys, scales[..., 0], in_time_order(values).mT, scales[..., 1].exp2())
+    else:
+        found = past_operands(past, MODES[mode], dtype)
+    joined = []
+    for row, codes in enumerate(rows):
+        split = int(past.sealed[row]) * block
+        k, k_scale, v, v_scale = (
+            torch.cat((own[row, :, :split].double().cpu(), x[:, split:]), 1)
+            for own, x in zip(found, codes[:4], strict=True)
+        )
+        joined.append(Codes(k, k_scale, v, v_scale, codes.tile))
+    return joined
+
+
 def join(past: Codes, new: Codes) -> Codes:
     """A row's past followed by its chunk."""
     first = int(past.tile.max()) + 1 if past.tile.numel() else 0
@@ -95,7 +123,7 @@ def check_prefill(
         options["sinks"] = torch.randn(q.shape[1], device=q.device) * 3
     options.setdefault("scaling", q.shape[-1] ** -0.5)
     batch, kv_heads, _, dim = k.shape
-    held = [no_past(kv_heads, dim)] * batch if past is None else store_codes(past)
+    held = [no_past(kv_heads, dim)] * batch if past is None else past_codes(past, mode, q.dtype, backend)
     first = [0] * batch if starts is None else list(starts)
     given = None if starts is None else torch.tensor(first, device=q.device)
     choices: dict[str, Any] = {"mode": mode, "block": block, "v_scale": v_scale}
@@ -108,7 +136,7 @@ def check_prefill(
             rows.append((keys, values))
         scales = [x.v_scale[x.v_scale > 0].log2() for x in held]
         units = max((largest(x) for x in scales), default=0.0)
-        check_exact(got, q, rows, starts=first, units=units, **options)
+        check_exact(got, q, rows, starts=first, units=units, unpacked=past is not None, **options)
         return got
     if mode == "fp8":
         held = [x._replace(v=x.v.float().to(torch.float8_e4m3fn).double()) for x in held]

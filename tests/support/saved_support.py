@@ -42,8 +42,3 @@ def by_bucket() -> Made:
     """With buckets of keys."""
     model, config = tiny_llama(), sparse("kmeans-rotated", probes=2, window_tokens=8, dense_layers=())
     return made(model, config, calibration=an_index(model, 8))
-
-
-def by_means() -> Made:
-    """With means of pages."""
-    return made(tiny_llama(), sparse("means", mass=0.4, window_tokens=8, dense_layers=()))

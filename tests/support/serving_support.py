@@ -7,6 +7,7 @@ import pytest
 import torch
 from graphs_support import Again
 from models import VOCABULARY, prompts, tiny_llama, tiny_mistral
+from patching_support import biased
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import input_outputs
@@ -42,6 +43,7 @@ MODELS = {
     "llama": lambda: tiny_llama().double(),
     "sliding": lambda: tiny_mistral(WINDOW).double(),
     "latent": lambda: tiny_deepseek().double(),
+    "uneven": lambda: biased().double(),
 }
 ONE_WIDER = TurboConfig(bits=4, low_bits=2, low_heads=0.5, int8_layers=(1,))
 """Layers whose pages differ in size: of one all heads are in 8 bit."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
-from turbo_hf.config.turbo_config import CALIBRATED, SELECTORS, USED_BY
+from turbo_hf.config.turbo_config import CALIBRATED
 from turbo_hf.sparse.selectors import Centroids
 
 ANY: dict[str, Any] = {"probes": 3, "window_tokens": 20, "dense_layers": ()}
@@ -18,7 +18,7 @@ ANY: dict[str, Any] = {"probes": 3, "window_tokens": 20, "dense_layers": ()}
 
 def small(selector: str, **options: Any) -> dict[str, Any]:
     """`ANY`, but for what the selector does not look at."""
-    return {k: v for k, v in {**ANY, **options}.items() if selector in USED_BY.get(k, SELECTORS)}
+    return {k: v for k, v in {**ANY, **options}.items() if selector in CALIBRATED or k != "probes"}
 
 
 TRAINED: dict[str, Any] = {"probes": 4, "window_tokens": 31}

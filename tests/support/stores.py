@@ -10,7 +10,7 @@ from torch import Tensor
 from turbo_hf.layout import UNQUANTIZED, VALUE_ORDER, HeadGroups, KVStore, PagedHeads, empty_pages, type_16bit
 from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
 
-CODE_MAX = 119
+CODE_MAX = 127
 """Largest INT8 code (TurboAttention sec. 3), said again so that a change of it in the package shows."""
 
 
@@ -123,15 +123,16 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def page_codes(pages: PagedHeads, page: int, slot: int) -> tuple[Tensor, Tensor]:
-    """INT8 keys and values of one page and slot, [b, D] each, tokens in time order; at 16 bit what they hold."""
+    """Keys and values of one page and slot, float64 [b, D] each, in units of their token's size and in time order, as
+    float32 holds them; at 16 bit what they hold."""
     if pages.bits == UNQUANTIZED:
         return pages.k[page, slot].cpu(), pages.v[page, slot].cpu().T
     k, v = unpack(pages.k[page, slot], pages.bits), unpack(pages.v[page, slot], pages.value_bits).T
-    lines = list(pages.meta[page, slot].cpu().long())
+    k, v, lines = k.double(), v.double(), list(pages.meta[page, slot].cpu().long())
     if pages.bits != 8:
-        k = (k * lines.pop(0) + lines.pop(0)).clamp(-127, 127)
+        k = (lines.pop(0) + k * (lines.pop(0) % 256) / (2**pages.bits - 1)).float().double()
     if pages.value_bits != 8:
-        v = (v * lines.pop(0) + lines.pop(0)).clamp(-127, 127)
+        v = (lines.pop(0) + v * (lines.pop(0) % 256) / (2**pages.value_bits - 1)).float().double()
     tokens = torch.empty_like(v)
     for position in range(v.shape[0]):
         tokens[position // 16 * 16 + VALUE_ORDER[position % 16]] = v[position]
@@ -151,7 +152,8 @@ def store_codes(store: KVStore) -> list[Codes]:
                 at = slice(n * store.block, (n + 1) * store.block)
                 key, value = page_codes(pages, page, slot)
                 k[head, at], v[head, at] = key.double(), value.double()
-                k_scale[head, at], v_scale[head, at] = pages.scale[page, slot].double().cpu()
+                size = pages.size[page, slot].double().cpu()
+                k_scale[head, at], v_scale[head, at] = size if len(size) else (1.0, 1.0)
         k[:, split:], k_scale[:, split:] = store.k_open[row, :, :count].cpu(), store.k_scale[row, :, :count].cpu()
         v[:, split:], v_scale[:, split:] = store.v_open[row, :, :, :count].mT.cpu(), store.v_scale[row, :, :count].cpu()
         rows.append(Codes(k, k_scale, v, v_scale, torch.arange(split + count) // store.block))

@@ -112,7 +112,7 @@ class Rank:
             said = [str(x.message) for x in told if "turbo_hf" in x.filename or "two_ranks" in x.filename]
             found[name] = {
                 "tokens": tokens,
-                "layers": [at.storage for at in report.layers],
+                "layers": [at.storage + " balanced" * at.balanced for at in report.layers],
                 "notes": list(report.warnings),
                 "warned": said,
                 "bytes": memory.by_kind,

@@ -18,7 +18,6 @@ from turbo_hf.errors import Unsupported
 from turbo_hf.layout import KVStore, Scoring
 from turbo_hf.ops.latent.contract import latent_decode
 from turbo_hf.ops.store.quantize import dequantize
-from turbo_hf.ops.store.rotate_latents import rotate_latent_queries, unrotate_latents
 from turbo_hf.patches.latent import expanded, up_weight, why_not_absorbed
 
 
@@ -82,11 +81,7 @@ def absorbed_attention(
     """
     q_nope, q_rotary = q.split((up.keys.shape[1], store.v_open.shape[2]), -1)
     absorbed = _by_head(q_nope, up.keys)
-    if config.rotates:
-        absorbed = rotate_latent_queries(absorbed)
     out = latent_decode(absorbed, q_rotary, store, scoring.scaling, starts=starts, backend=config.backend).out
-    if config.rotates:
-        out = unrotate_latents(out)
     return _by_head(out, up.values.mT)
 
 
@@ -132,7 +127,7 @@ def expanded_attention(
             # padding sees itself rather than nothing
             mask = mask & ((column >= starts[:, None, None]) | (column == column[:, None]))[:, None]
     if past is not None:
-        earlier = expanded(module, *dequantize(past, q.dtype, config.rotates))
+        earlier = expanded(module, *dequantize(past, q.dtype))
         keys, values = (torch.cat(pair, 2) for pair in zip(earlier, (keys, values), strict=True))
         place = torch.arange(earlier[0].shape[2], device=q.device)
         held = place < (past.sealed * past.block + past.open_len)[:, None]

@@ -6,17 +6,16 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from turbo_hf.attention.sparse_step import Source, audit_by_means, new_buckets
+from turbo_hf.attention.sparse_step import Source, new_buckets
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import KVStore, Rounding, Scoring
+from turbo_hf.layout import KVStore, Rounding, Scoring, narrowed
+from turbo_hf.ops.maths import balanced_keys, balanced_queries
 from turbo_hf.ops.prefill.contract import prefill
-from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.tuning import in_tiles, prefill_mode
 from turbo_hf.parallel.context import WHOLE, ContextRanks
-from turbo_hf.sparse.prompts import PromptTally
 
 PLAN_PAYS = 1 << 27
 """Rows times tokens squared from which cuDNN should pay off although it makes a plan for each new shape.
@@ -36,15 +35,12 @@ def attend_prompt(
     past = layer.kv_store() if layer.seen else None
     given = (NewQKV(q, k, v), past, starts, layer.window, scoring)
     how: dict[str, Any] = {
-        "tally": layer.prompt_tally,
-        "begins": new.starts,
         "held": None if past is None else layer.lengths(),
-        "sorted_past": buckets is not None,
         "context": layer.state.context,
+        "balance": layer.balance,
     }
     out = prompt_attention(layer.config, *given, **how)
     cache.store_prompt(layer, k, v, new, buckets)
-    audit_by_means(layer, q, starts, scoring)
     return out
 
 
@@ -56,45 +52,28 @@ def prompt_attention(
     window: int | None,
     scoring: Scoring,
     *,
-    tally: PromptTally | None = None,
-    begins: Sequence[int] | None = None,
     held: Sequence[int] | None = None,
-    sorted_past: bool = False,
     context: ContextRanks = WHOLE,
+    balance: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention [B, Hq, M, D] of new tokens, aligned, over themselves and a past; nothing is stored.
 
-    tally: notes what sparse prompts read; None: every key is read. begins: `starts` as the host knows them. held:
-    tokens of each row that the past holds; sorted_past: not in the order of time. context: which blocks of
-    the past are in this process; without a past, each computes all.
+    held: tokens of each row that the past holds. context: which blocks of the past are in this process; without a past,
+    each computes all. balance: of the past's keys (`layout`).
     """
     q, k, v = qkv
     known = 0
-    plain = config.v_scale == "block" and not config.smooth_k and (config.rotates or not config.hadamard)
+    plain = config.v_scale == "block" and not config.smooth_k
     if past is not None and window is None and scoring.is_plain and not context and plain and in_tiles(past):
         known = past.table.shape[1] * past.block if held is None else max(held)
-    mode, rule, kept = prefill_mode(config.prompt_attention, q, known), config.sparse_prompt, None
-    # over a past, the chunk's own keys are rotated like the stored ones
-    turned = past is not None and config.rotates
-    if turned:
-        q, k = rotate_queries(q, config.backend), rotate_keys(k, config.backend, narrow=True)
-    if tally is not None and rule is not None:
-        where: dict[str, Any] = {"starts": begins, "held": held, "mode": mode, "backend": config.backend}
-        where["sorted_past"] = sorted_past
-        kept = tally.tiles_to_read(rule, q, k, past, window, scoring, **where)
-    if kept is not None:
-        # a window as long as the prompt
-        window = None
-    elif mode == "fp16" and config.backend == "auto" and past is None and _is_plain(q, starts, window, scoring):
+    mode = prefill_mode(config.prompt_attention, q, known)
+    if balance is not None and (past is not None or mode != "fp16"):
+        # like the stored ones, and as well rounded
+        q, k = balanced_queries(q, balance), narrowed(balanced_keys(k, balance), k.dtype)
+    if mode == "fp16" and config.backend == "auto" and past is None and _is_plain(q, starts, window, scoring):
         return _sdpa(q, k, v, scoring.scaling)
     # "fp16" rounds nothing, so nothing needs preparing
-    rounds = mode != "fp16"
-    rounding = Rounding(
-        mode,
-        v_scale=config.v_scale,
-        smooth_k=config.smooth_k and rounds,
-        hadamard=config.hadamard and rounds and not turned,
-    )
+    rounding = Rounding(mode, v_scale=config.v_scale, smooth_k=config.smooth_k and mode != "fp16")
     if past is None:
         context = WHOLE
     past, scoring = context.own_part(past, scoring)
@@ -107,7 +86,6 @@ def prompt_attention(
         past=past,
         starts=starts,
         window=window,
-        kept=kept,
         own=context.counts_open,
         backend=config.backend,
     )
@@ -129,7 +107,7 @@ def packed_attention(
     channels than keys (latent attention, expanded): the output then has as many.
     """
     mode = prefill_mode(config.prompt_attention, qkv.query[:, :, :longest])
-    plain = mode == "fp16" and config.backend == "auto" and config.sparse_prompt is None
+    plain = mode == "fp16" and config.backend == "auto"
     if not plain or not _is_plain(qkv.query[:, :, :longest], None, window, scoring):
         return None
     channels, missing = qkv.value.shape[3], qkv.key.shape[3] - qkv.value.shape[3]

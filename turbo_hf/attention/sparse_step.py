@@ -6,18 +6,11 @@ import torch
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
-from turbo_hf.layout import AlwaysRead, AttentionOutput, ByMeans, Rotary, Scoring, Visits
-from turbo_hf.ops.decode.contract import decode
+from turbo_hf.layout import AlwaysRead, AttentionOutput, Rotary, Scoring, Visits
+from turbo_hf.ops.maths import balanced_queries
 from turbo_hf.ops.sparse.decode import sparse_decode
-from turbo_hf.ops.store.rotate import rotate_queries
 from turbo_hf.sparse.selectors import Centroids
 from turbo_hf.sparse.undo_rotary import turns_by_halves, undo_rotary
-
-AUDITED = 32
-"""Newest queries of a prompt that are audited in layers that choose blocks by means."""
-
-AUDITED_AT_ONCE = 2048
-"""Lists of blocks, one per row, KV head and query, of one launch of the audit."""
 
 PART = 8192
 """Keys whose rotation is undone at a time: bounds the float32 temporaries of a long prompt."""
@@ -102,12 +95,8 @@ def attend_sparse(
         # `ReplayableSteps` counts replayed steps, since a replay runs no Python
         counts = [new.tokens - start for start in new.starts or [0] * layer.rows]
         selector.count(layer.lengths(), counts, layer.heads)
-    q = new.align(query)
-    q = rotate_queries(q, layer.config.backend) if layer.config.rotates else q
-    read, noted = selector.tally.counters(query.device)
-    visits: Visits | ByMeans | None = (
-        ByMeans(selector.config.left, noted, layer.left_by_head) if selector.by_means else None
-    )
+    q = balanced_queries(new.align(query), layer.balance)
+    visits = None
     if isinstance(selector, Centroids) and logits is not None:
         # nothing may come between it and attention: their launches overlap
         visits = Visits(index.buckets, selector.visited(logits), index.spans)
@@ -119,42 +108,6 @@ def attend_sparse(
         AlwaysRead(selector.config.sink_tokens, selector.window),
         starts=starts,
         mode=layer.config.decode_attention,
-        read=read,
+        read=selector.tally.counter(query.device),
         backend=layer.config.backend,
     )
-
-
-def audit_by_means(layer: TurboLayer, query: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring) -> None:
-    """Let the heads read everything in which the choice by means fails a prompt's newest queries. Nothing waits.
-
-    query: [B, Hq, M, D], aligned, of tokens that the layer holds already; starts: int64 [B], as of `decode`.
-
-    An audited query reads what a step would, and all keys: what it truly drops is 1 - exp(lse - lse of all). One key
-    among many moves their mean little, so that a head that looks for one key can lose its block whatever the share.
-    """
-    selector, config = layer.selector, layer.config
-    if selector is None or not selector.by_means or selector.config.bound >= 1:
-        return
-    assert layer.left_by_head is not None
-    always = AlwaysRead(selector.config.sink_tokens, selector.window)
-    if max(layer.lengths()) <= sum(always):
-        return
-    q = query[:, :, -AUDITED:]
-    q = rotate_queries(q, config.backend) if config.rotates else q
-    if starts is not None:
-        starts = (starts - (query.shape[2] - q.shape[2])).clamp(min=0)
-    rows = max(1, AUDITED_AT_ONCE // (layer.heads * q.shape[2]))
-    store, over = layer.kv_store(), []
-    how: dict[str, Any] = {"mode": config.decode_attention, "backend": config.backend}
-    for first in range(0, layer.rows, rows):
-        own = slice(first, first + rows)
-        part, how["starts"] = store.of_rows(own), None if starts is None else starts[own]
-        full = decode(q[own], part, scoring, **how).lse
-        rule = ByMeans(selector.config.left, None, layer.left_by_head[own])
-        dropped = 1 - torch.exp(sparse_decode(q[own], part, scoring, rule, always, **how).lse - full)
-        # what is not a number is over the bound, but where a row has no token
-        failed = ~(dropped <= selector.config.bound) & (full > -torch.inf)
-        over.append(failed.unflatten(1, (layer.heads, -1)).any(3).any(2))
-    dense = torch.cat(over)
-    layer.left_by_head.masked_fill_(dense, 0.0)
-    selector.tally.audited(dense)

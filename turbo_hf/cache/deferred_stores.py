@@ -70,9 +70,6 @@ class DeferredStores:
         """Whether these new tokens wait; else store them now. layers: how many store as many in this pass."""
         if not self.wanted or layer.is_initialized or k.shape != v.shape:
             return False
-        if layer.selector is not None and layer.selector.by_means:
-            # its audit reads what has been stored, by the prompt's newest queries
-            return False
         now = self._mark.now
         if now is None or now.depth is None:
             return False

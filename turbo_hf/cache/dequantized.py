@@ -108,7 +108,7 @@ class DequantizedLayer(LayerStorage, CacheLayerMixin):
         self.mark.require_unwritten()
         seen, valid = self.seen, self.valid
         first = seen - min(columns, seen)
-        k, v = dequantize(self.kv_store(), self.dtype, self.config.rotates)
+        k, v = dequantize(self.kv_store(), self.dtype, self.balance)
         token = torch.arange(first, seen, device=self.device).expand(self.rows, -1)
         if valid is None:
             valid = torch.ones_like(token, dtype=torch.bool)

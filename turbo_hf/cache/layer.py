@@ -26,6 +26,8 @@ class TurboLayer(DequantizedLayer):
         head_order: KV heads from the one that needs its bits most to the one that needs them least; None: each row's
             first block decides.
         selector: decode steps read the keys that it chooses; None: all keys.
+        balance: float32 [Hkv, D], what keys are divided by before they are rounded, and queries multiplied by; None: by
+            nothing. Not of latents.
         latent: of latent attention: `keys` are latents [B, 1, columns, rank], `values` the rotary parts.
     """
 
@@ -71,9 +73,10 @@ class TurboLayer(DequantizedLayer):
 
     def reset(self) -> None:
         """Drop every token and release the memory; the layer can then take another batch."""
-        empty = type(self)(self.config, self.window, self.index, self.head_order, self.selector, self.latent)
+        empty = type(self)(
+            self.config, self.window, self.index, self.head_order, self.selector, self.latent, self.balance
+        )
         empty.mark, empty.states = self.mark, self.states
-        empty.prompt_tally = self.prompt_tally
         empty.state = empty.state._replace(context=self.state.context)
         # in one assignment, so that an exception leaves nothing half reset
         self.__dict__ = vars(empty)
@@ -166,7 +169,6 @@ class TurboLayer(DequantizedLayer):
         self.ranked = [self.ranked[row] for row in rows]
         self.valid_prefix = None if self.valid_prefix is None else self.valid_prefix[index]
         self.universal = None if self.universal is None else self.universal[index]
-        self.left_by_head = None if self.left_by_head is None else self.left_by_head[index]
         self.given_mask = None if self.given_mask is None else self.given_mask[index.to(self.given_mask.device)]
         self.state = self.state.selected(rows)
 
@@ -181,16 +183,14 @@ class TurboLayer(DequantizedLayer):
         return self.heads * channels * self.dtype.itemsize * tokens
 
     def nbytes(self) -> dict[str, int]:
-        """Allocated bytes by kind: sealed codes, their metadata (scales, steps, table), open tokens, index."""
+        """Allocated bytes by kind: sealed codes, their metadata (sizes, zeros, spans, table), open tokens, index."""
         if not self.is_initialized:
             return {"codes": 0, "scales": 0, "open": 0}
         codes, scales = self.pool.nbytes()
-        explain = (self.order, self.valid_prefix, self.universal, self.left_by_head, self.nonfinite)
+        explain = (self.order, self.valid_prefix, self.universal, self.nonfinite)
         # and the open tokens of each row, int64
         scales += sum(x.nbytes for x in explain if x is not None) + 8 * self.rows
         index = {"index": self.bucket_index.nbytes()} if self.bucket_index.bucketed else {}
-        if self.pool.means is not None:
-            index = {"index": sum(x.nbytes for x in self.pool.means)}
         return {"codes": codes, "scales": scales, "open": self.buffer.nbytes(), **index}
 
     def offload(self) -> NoReturn:

@@ -10,7 +10,6 @@ import torch
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.store.quantize import head_scores, quantize_tokens
-from turbo_hf.ops.store.rotate import unrotate_keys
 
 
 class Tokens(NamedTuple):
@@ -30,12 +29,15 @@ def to_open(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, backend: str) 
     return Tokens(k, 1 + (k.float() * 0).sum(-1), v, 1 + (v.float() * 0).sum(-1))
 
 
-def ranked_heads(first: Tokens, config: TurboConfig) -> torch.Tensor:
-    """Heads ranked by the first block of each row, the one that needs its bits most first, int64 [rows, H]."""
+def ranked_heads(first: Tokens, config: TurboConfig, balance: torch.Tensor | None) -> torch.Tensor:
+    """Heads ranked by the first block of each row, the one that needs its bits most first, int64 [rows, H].
+
+    balance: what its keys have been divided by; None: by nothing.
+    """
     k, k_scale, v, v_scale = first
     keys = k * k_scale[..., None]
-    # the metrics are of single channels
-    keys = unrotate_keys(keys, config.backend) if config.rotates else keys
+    # the metrics compare channels
+    keys = keys if balance is None else keys * balance[:, None]
     score = head_scores(keys, v * v_scale[..., None], config.head_metric)
     return score.argsort(dim=-1, descending=True, stable=True)
 
@@ -106,9 +108,11 @@ class OpenBuffer:
         k, v = self.k[rows, :, :block], self.v[rows, :, :, :block].mT
         return Tokens(k, self.k_scale[rows, :, :block], v, self.v_scale[rows, :, :block])
 
-    def ranked_heads(self, rows: torch.Tensor | slice, config: TurboConfig) -> torch.Tensor:
+    def ranked_heads(
+        self, rows: torch.Tensor | slice, config: TurboConfig, balance: torch.Tensor | None
+    ) -> torch.Tensor:
         """Heads of `rows`, ranked by their first block, the one that needs its bits most first, int64 [rows, H]."""
-        return ranked_heads(self.first_block(rows, config.block_size), config)
+        return ranked_heads(self.first_block(rows, config.block_size), config, balance)
 
     def reorder(self, row: int, first: int, order: torch.Tensor) -> None:
         """Permute n tokens of a row: place `first + i` gets token `first + order[head, i]`; order: int64 [H, n]."""

@@ -1,11 +1,17 @@
 """Transformers' own layers in a TurboCache: marked updates, the end of their recording, what they can bring back."""
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.layer import TurboLayer
@@ -99,7 +105,7 @@ class MarkedUpdates(Cache):
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
-        """As in `Cache`; refused as `update` is, and outside of a patched model's pass."""
+        """As in `Cache`; refused as `update` is, and where nothing tells the end of the pass."""
         if conv_states.is_inference() and getattr(self.layers[layer_idx], "record_past", False):
             # while recording, the state is kept instead of copied: it must be an ordinary tensor of its own
             conv_states = ordinary(conv_states.clone)()
@@ -132,10 +138,10 @@ class MarkedUpdates(Cache):
         """`PassMark.turn` for a kind of state; "": keys and values.
 
         Raises:
-            Unsupported: no hook tells the end of the pass, which other states than keys and values do not tell either.
+            Unsupported: another kind outside of a patched model's pass, and nothing would tell that it has ended.
         """
-        now = self.mark.now
-        if kind and (now is None or now.depth is None):
+        now, cache = self.mark.now, cast(Any, self)
+        if kind and (now is None or now.depth is None) and (cache.model is not None or not self._ends_in_keys()):
             raise Unsupported(
                 f"layer {layer}: the states of a {type(self.layers[layer]).__name__} change in place, so that a "
                 "TurboCache must be told of the whole pass: patch the model, and call the model itself. To read them, "
@@ -143,24 +149,35 @@ class MarkedUpdates(Cache):
             )
         self.mark.turn((layer, kind) if kind else layer)
 
+    def _ends_in_keys(self) -> bool:
+        """Whether the last layer stores keys and values alone: a pass has ended when it has."""
+        # not the dummy layers, which transformers 5.17 does not have
+        kinds = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
+        last = next(layer for layer in reversed(self.layers) if isinstance(layer, kinds))
+        return type(last) in (TurboLayer, DynamicLayer, DynamicSlidingWindowLayer)
+
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """As in `Cache`: transformers 5.17 asks before it changes a state in place."""
         if layer_idx is not None:
-            self._read(layer_idx, f"states {state_idx}")
+            self._read(layer_idx, ("conv_states", "recurrent_states"), state_idx)
         return super().has_previous_state(layer_idx, state_idx)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """As in `Cache`, in a patched model's pass: the caller may change the returned state in place."""
-        self._read(layer_idx, f"conv_states {state_idx}, to be read")
+        """As in `Cache`; refused as `update_conv_state` is: the caller may change the returned state in place."""
+        self._read(layer_idx, ("conv_states",), state_idx)
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """As `get_conv_state`."""
-        self._read(layer_idx, f"recurrent_states {state_idx}, to be read")
+        self._read(layer_idx, ("recurrent_states",), state_idx)
         return super().get_recurrent_state(layer_idx, state_idx)
 
-    def _read(self, layer: int, kind: str) -> None:
-        """The states of a layer are taken, if it has any."""
+    def _read(self, layer: int, names: Sequence[str], number: int | None) -> None:
+        """A layer's states of these names are taken, if it has any: that of a number, or all."""
         linear: Any = self.layers[layer]
         if isinstance(linear, LinearAttentionCacheLayerMixin) and any(linear.has_previous_state.values()):
-            self._turn(layer, kind)
+            now, numbers = self.mark.now, linear.has_previous_state if number is None else (number,)
+            # a pass takes what the one before has left: this is a new one
+            if now is not None and any((layer, f"{name} {n}") in now.stored for name in names for n in numbers):
+                raise self.mark.refusal()
+            self._turn(layer, f"{' or '.join(names)} {number}, to be read")

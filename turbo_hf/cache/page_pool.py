@@ -9,9 +9,10 @@ import torch
 
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.open_buffer import Tokens
-from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, PageMeans, Width, empty_means, empty_pages
+from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, Width, empty_pages, narrowed
 from turbo_hf.ops.host_device import nothing, shared
 from turbo_hf.ops.store.quantize import unpack_blocks
+from turbo_hf.ops.store.reference_pages import token_sizes
 from turbo_hf.parallel.context import WHOLE, ContextRanks
 
 TABLE_GRAIN = 16
@@ -39,8 +40,7 @@ class PagePool:
     The table is on the host, where it is read and written without waiting for the device; `device_table` is its copy.
     `RowState` counts the sealed blocks: the argument `sealed` is its `pages` before the call.
 
-    rotary_dim: of a layer of latent attention, as in `layout.page_bytes`. means: whether the mean key of each page is
-    kept, as `KVStore.means`.
+    rotary_dim: of a layer of latent attention, as in `layout.page_bytes`.
     """
 
     def __init__(
@@ -52,14 +52,12 @@ class PagePool:
         device: torch.device,
         dtype_16bit: torch.dtype = torch.float16,
         rotary_dim: int | None = None,
-        means: bool = False,
     ):
         self.groups, self.dim, self.block, self.device = groups, dim, block, device
         self.dtype_16bit, self.rotary_dim = dtype_16bit, rotary_dim
         self.paged = tuple(
             _no_pages(width, slots, dim, block, device, dtype_16bit, rotary_dim) for width, slots in groups
         )
-        self.means = empty_means(0, sum(slots for _, slots in groups), dim, device) if means else None
         self.table = nothing((rows, 0), torch.int64, torch.device("cpu"))
         # pages of each row in the table: sealed ones, and those reserved for blocks to come
         self.reserved = [0] * rows
@@ -90,10 +88,10 @@ class PagePool:
         return shared(table, self.device).view(table.shape)
 
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of codes, and of their metadata: steps, zeros, scales, table."""
+        """Bytes of codes, and of their metadata: zeros, spans, sizes, table."""
         codes = sum(h.k.nbytes + h.v.nbytes for h in self.paged)
         places = 8 * len(self.reserved) * (1 + max(self.reserved, default=0))
-        return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.paged) + places
+        return codes, sum(h.meta.nbytes + h.size.nbytes for h in self.paged) + places
 
     def reserve(self, sealed: list[int], ahead: Sequence[int]) -> None:
         """Pages for the next `ahead[row]` blocks of each row, in the table before blocks are sealed to them."""
@@ -124,22 +122,17 @@ class PagePool:
         in_use = np.arange(table.shape[1]) < np.array(sealed)[:, None]
         return in_use, np.unique(table[in_use])
 
-    def kept(self, sealed: list[int]) -> tuple[list[list[torch.Tensor]], list[torch.Tensor], torch.Tensor]:
-        """What `hold` takes: k, v, meta and scale of the pages in use, for each width, their `PageMeans` ([]: not
-        kept), and the table [B, most blocks] of their numbers."""
+    def kept(self, sealed: list[int]) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
+        """What `hold` takes: k, v, meta and size of the pages in use, for each width, and the table [B, most blocks]
+        of their numbers."""
         in_use, used = self._in_use(sealed)
         pick = torch.from_numpy(used).to(self.device)
-        *pages, means = (
-            [x.index_select(0, pick) for x in held] for held in (*(heads[1:] for heads in self.paged), self.means or ())
-        )
+        pages = [[x.index_select(0, pick) for x in heads[1:]] for heads in self.paged]
         table = np.where(in_use, np.searchsorted(used, self.table.numpy()), 0)[:, : max(sealed)]
-        return pages, means, torch.from_numpy(table)
+        return pages, torch.from_numpy(table)
 
-    def hold(
-        self, paged: tuple[PagedHeads, ...], table: torch.Tensor, sealed: list[int], means: PageMeans | None = None
-    ) -> None:
+    def hold(self, paged: tuple[PagedHeads, ...], table: torch.Tensor, sealed: list[int]) -> None:
         """Take these pages, all in use, and this table of them, in place of those of a new pool."""
-        self.means = means
         self.paged, self.table, self.reserved, self._device_table = paged, table, list(sealed), None
 
     def trim(self, sealed: list[int], shrink: bool = True) -> None:
@@ -187,10 +180,6 @@ class PagePool:
             new = empty_pages(width, *shape, self.device, self.dtype_16bit, self.rotary_dim)
             self._keep(old[1:], new[1:], keep)
             grown.append(new)
-        if self.means is not None:
-            means = empty_means(len(keep) + extra, self.means.mean.shape[1], self.dim, self.device)
-            self._keep(self.means, means, keep)
-            self.means = means
         self.paged = tuple(grown)
 
     @staticmethod
@@ -233,8 +222,8 @@ class PagePool:
 
         context: which blocks are in this process; `sealed` and `counts` are of the blocks of all.
 
-        Returns what is left of the blocks that were cut, exact: tokens [B, Hkv, M, ...], row r's from column
-        `starts[r]` on; and `starts`.
+        Returns what is left of the blocks that were cut, as `block_tokens` has it: tokens [B, Hkv, M, ...], row r's
+        from column `starts[r]` on; and `starts`.
         """
         cut = [-(-count // self.block) for count in counts]
         left = [n * self.block - count for n, count in zip(cut, counts, strict=True)]
@@ -256,19 +245,24 @@ class PagePool:
         return Tokens(*map(context.summed, tokens)), [most - keep for keep in left]
 
     def block_tokens(self, row: int, block: int, order: torch.Tensor) -> Tokens:
-        """The tokens of one sealed block [Hkv, b, ...] as the open buffer holds them, heads in the model's order."""
-        at = int(self.table[row, block])
-        keys, values, scales = [], [], []
+        """The tokens of one sealed block [Hkv, b, ...] as the open buffer holds them, heads in the model's order.
+
+        Exact at 8 and at 16 bit. Below, the open buffer's INT8 codes are in units of the token's size, so that numbers
+        move by up to half of it.
+        """
+        at, wide = int(self.table[row, block]), UNQUANTIZED in dict(self.groups)
+        keys, values, sizes = [], [], []
         for pages in self.paged:
             page = PagedHeads(pages.bits, *(x[at : at + 1] for x in pages[1:]))
             k, v = unpack_blocks(page)
-            keys.append(k[0])
-            values.append(v[0])
-            scales.append(pages.scale[at])
+            keys.append(k[0].float())
+            values.append(v[0].float())
+            sizes.append(token_sizes(page)[0])
         slot = order[row].argsort()
-        k, v, scale = (torch.cat(parts)[slot] for parts in (keys, values, scales))
-        k_scale, v_scale = (s[:, None].expand(-1, self.block) for s in scale.unbind(-1))
-        if UNQUANTIZED in dict(self.groups):
-            k, v = ((x * s[..., None]).to(self.dtype_16bit) for x, s in ((k, k_scale), (v, v_scale)))
-            k_scale = v_scale = torch.ones_like(k_scale)
-        return Tokens(k, k_scale, v, v_scale)
+        k, v, size = (torch.cat(parts)[slot] for parts in (keys, values, sizes))
+        k_size, v_size = size.unbind(1)
+        if wide:
+            k, v = (narrowed(x * s[..., None], self.dtype_16bit) for x, s in ((k, k_size), (v, v_size)))
+            one = torch.ones_like(k_size)
+            return Tokens(k, one, v, one)
+        return Tokens(k.round().to(torch.int8), k_size, v.round().to(torch.int8), v_size)

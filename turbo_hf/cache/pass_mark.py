@@ -39,7 +39,7 @@ class Pass:
 class PassMark:
     """The mark of one cache, which all of its layers share. A copy of a broken cache is broken.
 
-    layers: how many layers store something. A pass without hooks ends when as many have stored.
+    layers: how many layers store keys and values. A pass without hooks ends when as many have stored them.
     """
 
     # what has begun; the attribute of the class: nothing
@@ -110,7 +110,7 @@ class PassMark:
             vars(self).pop("now", None)
 
     def turn(self, key: Hashable) -> Pass:
-        """A layer begins to store new tokens, or a kind of state: once in each pass. Returns the pass.
+        """A layer begins to store, once in each pass; returns the pass. key: its number, or also the kind of a state.
 
         Raises:
             ValueError: this is a new pass, and the last one has not ended; or another thread uses the cache.
@@ -126,7 +126,9 @@ class PassMark:
     def settle(self) -> None:
         """A layer has stored its tokens: with the last layer, a pass without hooks ends."""
         now = self.now
-        if now is not None and now.depth is None and now.what == PASS and len(now.stored) == self.layers:
+        if now is None or now.depth is not None or now.what != PASS:
+            return
+        if sum(isinstance(key, int) for key in now.stored) == self.layers:
             self.end()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import weakref
 from typing import Any, Protocol
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.known_tokens import KnowsTokens
@@ -36,9 +36,7 @@ class CachePasses(KnowsTokens, MarkedUpdates):
     def __init__(self, layers: list[Any], given_mask: torch.Tensor | None = None):
         self.all_layers: list[Any] = []
         super().__init__(layers=layers)
-        # not the dummy layers, which transformers 5.17 does not have
-        kinds = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
-        self.mark = PassMark(sum(isinstance(layer, kinds) for layer in layers))
+        self.mark = PassMark(sum(isinstance(layer, CacheLayerMixin) for layer in layers))
         self.deferred, states = DeferredStores(self.mark), SharedStates()
         for layer in self.turbo_layers():
             layer.mark, layer.states, layer.given_mask = self.mark, states, given_mask

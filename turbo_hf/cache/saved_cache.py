@@ -198,6 +198,7 @@ def _kind(layer: Any) -> dict[str, Any]:
         order, by = layer.head_order, layer.selector
         found |= {"config": _stored(layer.config), "window": layer.window, "latent": layer.latent}
         found["head_order"] = None if order is None else list(order)
+        found["balance"] = None if layer.balance is None else _digest({"": layer.balance})
         found["selector"] = None if by is None else f"{by}, {_digest(by.weights())}"
     return found
 

@@ -17,9 +17,7 @@ from turbo_hf.layout import (
     INT8_MAX,
     UNQUANTIZED,
     PagedHeads,
-    PageMeans,
     Width,
-    empty_means,
     empty_pages,
     type_16bit,
     widths_of,
@@ -44,7 +42,7 @@ def held_by(layer: Any) -> Any:
         return {name: x for name, x in vars(layer).items() if name != "device"}
     if not layer.is_initialized:
         raise Unsupported(f"layer {layer.index} holds no tokens, and others do: such a cache is not saved.")
-    state, (pages, means, table) = layer.state, layer.pool.kept(layer.state.sealed)
+    state, (pages, table) = layer.state, layer.pool.kept(layer.state.sealed)
     like = OpenBuffer(layer.rows, 1, 1, META, tokens=max(state.open))
     # without the room for tokens to come
     opened = [
@@ -59,9 +57,7 @@ def held_by(layer: Any) -> Any:
         "ranked": layer.ranked,
         "valid": layer.valid_prefix,
         "universal": layer.universal,
-        "left_by_head": layer.left_by_head,
         "pages": pages,
-        "means": means,
         "table": table,
         "open": opened,
         "index": index | {"buckets": _until(index["buckets"], layer.lengths(), 2, 0)},
@@ -101,7 +97,7 @@ def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
     state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, False, WHOLE, layer.config.recent_tokens)
     opened = OneOf((Stored(codes, torch.int8), Stored(codes, None)))
     return {
-        **dict.fromkeys(("order", "ranked", "valid", "universal", "left_by_head", "means"), object),
+        **dict.fromkeys(("order", "ranked", "valid", "universal"), object),
         "dtype": OneOf(FLOATS),
         "state": _counted(RowState(*state)),
         "pages": Each([torch.Tensor] * 4),
@@ -126,16 +122,13 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int, columns: int) 
         return Stored(tuple(x.shape), x.dtype, *(FINITE if x.is_floating_point() and ends == (None, None) else ends))
 
     def page(width: Width, slots: int) -> list[Stored]:
-        _, k, v, meta, scale = empty_pages(width, count, slots, dim, block, META, half, rotary)
+        _, k, v, meta, size = empty_pages(width, count, slots, dim, block, META, half, rotary)
         codes = [like(x, CODES) if x.dtype == torch.int8 else like(x) for x in (k, v)]
-        return [*codes, like(meta), like(scale, (1, 1) if width == UNQUANTIZED else (0, largest))]
+        return [*codes, like(meta), like(size, (0, largest))]
 
     buffer = OpenBuffer(rows, heads, dim, META, half if wide else torch.int8, max(state.open), rotary)
     in_open: list[Ends] = [(None, None) if wide else CODES] * 2 + [(1, 1) if wide else (0, largest)] * 2
-    means = None if layer.selector is None or not layer.selector.by_means else empty_means(count, heads, dim, META)
-    ranges: dict[str, Ends] = {"mean": CODES, "scale": (0, torch.finfo(torch.float16).max)}
     by_head, ranked = (rows, heads), len(groups) == 1 or layer.head_order is not None
-    left = None if layer.selector is None else layer.selector.left_by_head(rows, heads, META)
     return {
         "dtype": dtype,
         "state": held["state"],
@@ -144,9 +137,7 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int, columns: int) 
         "ranked": [ranked or sealed + gone > 0 for sealed, gone in zip(state.sealed, state.dropped, strict=True)],
         "valid": OneOf((None, Stored((rows, None), torch.bool))),
         "universal": Stored((*by_head, 2), torch.float32, 0, largest) if config.buffer_scale == "universal" else None,
-        "left_by_head": None if left is None else Stored(by_head, torch.float32, 0, 1),
         "pages": [page(*group) for group in groups],
-        "means": [] if means is None else [like(getattr(means, name), ends) for name, ends in ranges.items()],
         "table": Stored((rows, max(state.sealed)), torch.int64, 0, max(0, count - 1)),
         "open": [like(x, ends) for x, ends in zip(buffer.tensors(), in_open, strict=True)],
         "index": _of_index(layer.selector, held["index"], by_head, lengths, block),
@@ -186,12 +177,23 @@ def _require_numbers(layer: TurboLayer, held: dict[str, Any], columns: int) -> N
         (all(map(operator.ge, lengths, kept)), "it lacks tokens of its window"),
         (torch.equal(table[in_use].unique(), torch.arange(len(held["pages"][0][0]))), "its table leaves out pages"),
         (not table[~in_use].any(), "its table goes on past the end of a row"),
+        (
+            all(map(_spans_fit, (meta for _, _, meta, _ in held["pages"]))),
+            "zeros and spans of its pages end beyond 127",
+        ),
         (torch.equal(order.sort(1).values, torch.arange(heads).expand(rows, heads)), "its order names a head twice"),
         (ranks or torch.equal(order, given), "its order is not that of its options"),
         (all(row == sorted(row) for row in ends), "its sorted blocks overlap"),
     ):
         if not agrees:
             raise ValueError(words)
+
+
+def _spans_fit(meta: torch.Tensor) -> bool:
+    """Whether every zero and every zero + span of pages (`PagedHeads.meta`) lies between -127 and 127."""
+    zero, span = meta.unflatten(2, (-1, 2)).unbind(3)
+    top = zero.short() + span.contiguous().view(torch.uint8).short()
+    return not bool((zero < -INT8_MAX).any() | (top > INT8_MAX).any())
 
 
 def _of_other(layer: Any, held: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
@@ -255,7 +257,7 @@ def hold(layer: Any, held: dict[str, Any], device: torch.device) -> None:
         PagedHeads(widths_of(width)[0], *own) for (width, _), own in zip(layer.pool.groups, held["pages"], strict=True)
     )
     layer.state, layer.ranked, layer.valid_prefix = state, held["ranked"], held["valid"]
-    layer.order, layer.universal, layer.left_by_head = held["order"], held["universal"], held["left_by_head"]
+    layer.order, layer.universal = held["order"], held["universal"]
     layer.buffer.k, layer.buffer.v, layer.buffer.k_scale, layer.buffer.v_scale = opened
-    layer.pool.hold(pages, held["table"].cpu(), state.sealed, PageMeans(*held["means"]) if held["means"] else None)
+    layer.pool.hold(pages, held["table"].cpu(), state.sealed)
     layer.bucket_index.hold(held["index"])

@@ -19,9 +19,8 @@ from turbo_hf.ops.backend import uses_triton, why_no_kernel, why_no_latent_kerne
 from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.repeat import Repeat, repeat_key
 from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
-from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
+from turbo_hf.ops.store.quantize import check_float
 from turbo_hf.sparse.bucket_index import BucketIndex
-from turbo_hf.sparse.prompts import PromptTally
 from turbo_hf.sparse.selectors import Selector
 
 DECODE_TOKENS = 16
@@ -64,7 +63,7 @@ class _Repeats:
 
 
 def _surely_finite(*stored: torch.Tensor) -> bool:
-    """Whether sums of these numbers are finite: a rotation only adds and subtracts them."""
+    """Whether all these numbers are finite, and their sum."""
     wide = (torch.promote_types(x.dtype, torch.float32) for x in stored)
     return all(
         math.isfinite(torch.linalg.vector_norm(x, 1, dtype=dtype)) for x, dtype in zip(stored, wide, strict=True)
@@ -107,11 +106,12 @@ class LayerStorage:
         head_order: Sequence[int] | None = None,
         selector: Selector | None = None,
         latent: bool = False,
+        balance: torch.Tensor | None = None,
     ):
         super().__init__()
         self.selector, self.latent = selector, latent
-        # shared by all caches of a patch
-        self.prompt_tally = PromptTally()
+        # float32 [Hkv, D], what stored keys are divided by; 16-bit ones by nothing
+        self.balance = None if config.bits == UNQUANTIZED else balance
         self.config, self.window, self.index, self.head_order = config, window, index, head_order
         # shared by all layers of a cache
         self.mark, self.name = PassMark(1), f"layer {index}"
@@ -138,6 +138,7 @@ class LayerStorage:
                 "shape; only one head dim is compressed. Leave the layer to Transformers "
                 "(TurboCache(uncompressed_layers=...))."
             )
+        check_float("keys", key_states)
         rows, self.heads, _, self.dim = key_states.shape
         self.rotary_dim = value_states.shape[-1] if self.latent else None
         self.dtype, self.device, self.why_no_kernel = key_states.dtype, key_states.device, why_no_kernel(key_states)
@@ -153,10 +154,10 @@ class LayerStorage:
             raise ValueError(
                 f"layer {self.index}: head_order must name each of its {self.heads} KV heads once; got {order}."
             )
+        self.balance = None if self.balance is None else self.balance.to(self.device)
         groups = self.config.head_groups(self.heads)
         block, dtype_16bit = self.config.block_size, type_16bit(self.dtype)
-        means = self.selector is not None and self.selector.by_means
-        self.pool = PagePool(rows, groups, self.dim, block, self.device, dtype_16bit, self.rotary_dim, means)
+        self.pool = PagePool(rows, groups, self.dim, block, self.device, dtype_16bit, self.rotary_dim)
         self.bucket_index = BucketIndex(rows, self.heads, block, self.selector, self.device)
         opened = dtype_16bit if UNQUANTIZED in dict(groups) else torch.int8
         buffer = (opened, key_states.shape[2], self.rotary_dim)
@@ -168,8 +169,6 @@ class LayerStorage:
         self.ranked = [self.preranked] * rows
         ranged = self.config.buffer_scale == "universal"
         self.universal = torch.zeros(rows, self.heads, 2, dtype=torch.float32, device=self.device) if ranged else None
-        # float32 [B, Hkv], as of `ByMeans`: an audit sets those of heads that must read everything to 0
-        self.left_by_head = None if self.selector is None else self.selector.left_by_head(rows, self.heads, self.device)
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.state = self.state.with_rows(rows)
         self.is_initialized = True
@@ -216,7 +215,7 @@ class LayerStorage:
         places = (self.order, self.pool.device_table(), counts.sealed(state))
         opened = (*self.buffer.tensors(), counts.open(state))
         known, plans = (tuple(state.pages()), None) if replay is None else (replay.sealed, replay.plans)
-        return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans, self.pool.means)
+        return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans)
 
     def _held(self) -> tuple[Any, ...]:
         """What launches have the addresses of, and the lengths that they are planned for."""
@@ -266,11 +265,11 @@ class LayerStorage:
         mark, after = self.mark, self.states.stored(state, tokens, None, True)
         mark.turn(self.index)
         mark.writing = self.name
-        turned = repeat.append(k, v, q if self.config.rotates else None)
+        balanced = repeat.append(k, v, None if self.balance is None else q)
         self.device_counts.counted(state, after)
         self.state = kept.state = after
         mark.writing = None
-        out, _ = repeat.decode(q if turned is None else turned, scoring.sas_threshold)
+        out, _ = repeat.decode(q if balanced is None else balanced, scoring.sas_threshold)
         self.commit(check_later=True)
         return out
 
@@ -284,7 +283,7 @@ class LayerStorage:
         if not self.preranked:
             # else the same for all rows, and shared with other layers
             tensors.append(self.order)
-        return tensors + [x for x in (self.universal, self.left_by_head) if x is not None]
+        return tensors if self.universal is None else [*tensors, self.universal]
 
     def require_same_rows(self, k: torch.Tensor) -> None:
         """ValueError unless new keys [B, Hkv, M, D] have the rows, heads and channels that the cache holds."""
@@ -323,7 +322,7 @@ class LayerStorage:
 
         check_later: NaN and Inf that kernels have noted are read later (`unchecked`), for all layers at once.
         turn: whether this is the layer's turn in a pass; else it has had it, and what it left is stored now.
-        queries: of these tokens, to be rotated as the config says; returned so, in memory that the next step writes.
+        queries: of these tokens; returned as they meet the stored keys, perhaps in memory that the next step writes.
         key: of `to_repeat`.
 
         Raises:
@@ -334,18 +333,13 @@ class LayerStorage:
             # columns before the longest row's first token are padding in every row
             first = min(new.starts or [0])
             self.lazy_initialization(k[:, :, first:], v[:, :, first:])
-        rotates = self.config.rotates
-        to_rotate = queries if rotates else None
         if self.replay is None and not self.in_place:
             # refuse before anything is written
-            k, rotates = (rotate_keys(k, self.config.backend) if rotates else k), False
             self._require_finite(new.blank(k), new.blank(v))
         if turn:
             self.mark.turn(self.index)
-        turned = self._append(k, v, new, buckets, check_later, rotates, to_rotate if rotates else None, key)
-        if to_rotate is None:
-            return queries
-        return rotate_queries(to_rotate, self.config.backend) if turned is None else turned
+        balanced = self._append(k, v, new, buckets, check_later, None if self.balance is None else queries, key)
+        return queries if balanced is None else balanced
 
     @ordinary
     def _require_finite(self, *stored: torch.Tensor) -> None:
@@ -364,12 +358,12 @@ class LayerStorage:
         new: NewColumns,
         buckets: torch.Tensor | None,
         check_later: bool,
-        rotate: bool,
         queries: torch.Tensor | None = None,
         key: Any = None,
     ) -> torch.Tensor | None:
         backend = self.config.backend if self.in_place else "reference"
-        how: dict[str, Any] = {"nonfinite": self.nonfinite, "rotate": rotate, "queries": queries, "backend": backend}
+        how: dict[str, Any] = {"nonfinite": self.nonfinite, "backend": backend, "queries": queries}
+        how["balance"] = self.balance
         if self.replay is not None:
             how |= {"given_scale": self.universal, "arrived": self.replay.arrived}
             if self.replay.seals:
@@ -389,7 +383,7 @@ class LayerStorage:
         starts = new.starts_on(self.device)
         how |= {"starts": starts, "given_scale": given_scale, "max_scale": max_scale}
         store, repeat = self.to_repeat(key)
-        turned = append_tokens(k, v, store, repeat=repeat, **how)
+        balanced = append_tokens(k, v, store, repeat=repeat, **how)
         self.device_counts.counted(state, after)
         if new.valid is not None:
             valid = self.valid
@@ -400,7 +394,7 @@ class LayerStorage:
         self._repeats.state = after if key is not None and new.valid is None else None
         if self.in_place and not decoding:
             self._check_finite(check_later)
-        return turned
+        return balanced
 
     def _check_finite(self, check_later: bool) -> None:
         """ValueError if kernels have noted NaN or Inf; check_later: left to `TurboCache.require_finite`."""
@@ -491,9 +485,10 @@ class LayerStorage:
         if not rows:
             return
         if len(rows) == self.rows:
-            self.order = self.buffer.ranked_heads(slice(None), self.config)
+            self.order = self.buffer.ranked_heads(slice(None), self.config, self.balance)
         else:
             where = shared(rows, self.device)
-            self.order = self.order.index_copy(0, where, self.buffer.ranked_heads(where, self.config))
+            ranked = self.buffer.ranked_heads(where, self.config, self.balance)
+            self.order = self.order.index_copy(0, where, ranked)
         for row in rows:
             self.ranked[row] = True

@@ -59,8 +59,11 @@ class TurboCache(CachePasses):
             first block decides.
         selectors: for the layers named here, what chooses the keys that decode steps read; other layers read all keys.
             A config with `sparse` needs them: `Handle.new_cache` passes those of the patch.
+        balances: for the layers named here, float32 [Hkv, D], what their keys are divided by before they are rounded;
+            attention multiplies its queries by it.
 
-    `patch` checks the weights for layers that need 8 bit (`int8_layers="auto"`); a cache made here does not.
+    `patch` looks at the weights for layers that need a balance, or 8 bit (`int8_layers="auto"`); a cache made here does
+    not.
 
     Raises:
         ValueError: an unknown preset, a layer index that the model does not have, or a sparse config without selectors.
@@ -77,6 +80,7 @@ class TurboCache(CachePasses):
         uncompressed_layers: Iterable[int] = (),
         head_orders: Mapping[int, Sequence[int]] | None = None,
         selectors: Mapping[int, Selector] | None = None,
+        balances: Mapping[int, torch.Tensor] | None = None,
     ):
         if not isinstance(model_config, PreTrainedConfig):
             raise TypeError(f"model_config must be a model's config (model.config); got {type(model_config).__name__}.")
@@ -93,7 +97,7 @@ class TurboCache(CachePasses):
         types, latent = layer_types(text_config), text_config.model_type in LATENT_TYPES
         orders, chosen_by = dict(head_orders or {}), dict(selectors or {})
         named = {"int8_layers": int8, "dense_layers": dense, "uncompressed_layers": uncompressed}
-        named |= {"head_orders": set(orders), "selectors": set(chosen_by)}
+        named |= {"head_orders": set(orders), "selectors": set(chosen_by), "balances": set(balances or {})}
         for name, chosen in named.items():
             outside = sorted(i for i in chosen if not 0 <= i < len(types))
             if outside:
@@ -106,7 +110,10 @@ class TurboCache(CachePasses):
                 own = self.turbo_config
                 chosen_config = at_8_bit(own) if index in int8 - dense else of_layer(own, index, len(types))
                 window, own_order = kwargs.get("sliding_window"), orders.get(index)
-                layers.append(TurboLayer(chosen_config, window, index, own_order, chosen_by.get(index), latent))
+                own_balance = (balances or {}).get(index)
+                layers.append(
+                    TurboLayer(chosen_config, window, index, own_order, chosen_by.get(index), latent, own_balance)
+                )
             else:
                 self.others[index] = functools.partial(DYNAMIC_LAYER_TYPE_MAPPING[kind], **kwargs)
                 layers.append(self.others[index]())

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 import reprlib
 import time
@@ -43,7 +42,7 @@ READS = 10
 """Times a folder is read before its two files are said not to belong together: a writer may be between them."""
 NO_INDEX = "no index: "
 """Start of the note of a layer that has head priorities alone; the reason follows."""
-SINGLE = ("centroids", "rotated_centroids", "prompt", "left_by_head")
+SINGLE = ("centroids", "rotated_centroids")
 """Tensors of a layer; each may be missing."""
 SHAPE_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -60,8 +59,6 @@ class LayerCalibration:
     note: why parts of it are missing; "" if none are.
     quality: the figures of `quality.evaluate`, as JSON.
     rotated_centroids: like centroids, but of keys after rotary embedding, for comparison.
-    prompt: float32 [Hkv, G, 2], mass and peak of sparse prompts for each query head; None: not chosen.
-    left_by_head: float32 [Hkv], the share that steps by means may leave; 0: everything is read. None: not chosen.
     """
 
     index: int
@@ -71,8 +68,6 @@ class LayerCalibration:
     note: str = ""
     quality: Mapping[str, Any] = field(default_factory=dict)
     rotated_centroids: torch.Tensor | None = None
-    prompt: torch.Tensor | None = None
-    left_by_head: torch.Tensor | None = None
 
     def of_heads(self, heads: range) -> "LayerCalibration":
         """What it says of these KV heads alone, as for a layer that has no others."""
@@ -217,7 +212,7 @@ class Calibration:
             f"Made from {self.tokens:,} tokens. `turbo_hf.patch(model, ...)` finds these files beside the checkpoint.",
             "",
             f"- `{FACTS}`: fingerprint, settings, quality",
-            f"- `{TENSORS}`: head priorities, centroids, query classifiers, rules of sparse prompts and steps",
+            f"- `{TENSORS}`: head priorities, centroids, query classifiers",
             "",
             "| layer | priorities | centroids | note |",
             "|---|---|---|---|",
@@ -359,8 +354,8 @@ def _parts(
 
 def _parts_of_layer(own: Mapping[str, torch.Tensor], made_for: Mapping[str, Any], n: int) -> dict[str, Stored]:
     """What the tensors of one layer must be: those that are there, and those that belong to them."""
-    sizes = [made_for.get(name) for name in ("num_key_value_heads", "head_dim", "num_attention_heads")]
-    heads, dim, queries = ((size[n] if n < len(size) else None) if isinstance(size, list) else size for size in sizes)
+    sizes = [made_for.get(name) for name in ("num_key_value_heads", "head_dim")]
+    heads, dim = ((size[n] if n < len(size) else None) if isinstance(size, list) else size for size in sizes)
     shapes = {name: tuple(x.shape) for name, x in own.items()}
 
     def size(name: str, at: int) -> int | None:
@@ -370,7 +365,6 @@ def _parts_of_layer(own: Mapping[str, torch.Tensor], made_for: Mapping[str, Any]
     dim, clusters, hidden = dim or size("centroids", 2), size("centroids", 1), size("bias_1", 1)
     if clusters is not None and clusters > MOST_BUCKETS:
         raise ValueError(f"layer {n} has {clusters} centroids per head, and at most {MOST_BUCKETS} can be used")
-    group = queries // heads if queries and heads else None
     scores = {f"scores.{metric}": (heads,) for metric in HEAD_METRICS}
     index = {"centroids": (heads, clusters, dim), "rotated_centroids": (heads, clusters, dim)}
     index |= {"weight_1": (heads, dim, hidden), "weight_2": (heads, hidden, clusters)}
@@ -378,11 +372,7 @@ def _parts_of_layer(own: Mapping[str, torch.Tensor], made_for: Mapping[str, Any]
     for together in (scores, {**index, "bias_1": (heads, hidden), "bias_2": (heads, clusters)}):
         if together.keys() & own.keys():
             wanted |= {name: Stored(shape, None, *FINITE) for name, shape in together.items()}
-    shares = {
-        "prompt": Stored((heads, group, 2), None, math.nextafter(0, 1), 1),
-        "left_by_head": Stored((heads,), None, 0, math.nextafter(1, 0)),
-    }
-    return wanted | {name: part for name, part in shares.items() if name in own}
+    return wanted
 
 
 def find(checkpoint: Checkpoint) -> Calibration | None:

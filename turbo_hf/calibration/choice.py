@@ -5,15 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from transformers import PreTrainedModel
 
 from turbo_hf.calibration.artifacts import NO_INDEX, Calibration, find
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
-from turbo_hf.config.prompt_sparsity import PromptSparsity
-from turbo_hf.config.turbo_config import CALIBRATED, SparseConfig, TurboConfig
+from turbo_hf.config.turbo_config import CALIBRATED, TurboConfig
 from turbo_hf.errors import Notices
-from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Classifier, Means, Selector
+from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Classifier, Selector
 
 
 class HeadChoice(NamedTuple):
@@ -42,25 +40,7 @@ class HeadChoice(NamedTuple):
 def uses_calibration(config: TurboConfig) -> bool:
     """Whether a calibration decides anything under this config."""
     sparse = config.sparse
-    by_selector = sparse is not None and (sparse.selector in CALIBRATED or _takes_left_by_head(sparse))
-    return bool(config.low_heads) or by_selector or _takes_rules(config.sparse_prompt)
-
-
-def _takes_left_by_head(sparse: SparseConfig) -> bool:
-    """Whether steps take the shares that a calibration has chosen, if there is one."""
-    return sparse.selector == "means" and sparse.mass is None
-
-
-def _takes_rules(prompts: PromptSparsity | None) -> bool:
-    """Whether prompts take the mass and peak that a calibration has chosen, if there is one: none are given."""
-    return prompts is not None and (prompts.mass, prompts.peak) == (PromptSparsity().mass, PromptSparsity().peak)
-
-
-def prompt_rules(config: TurboConfig, found: Calibration | None) -> dict[int, torch.Tensor]:
-    """By layer, a calibration's mass and peak of sparse prompts for each query head, float32 [Hq, 2]."""
-    if found is None or not _takes_rules(config.sparse_prompt):
-        return {}
-    return {x.index: x.prompt.flatten(0, 1).float().contiguous() for x in found.layers if x.prompt is not None}
+    return bool(config.low_heads) or (sparse is not None and sparse.selector in CALIBRATED)
 
 
 def load_calibration(
@@ -187,8 +167,6 @@ def _selector(config: TurboConfig, index: int, found: Calibration | None) -> Sel
     sparse = config.sparse
     assert sparse is not None
     if sparse.selector in UNTRAINED:
-        if found is not None and _takes_left_by_head(sparse):
-            return Means(sparse, index, config.backend, found.layers[index].left_by_head)
         made: Selector = UNTRAINED[sparse.selector](sparse, index, config.backend)
         return made
     assert found is not None

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -22,7 +21,6 @@ from turbo_hf.calibration.quality import evaluate
 from turbo_hf.calibration.query_model import train
 from turbo_hf.calibration.samples import Samples
 from turbo_hf.calibration.settings import Settings, resolve_settings
-from turbo_hf.calibration.sparsity import HeadRules
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.config.whole_files import one_writer
 from turbo_hf.errors import warn
@@ -273,7 +271,6 @@ def _calibrate_group(
     settings = plan.settings
     priorities = {index: HeadPriorities() for index in group.layers}
     samples: dict[int, Samples] = {}
-    rules: dict[int, HeadRules] = {}
     current, left = 0, set(group.layers)
 
     def receive(seen: Seen) -> None:
@@ -285,8 +282,6 @@ def _calibrate_group(
             priorities[source.index].add(seen.key, seen.value)
         except ValueError as error:
             raise ValueError(f"layer {source.index}: {error}") from error
-        if settings.sparsity:
-            rules.setdefault(source.index, HeadRules()).add(seen, current, settings.seed)
         if group.indexed:
             held = samples.setdefault(source.index, Samples(seen.scaling, seen.softcap, seen.key.device))
             held.add(seen, settings, current)
@@ -303,9 +298,7 @@ def _calibrate_group(
     scores = {index: priorities[index].scores() for index in group.layers}
     made = (LayerCalibration(i, scores[i], note=plan.notes.get(i, "")) for i in group.layers)
     with ranks_of(model).together() if group.indexed else nullcontext():
-        found = _index(group, settings, samples, scores, len(windows), step) if group.indexed else made
-        heads = group.shape[0]
-        return tuple(replace(x, **rules[x.index].found(heads)) if x.index in rules else x for x in found)
+        return tuple(_index(group, settings, samples, scores, len(windows), step) if group.indexed else made)
 
 
 HARDLY_VARY = f"{NO_INDEX}its queries hardly vary around a large mean, and the query classifier does not fit float16"

@@ -22,8 +22,6 @@ class Settings:
         window: tokens per window of text, fed to the model in one pass; at least 64.
         windows: maximum number of windows; fewer if the texts are shorter, at least 2. One in five is held out.
         index: also make centroids and query classifiers; False: head priorities only, in a fraction of the time.
-        sparsity: also choose, for each head, the cheapest rule of sparse prompts and of steps by means that lets at
-            most one query in twenty drop more than a twentieth of its softmax, on 128 random queries of each window.
         clusters: centroids per KV head (C), at most 32,768; None: 1024, or fewer if there are under 32 keys for each.
         iterations: k-means iterations (SAAP appendix A: 10).
         queries: number of positions per window whose queries are kept.
@@ -43,7 +41,6 @@ class Settings:
     window: int = 8192
     windows: int = 48
     index: bool = True
-    sparsity: bool = False
     clusters: int | None = None
     iterations: int = 10
     queries: int = 1024
@@ -69,9 +66,8 @@ class Settings:
         for name, most in (("clusters", MOST_BUCKETS), ("seed", LARGEST_SEED)):
             if (getattr(self, name) or 0) > most:
                 raise ValueError(f"Settings.{name} must be at most {most}; got {getattr(self, name)}.")
-        for name in ("index", "sparsity"):
-            if type(getattr(self, name)) is not bool:
-                raise ValueError(f"Settings.{name} must be True or False; got {getattr(self, name)!r}.")
+        if type(self.index) is not bool:
+            raise ValueError(f"Settings.index must be True or False; got {self.index!r}.")
         if not isinstance(self.learning_rate, float) or not 0 < self.learning_rate < 1:
             raise ValueError(f"Settings.learning_rate must be a number between 0 and 1; got {self.learning_rate!r}.")
         if self.index and self.window < self.shortest_window:

@@ -44,9 +44,6 @@ def calibrate_command(
     heads_only: Annotated[
         bool, typer.Option("--heads-only", help="Head priorities alone, without an index: takes seconds.")
     ] = False,
-    sparsity: Annotated[
-        bool, typer.Option("--sparsity", help="Also rules for each head of sparse prompts and of steps by means.")
-    ] = False,
     window: Annotated[int | None, typer.Option(help="Tokens per window, instead of the preset's.")] = None,
     windows: Annotated[int | None, typer.Option(help="Maximum number of windows, instead of the preset's.")] = None,
     clusters: Annotated[
@@ -65,7 +62,7 @@ def calibrate_command(
     json_line: Json = False,
 ) -> None:
     """Learn from a model's own keys and queries which heads need their bits, and build an index for sparse decoding."""
-    own = {"window": window, "windows": windows, "seed": seed, "sparsity": sparsity}
+    own = {"window": window, "windows": windows, "seed": seed}
     of_index = {"clusters": clusters, "steps": steps, "local": local, "far": far}
     with mistakes_end_the_command():
         chosen = _settings(preset, own, of_index, heads_only)
@@ -142,14 +139,6 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
             "them: the selectors saap, kmeans and kmeans-rotated, and chance (random)."
         )
     for layer in found.layers:
-        if layer.prompt is not None:
-            rules = layer.prompt.flatten(0, 1).tolist()
-            dense = sum(mass == 1 for mass, _ in rules)
-            left = (
-                "-" if layer.left_by_head is None else " ".join(f"{share:g}" for share in layer.left_by_head.tolist())
-            )
-            words = f"Layer {layer.index}: {dense} of {len(rules)} query heads dense in prompts; steps may leave {left}"
-            out.print(words, highlight=False)
         if layer.note:
             out.print(f"Layer {layer.index}: {layer.note}", markup=False, highlight=False)
     out.print(f"Written to {folder}. turbo_hf.patch(model, ..., calibration={str(folder)!r}) uses it.", markup=False)

@@ -330,7 +330,6 @@ def _print_machine(found: "Machine") -> None:
         table.add_row(name, f"{value} (tested: {tested_range()})" if name == "transformers" else value)
     table.add_row("GPU", "\n".join(found.gpus) or "none")
     table.add_row("attention", found.backend)
-    table.add_row("sparse prompts", found.sparse_prompts)
     out.print(table)
     for problem in found.problems:
         out.print(f"problem: {problem}", style="bold red", markup=False)

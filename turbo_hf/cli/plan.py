@@ -81,7 +81,7 @@ def plan(
         presets = {
             name: each
             for name, each in PRESETS.items()
-            if each.sparse is None and each.sparse_prompt is None and (each.value_bits, each.layer_bits) == (None, None)
+            if each.sparse is None and (each.value_bits, each.layer_bits) == (None, None)
         }
     reports = {name: patch_report(model, replace(preset, sparse=None)) for name, preset in presets.items()}
     room = gpu_bytes * (1 - KEPT_FREE) - weights * share_of_weights(model, ranks)

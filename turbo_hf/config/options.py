@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+LEFT = "left the package: no real checkpoint gained (eval/results/sparse-log.md)"
+"""Said of options that an older config names."""
+
 
 def one_of(field: str, value: object, allowed: tuple[object, ...], owner: str) -> None:
     """ValueError unless the value is one of those allowed, and of the same type."""
@@ -47,17 +50,24 @@ class Options:
         return {name: _plain(value) for name, value in values.items()}
 
     @classmethod
-    def _known(cls, options: object, also: tuple[str, ...] = ()) -> dict[str, Any]:
-        """`options` as a dict. ValueError unless it is a mapping whose names are fields, or among `also`."""
+    def _known(cls, options: object, also: tuple[str, ...] = (), gone: tuple[str, ...] = ()) -> dict[str, Any]:
+        """`options` as a dict. ValueError unless it is a mapping whose names are fields, or among `also`.
+
+        gone: names of options that left the package, which an older `to_dict` wrote: None asked for nothing.
+        """
         if not isinstance(options, Mapping):
             raise ValueError(f"{cls.__name__} is made from a dict of its options; got {options!r}.")
         kind: Any = cls
+        left = next((name for name in gone if options.get(name) is not None), None)
+        if left is not None:
+            raise ValueError(f"{cls.__name__}.{left} {LEFT}. Leave it out.")
+        options = {name: value for name, value in options.items() if name not in gone}
         names = (*also, *(field.name for field in fields(kind)))
         unknown = [name for name in options if name not in names]
         if unknown:
             words = f"{cls.__name__} has no option {', '.join(map(str, unknown))}"
             raise ValueError(f"{words}; options are {', '.join(names)}.")
-        return dict(options)
+        return options
 
 
 def _plain(value: Any) -> Any:

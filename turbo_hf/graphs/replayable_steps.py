@@ -315,6 +315,7 @@ class ReplayableSteps:
         if self._depth == STEP:
             self.mark.begin(depth=STEP)
         self._stored = self.mark.turn(STEPS).stored
+        self.mark.writing = STEPS
 
     @contextmanager
     def running(self, tokens: int = 1) -> Iterator[None]:
@@ -329,9 +330,10 @@ class ReplayableSteps:
         try:
             # the layers store, perhaps once more after a capture that failed
             self._stored.clear()
+            self.mark.writing = None
             yield
         finally:
-            self._stored.add(STEPS)
+            self.mark.writing = STEPS
             self._no_step()
 
     def _no_step(self) -> None:
@@ -345,7 +347,6 @@ class ReplayableSteps:
         for layer in self.layers:
             pool, counts, state = layer.pool, layer.device_counts, layer.state
             tensors += (pool.paged, pool.device_table(), counts.sealed(state), layer.order, layer.universal)
-            tensors.append(layer.left_by_head)
             tensors += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
             tensors.append(layer.bucket_index.spans)
             tensors += [] if layer.selector is None else layer.selector.tensors()
@@ -375,12 +376,13 @@ class ReplayableSteps:
             for layer in group.layers:
                 if layer.selector is not None:
                     layer.selector.count(layer.lengths(), [1] * layer.rows, layer.heads)
-        if self._depth == STEP:
-            # else the model's own call is still to end
-            self.mark.end()
         # looked up here, where the device is busy with the step, and not before the next one, which it waits for
         rests = self._depth == STEP and not any(group.state.recording or group.seals() for group in self._groups)
         self._steady = (self.mark.begun, tokens) if rests and self.unmoved(tokens) else None
+        self.mark.writing = None
+        if self._depth == STEP:
+            # else the model's own call is still to end
+            self.mark.end()
 
     @storing
     def crop(self, columns: int) -> bool:
@@ -461,5 +463,6 @@ class ReplayableSteps:
         """After a capture that failed: nothing has been stored."""
         self._no_step()
         self._stored.clear()
+        self.mark.writing = None
         if self._depth == STEP:
             self.mark.end()

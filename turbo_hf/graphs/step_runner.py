@@ -142,12 +142,12 @@ class StepRunner:
         out = self._run(steps, self._device, capture, size, steady)
         if out is None:
             return self._pass(**kwargs)
-        steps.finish(size, size - tokens)
         # a new object: a caller may remove entries from the output, which the next one must have
         out = type(out)(**out)
         if size > 1:
             kept = min(kwargs.get("logits_to_keep") or tokens, tokens)
             out["logits"] = out["logits"][:, tokens - kept : tokens]
+        steps.finish(size, size - tokens)
         return out
 
     def _turn_off(self, reason: str) -> None:

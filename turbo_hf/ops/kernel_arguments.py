@@ -8,7 +8,7 @@ from turbo_hf.layout import KVStore
 class Cache(NamedTuple):
     """Keys and values of one layer, as in `KVStore`.
 
-    paged: (k, v, meta, scale) for each bit width, as in `PagedHeads`.
+    paged: (k, v, meta, size) for each bit width, as in `PagedHeads`.
     opened: (k, v, k_scale, v_scale) of the open tokens.
     cap: capacity of the open buffer in tokens.
     """

@@ -74,29 +74,29 @@ def lanes3(first, second, third, ASM: tl.constexpr):
 
 
 @triton.jit
-def digits(q, step, ASM: tl.constexpr):
-    """q * step as two INT8 digits, q * step = 256 * high + low; q and step int8 of one shape. Exact.
+def digits(q, span, ASM: tl.constexpr):
+    """q * span as two INT8 digits, q * span = 256 * high + low; q int8, span an unsigned byte, of one shape. Exact.
 
-    A channel's step is thus multiplied into the query instead of every key, and the product of codes stays in INT8.
+    A channel's span is thus multiplied into the query instead of every key, and the product of codes stays in INT8.
     """
     if ASM:
         return tl.inline_asm_elementwise(
             "{ .reg .b32 a, b, c, d;"
-            # one byte of q a register, so that each dot product is a single product with its step, plus 128
+            # one byte of q a register, so that each dot product is a single product with its span, plus 128
             "prmt.b32 a, $2, 0, 0x4440; prmt.b32 b, $2, 0, 0x4414;"
             "prmt.b32 c, $2, 0, 0x4244; prmt.b32 d, $2, 0, 0x3444;"
-            "dp4a.s32.s32 a, a, $3, 128; dp4a.s32.s32 b, b, $3, 128;"
-            "dp4a.s32.s32 c, c, $3, 128; dp4a.s32.s32 d, d, $3, 128;"
+            "dp4a.s32.u32 a, a, $3, 128; dp4a.s32.u32 b, b, $3, 128;"
+            "dp4a.s32.u32 c, c, $3, 128; dp4a.s32.u32 d, d, $3, 128;"
             "prmt.b32 a, a, b, 0x5140; prmt.b32 c, c, d, 0x5140;"
             "prmt.b32 $0, a, c, 0x7632; prmt.b32 $1, a, c, 0x5410; xor.b32 $1, $1, 0x80808080; }",
             "=&r,=&r,r,r",
-            [q, step],
+            [q, span],
             dtype=(tl.int8, tl.int8),
             is_pure=True,
             pack=4,
         )
     else:
-        x = q.to(tl.int32) * step.to(tl.int32) + 128
+        x = q.to(tl.int32) * (span.to(tl.int32) & 255) + 128
         return (x >> 8).to(tl.int8), ((x & 255) - 128).to(tl.int8)
 
 

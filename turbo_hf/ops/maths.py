@@ -55,14 +55,17 @@ def occupied(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
     return column < (count if starts is None else count - starts[:, None])
 
 
-def key_shift(dim: int) -> int:
-    """log2 of the divisor of the Hadamard matrix for keys of `dim` channels."""
-    return ((dim & -dim).bit_length() - 1) // 2
+def balanced_keys(k: torch.Tensor, balance: torch.Tensor | None) -> torch.Tensor:
+    """Keys [B, Hkv, M, D] as they are stored (`layout`), in float32 at least; without a balance k itself."""
+    return k if balance is None else k / balance[:, None]
 
 
-def query_shift(dim: int) -> int:
-    """The same for queries: the rest of the matrix's norm, so that rotated keys and queries give the same scores."""
-    return (dim & -dim).bit_length() - 1 - key_shift(dim)
+def balanced_queries(q: torch.Tensor, balance: torch.Tensor | None) -> torch.Tensor:
+    """Queries [B, Hq, M, D] that meet keys as `balanced_keys` leaves them, in q's dtype: scores are unchanged."""
+    if balance is None:
+        return q
+    grouped: torch.Tensor = q.unflatten(1, (len(balance), -1)) * balance[:, None, None]
+    return grouped.to(q.dtype).flatten(1, 2)
 
 
 def undo_rotary_halves(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:

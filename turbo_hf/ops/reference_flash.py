@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from turbo_hf.layout import E4M3_MAX, INT8_MAX, LEAST, PROMPT_TILE, AttentionOutput, Scoring
+from turbo_hf.layout import E4M3_MAX, INT8_MAX, LEAST, AttentionOutput, Scoring
 
 TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Scores held at a time: bounds the memory of the loop over query tiles. A GPU needs larger tiles to be busy."""
@@ -45,9 +45,8 @@ class Run(NamedTuple):
     bias: [B, Hq, M], added to the scores of a query, or None.
     own: whether the keys are the queries' own, in the same order.
     exact: whether P is not rounded here.
-    chosen: bool [B, Hkv or Hq, M, T], keys that each query may see, per KV head or per query head; None: all.
+    chosen: bool [B, Hkv, M, T], keys that each query may see; None: all.
     products: what computes q . k and P V; None: they are products with x of k and v.
-    kept: bool [B, Hq, T, tiles], those of `PROMPT_TILE` keys that each tile of as many queries reads; None: all.
     """
 
     q: Operand
@@ -59,7 +58,6 @@ class Run(NamedTuple):
     exact: bool = False
     chosen: torch.Tensor | None = None
     products: Products | None = None
-    kept: torch.Tensor | None = None
 
 
 class State(NamedTuple):
@@ -101,16 +99,11 @@ def _cut(run: Run, start: int, end: int, causal: bool) -> Run:
     q = Operand(run.q.x[:, :, start:end], run.q.scale[:, :, start:end], run.q.place[:, start:end])
     bias = None if run.bias is None else run.bias[:, :, start:end]
     chosen = None if run.chosen is None else run.chosen[:, :, start:end]
-    if run.kept is not None:
-        tile_of = [torch.arange(x.place.shape[1], device=x.place.device) // PROMPT_TILE for x in (run.q, run.k)]
-        # keys that pad the last tile have no place
-        of_query = run.kept[:, :, tile_of[0][start:end]]
-        chosen = of_query[..., tile_of[1].clamp(max=run.kept.shape[3] - 1)]
-    run = run._replace(q=q, bias=bias, chosen=chosen, kept=None)
+    run = run._replace(q=q, bias=bias, chosen=chosen)
     if run.own and causal:
         seen = -(-end // run.tile) * run.tile
         k, v = (Operand(x.x[:, :, :seen], x.scale[:, :, :seen], x.place[:, :seen]) for x in (run.k, run.v))
-        run = run._replace(k=k, v=v, chosen=None if chosen is None else chosen[..., :seen])
+        run = run._replace(k=k, v=v)
     return run
 
 

@@ -17,7 +17,7 @@ from turbo_hf.ops import gpu
 class Repeat:
     """What `append_tokens` and `decode` keep for the next step over the very same store. A copy of it is empty.
 
-    append: of new keys, values and queries to be rotated; returns the rotated ones, in memory that it writes again.
+    append: of new keys, values and queries to be balanced; returns the balanced ones, in memory that it writes again.
     decode: of queries and a SAS threshold; returns (out, lse), the second in memory that it writes again.
     """
 

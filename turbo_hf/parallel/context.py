@@ -355,7 +355,6 @@ def require_spreadable(model: Any, config: TurboConfig, context: ContextRanks) -
             model.device.type != context.device.type
         ),
         "sparse steps (TurboConfig.sparse)": config.sparse is not None,
-        "sparse prompts (TurboConfig.sparse_prompt)": config.sparse_prompt is not None,
         "TurboConfig.recent_tokens": config.recent_tokens > 0,
         "compile=True": config.compile,
     }

@@ -62,6 +62,7 @@ class Maker(Protocol):
     layers: int
     config: TurboConfig
     head_orders: Mapping[int, tuple[int, ...]]
+    balances: Mapping[int, torch.Tensor]
     active: bool
     groups: tuple[HeadGroups, ...]
     sizes: frozenset[HeadSizes]
@@ -167,7 +168,8 @@ def serving_of(maker: Maker, model: Any) -> Any:
         type_16bit(model.dtype) if wide else torch.int8,
         TOGETHER // max(1, sizes.expanded // CHANNELS),
     )
-    return Serving(shape, config, [maker.head_orders.get(n) for n in range(maker.layers)])
+    every = range(maker.layers)
+    return Serving(shape, config, [maker.head_orders.get(n) for n in every], [maker.balances.get(n) for n in every])
 
 
 def end(maker: Maker, model: Any) -> None:

@@ -9,16 +9,16 @@ import torch
 from transformers import PreTrainedConfig
 
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
-from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, WITHDRAWN
+from turbo_hf.config.turbo_config import ABLATIONS, DEFAULT_PRESET, PRESETS
 from turbo_hf.errors import Unsupported, warn
 from turbo_hf.models.versions import NEWEST, OLDEST, version_of, version_problem
-from turbo_hf.ops.gpu import hopper, why_no_kernels_on
+from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.patches.generic import is_latent
 from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.meta_model import key_bias_note, meta_model, patch_report
 from turbo_hf.patching.patch_model import patch
-from turbo_hf.patching.selfcheck import CheckText, SelfCheck, check_text
+from turbo_hf.patching.selfcheck import SelfCheck, check_text
 
 COMPILERS = ("clang", "gcc")
 """What Triton builds its launcher with, as it looks for them."""
@@ -34,14 +34,12 @@ class Machine:
         versions: by package; "not installed" without one.
         gpus: name, memory and compute capability of each.
         backend: what attention runs on.
-        sparse_prompts: what long prompts run on with `TurboConfig.sparse_prompt`.
         problems: what keeps turbo_hf from running as tested, one sentence each.
     """
 
     versions: dict[str, str]
     gpus: tuple[str, ...]
     backend: str
-    sparse_prompts: str
     problems: tuple[str, ...]
 
 
@@ -72,14 +70,7 @@ def machine() -> Machine:
     if count and not any(map(shutil.which, COMPILERS)):
         problems.append("neither gcc nor clang found: on a GPU Triton needs a C compiler (or CC) and Python's headers")
     backend = "Triton kernels on CUDA, plain torch elsewhere"
-    return Machine(versions, gpus, backend, _sparse_prompts(count), tuple(x for x in problems if x is not None))
-
-
-def _sparse_prompts(gpus: int) -> str:
-    found = [torch.device("cuda", i) for i in range(gpus)]
-    if not any(why_no_kernels_on(device) is None for device in found):
-        return "in plain torch, which saves no time"
-    return "the 8-bit kernel for Hopper, else the general one" if any(map(hopper, found)) else "the general kernel"
+    return Machine(versions, gpus, backend, tuple(x for x in problems if x is not None))
 
 
 def _gpu(index: int) -> str:
@@ -96,12 +87,16 @@ def diagnose(model: Any) -> Diagnosis:
     """Patch a loaded model with each preset, read a text through its cache and through the unpatched model's, and
     remove the patch."""
     checks: dict[str, SelfCheck] = {}
-    texts: dict[int, CheckText | None] = {}
-    unknown, refusal = [], None
+    unknown, refusal, text = [], None, None
     try:
         own = own_tokenizer(checkpoint_of(model), warn)
         try:
-            with patch(model, DEFAULT_PRESET, check=True, tokenizer=own) as handle:
+            # one text for all presets, which keep as many tokens open
+            text = check_text(model, PRESETS[DEFAULT_PRESET], own)
+        except Unsupported as error:
+            unknown.append(str(error))
+        try:
+            with patch(model, DEFAULT_PRESET, check=text is not None, tokenizer=own) as handle:
                 report = handle.report()
         except Unsupported as error:
             refusal = str(error)
@@ -109,20 +104,9 @@ def diagnose(model: Any) -> Diagnosis:
             with patch(model, DEFAULT_PRESET) as handle:
                 report = handle.report()
         latent = any(is_latent(at.module) for at in attention_layers(model) if at.module is not None)
-        every = PRESETS | {name: it.config for name, it in WITHDRAWN.items()}
-        for preset, config in every.items():
-            # a short text shows nothing of sparse presets, one of which needs a calibration; latents have no values
-            sparse = config.sparse is not None or config.sparse_prompt is not None
-            if sparse or (latent and (config.value_bits is not None or config.layer_bits is not None)):
-                continue
-            kept = config.recent_tokens + config.block_size
-            try:
-                # one text for all presets that keep as many tokens open
-                text = texts[kept] if kept in texts else texts.setdefault(kept, check_text(model, config, own))
-            except ValueError as error:
-                unknown.append(f"{preset}: {error}")
-                continue
-            if text is not None:
+        for preset, config in (PRESETS | ABLATIONS).items():
+            # a short text shows nothing of sparse presets, which need a calibration; latents have no values
+            if text is not None and config.sparse is None and not (latent and config.value_bits is not None):
                 with patch(model, config, strict="fallback") as handle:
                     checks[preset] = text.check(model, handle.new_cache())
     except ValueError as error:

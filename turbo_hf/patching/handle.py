@@ -25,7 +25,6 @@ from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.continuous_batching import HeadSizes
 from turbo_hf.patching.other_threads import alone
 from turbo_hf.ranks import ALONE, Ranks
-from turbo_hf.sparse.prompts import PromptShares, PromptTally
 from turbo_hf.sparse.selectors import Selectivity, Selector
 
 
@@ -42,6 +41,8 @@ class LayerReport:
         kept_int8: whether it is kept at 8 bit although the config may ask for less.
         bias_step: the INT8 step that its key bias forces, in standard deviations of a key channel, if that is why it is
             kept at 8 bit; else 0.
+        balanced: whether its keys are divided by a number per channel before they are rounded, and queries multiplied
+            by it, as a key bias makes channels uneven.
         latent: whether it keeps latents (MLA), which count as one head.
     """
 
@@ -52,6 +53,7 @@ class LayerReport:
     refused: bool = False
     kept_int8: bool = False
     bias_step: float = 0.0
+    balanced: bool = False
     latent: bool = False
 
     @property
@@ -82,7 +84,6 @@ class Report:
         sparse: for each layer, what chooses the keys that decode steps read, or why they read all of them; {} without
             `TurboConfig.sparse`.
         selectivity: for each sparse layer, what its steps have read since the patch was applied.
-        sparse_prompts: for each layer whose prompts may be sparse, what the long ones have read and dropped.
         serving: whether continuous batching can run, and the prompt tokens that stored prefixes have saved.
         ranks: of a tensor parallel model, how many share it and which heads each of them holds; how many share one
             context; "" for one process. Heads of `layers`, and `selectivity`, are those of this rank.
@@ -103,7 +104,6 @@ class Report:
     heads: str = ""
     sparse: Mapping[int, str] = field(default_factory=dict)
     selectivity: tuple[Selectivity, ...] = ()
-    sparse_prompts: tuple[PromptShares, ...] = ()
     serving: str = ""
     ranks: str = ""
     weights: str = ""
@@ -114,7 +114,7 @@ class Report:
         lines = [f"{self.model} ({self.family})", *([f"  {self.notes}"] if self.notes else [])]
         lines += [f"  {self.ranks}"] if self.ranks else []
         lines += [f"  {at}: {words}" for at, words in group_layers((at.index, self._of(at)) for at in self.layers)]
-        lines += self._read() + self._long_prompts()
+        lines += self._read()
         of_all = (self.weights, self.heads, self.prompts, self.steps, self.serving, self.generated, self.check)
         lines += [f"  {text}" for text in of_all if text]
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
@@ -132,27 +132,13 @@ class Report:
             f"  all {len(counted)} sparse layers: see `selectivity`",
         ]
 
-    def _long_prompts(self) -> list[str]:
-        """What the long prompts of each layer have read and dropped, in words; for many layers the two extremes."""
-        groups = group_layers((read.layer, str(read)) for read in self.sparse_prompts if str(read))
-        found = sorted((read for read in self.sparse_prompts if read.prompts), key=attrgetter("density"))
-        if len(groups) <= SHOWN or not found:
-            return [f"  {layers}: {words}" for layers, words in groups]
-        lines = [
-            f"  least read, layer {found[0].layer}: {found[0]}",
-            f"  most read, layer {found[-1].layer}: {found[-1]}",
-        ]
-        if found[0].dropped_max is not None:
-            worst = max(found, key=attrgetter("dropped_mean"))
-            lines.append(f"  most dropped, layer {worst.layer}: {worst}")
-        return [*lines, f"  all {len(found)} layers with sparse prompts: see `sparse_prompts`"]
-
     def _of(self, at: LayerReport) -> str:
         """What was done with one layer, in words."""
         window = f", window {at.window}" if at.window else ""
         reason = f"; {at.reason}" if at.reason else ""
         sparse = f"; {self.sparse[at.index]}" if at.index in self.sparse else ""
-        return f"{at.storage}{window}{reason}{sparse}"
+        balanced = ", keys balanced" if at.balanced else ""
+        return f"{at.storage}{balanced}{window}{reason}{sparse}"
 
 
 @dataclass(slots=True)
@@ -165,6 +151,7 @@ class CacheMaker:
         int8_layers, uncompressed_layers: layers kept at 8 bit, and in Transformers' own cache.
         head_orders: KV heads by their need of bits, for each layer that a calibration covers.
         selectors: the selectors of the sparse layers, by number.
+        balances: what keys are divided by, for each layer that is balanced.
         made: number of caches made so far.
         newest: the latest cache, as long as it exists.
         measured: bytes of the latest cache when it was released.
@@ -177,7 +164,6 @@ class CacheMaker:
         why_not_served: why continuous batching cannot run; None: it can.
         why_not_captured: why its steps cannot be CUDA graphs, as far as the patch knows; None: they can.
         serving: what its managers have in common; None before the first one.
-        prompt_tallies: by layer, what sparse prompts have read.
         generated: the cache of the last `generate`, or why it was not compressed; None before the first one.
         generated_at: `made` at that time.
     """
@@ -188,6 +174,7 @@ class CacheMaker:
     uncompressed_layers: tuple[int, ...]
     head_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     selectors: Mapping[int, Selector] = field(default_factory=dict)
+    balances: Mapping[int, torch.Tensor] = field(default_factory=dict)
     made: int = 0
     newest: "weakref.ref[TurboCache] | None" = None
     measured: Memory | None = None
@@ -200,7 +187,6 @@ class CacheMaker:
     why_not_served: str | None = None
     why_not_captured: str | None = None
     serving: Any = None
-    prompt_tallies: dict[int, PromptTally] = field(default_factory=dict)
     generated: "weakref.ref[TurboCache] | str | None" = None
     generated_at: int = 0
 
@@ -219,10 +205,9 @@ class CacheMaker:
             uncompressed_layers=[index for index in self.uncompressed_layers if index < count],
             head_orders={index: order for index, order in self.head_orders.items() if index < count},
             selectors={index: selector for index, selector in self.selectors.items() if index < count},
+            balances={index: balance for index, balance in self.balances.items() if index < count},
         )
         cache.mark.ranks = self.ranks
-        for layer in cache.turbo_layers():
-            layer.prompt_tally = self.prompt_tallies.setdefault(layer.index, layer.prompt_tally)
         spread(cache, self.ranks)
         # `memory()` leaves out drafts by the first layers alone
         if count == self.layers:
@@ -288,8 +273,7 @@ class CacheMaker:
 
     def __reduce__(self) -> Any:
         # a copied or pickled model makes its own caches, and needs the names in its config to be registered
-        rules = {index: tally.heads for index, tally in self.prompt_tallies.items()}
-        kept = (dict(self.head_orders), dict(self.selectors), self.ranks, rules)
+        kept = (dict(self.head_orders), dict(self.selectors), dict(self.balances), self.ranks)
         return _maker_of_a_copy, (self.layers, self.config, self.int8_layers, self.uncompressed_layers, *kept)
 
 
@@ -300,14 +284,13 @@ def _maker_of_a_copy(
     uncompressed_layers: tuple[int, ...],
     head_orders: dict[int, tuple[int, ...]],
     selectors: dict[int, Selector],
+    balances: dict[int, torch.Tensor],
     ranks: Ranks,
-    rules: dict[int, torch.Tensor | None],
 ) -> CacheMaker:
     register()
-    tallies = {index: PromptTally(heads) for index, heads in rules.items()}
     # a copy has no handle, so no message can name one
-    kept = (layers, config, int8_layers, uncompressed_layers, head_orders, selectors)
-    return CacheMaker(*kept, active=False, ranks=ranks, prompt_tallies=tallies)
+    kept = (layers, config, int8_layers, uncompressed_layers, head_orders, selectors, balances)
+    return CacheMaker(*kept, active=False, ranks=ranks)
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -372,10 +355,8 @@ class Handle:
         serving = self._report.serving
         if self._maker.serving is not None:
             serving = self._maker.serving.words() or serving
-        tallies = sorted(self._maker.prompt_tallies.items()) if self._maker.config.sparse_prompt is not None else ()
-        prompts = tuple(tally.shares(layer) for layer, tally in tallies)
         said = replace(self._report, steps=steps, serving=serving, generated=self._maker.last_generate())
-        return replace(said, selectivity=read, sparse_prompts=prompts)
+        return replace(said, selectivity=read)
 
     def memory(self) -> Memory:
         """Bytes by layer and kind of the newest cache made by `generate` or `new_cache`: as it is now, or as it was

@@ -27,6 +27,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, shortened
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import CACHE, NEWEST, OLDEST
+from turbo_hf.patches.balance import parents, rotary_shares
 from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.patch_model import patch
@@ -157,10 +158,12 @@ def patch_report(model: PreTrainedModel, config: str | TurboConfig) -> Report:
 
 
 def key_bias_note(model: PreTrainedModel, report: Report) -> str | None:
-    """A sentence if compressed layers have key biases, whose effect the config does not tell; None: they have none."""
-    compressed = {at.index for at in report.layers if at.groups}
-    projections = (getattr(at.module, "k_proj", None) for at in attention_layers(model) if at.index in compressed)
-    if all(getattr(projection, "bias", None) is None for projection in projections):
+    """A sentence if compressed layers have key biases that cannot be balanced, whose effect the config does not tell;
+    None: they have none."""
+    compressed, above = {at.index for at in report.layers if at.groups}, parents(model)
+    modules = [at.module for at in attention_layers(model) if at.index in compressed]
+    biased = [x for x in modules if getattr(getattr(x, "k_proj", None), "bias", None) is not None]
+    if all(rotary_shares(module, above) is not None for module in biased):
         return None
     return (
         "Keys have a bias, which only the weights tell: a layer whose INT8 range it fills is kept at 8 bit, and takes "

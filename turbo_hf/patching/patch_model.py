@@ -14,7 +14,7 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.saved_cache import MAKER, weights_digest
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
-from turbo_hf.calibration.choice import choose_selectors, load_calibration, prompt_rules
+from turbo_hf.calibration.choice import choose_selectors, load_calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, TurboConfig, resolve_config
 from turbo_hf.errors import Notices, Strict
 from turbo_hf.graphs.compiled_step import CompiledStep
@@ -24,6 +24,7 @@ from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_mode
 from turbo_hf.models.quantized_weights import describe_weights, why_not_captured
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.parallel.context import ContextRanks, context_ranks, require_spread_layers, require_spreadable
+from turbo_hf.patches.balance import KeyBias
 from turbo_hf.patches.families import Family, family_of
 from turbo_hf.patches.layers import AttentionLayer, attention_layers
 from turbo_hf.patching import continuous_batching
@@ -33,11 +34,11 @@ from turbo_hf.patching.handle import CacheMaker, Handle, Report
 from turbo_hf.patching.hooks import add_hooks
 from turbo_hf.patching.other_threads import alone
 from turbo_hf.patching.refusals import (
-    bias_steps,
     check_model,
     choose_layers,
     forecast,
     forecast_latent,
+    key_biases,
     refuse_latent_options,
     refuse_layers,
     require_layers,
@@ -45,7 +46,6 @@ from turbo_hf.patching.refusals import (
 )
 from turbo_hf.patching.selfcheck import check_text, judged, require_agreement, unpatched_logits
 from turbo_hf.ranks import Ranks, ranks_of, split_layers
-from turbo_hf.sparse.prompts import PromptTally, describe_sparse_prompts
 
 CONTEXT = "one context over several ranks"
 LATENT_PROMPTS = "prompts: expanded to keys and values, in the model's dtype, by torch's SDPA (latent attention)"
@@ -128,7 +128,7 @@ def patch(
     if context is not None:
         with ranks.together():
             context.require_same_parts(weights_digest(model))
-    biases = bias_steps(all_layers, chosen, ranks)
+    biases = key_biases(model, all_layers, chosen, ranks)
     with ranks.together():
         planned = _plan(model, chosen, calibration, revision, notices, all_layers, biases, ranks)
     ranks.require_same(planned.decisions())
@@ -184,7 +184,7 @@ def _plan(
     revision: str | None,
     notices: Notices,
     all_layers: list[AttentionLayer],
-    biases: Mapping[int, float],
+    biases: Mapping[int, KeyBias],
     ranks: Ranks,
 ) -> _Planned:
     """Decide what to do with each part of the model; nothing is changed yet. Errors as in `patch`."""
@@ -199,7 +199,7 @@ def _plan(
     family = family_of(text_type(model))
     require_layers(model, all_layers, layers, config, family)
     refuse_latent_options(layers, config, bool(sharing))
-    refuse_layers(layers, notices)
+    refuse_layers(layers, biases, notices)
     devices = {x.device for x in model.parameters()}
     forecast(config, devices, model.dtype, dims, notices)
     latents = [module for n, module in modules.items() if layers[n].groups and layers[n].latent]
@@ -228,7 +228,6 @@ def _plan(
     unread = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     unread |= {index: "by TurboConfig.dense_layers" for index in unread if index in config.dense_layers}
     selectors, sparse = choose_selectors(config, unread, loaded, len(layers), notices)
-    rules = prompt_rules(config, loaded.found)
     uncompressed = tuple(at.index for at in layers if not at.groups)
     steps, no_graphs = describe(
         config,
@@ -256,10 +255,7 @@ def _plan(
         notes=family.notes if family else "",
         config=config,
         layers=tuple(layers),
-        prompts=LATENT_PROMPTS
-        if latents
-        else describe_prefill(config.prompt_attention, model.device, dims)
-        + describe_sparse_prompts(config.sparse_prompt, len(rules)),
+        prompts=LATENT_PROMPTS if latents else describe_prefill(config.prompt_attention, model.device, dims),
         steps=steps,
         warnings=tuple(notices.messages),
         heads=words,
@@ -275,11 +271,11 @@ def _plan(
         uncompressed,
         loaded.orders,
         selectors,
+        {index: bias.balance for index, bias in biases.items() if bias.balance is not None},
         ranks=ranks,
         groups=tuple(at.groups for at in layers),
         sizes=frozenset(sizes),
         why_not_served=no_serving,
-        prompt_tallies={index: PromptTally(heads) for index, heads in rules.items()},
         why_not_captured=no_graphs or ("cuda_graphs=False" if config.cuda_graphs is False else None),
     )
     return _Planned(report, modules, family, maker, _hand_off(config, ranks) if graphs else None, digest)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from turbo_hf.attention.registration import text_key
 from turbo_hf.attention.turbo_attention import NAME
-from turbo_hf.config.turbo_config import TurboConfig, of_layer, withdrawn
+from turbo_hf.config.turbo_config import TurboConfig, not_recommended, of_layer
 from turbo_hf.errors import Notices, Unsupported
 from turbo_hf.layout import UNQUANTIZED, type_16bit
 from turbo_hf.models.model_layers import kv_heads, stray_window
@@ -19,8 +19,9 @@ from turbo_hf.models.versions import version_problem
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import why_no_kernel, why_no_latent_kernel
 from turbo_hf.ops.decode.contract import why_no_step_kernel
+from turbo_hf.patches.balance import UNEVEN, KeyBias, key_bias, parents
 from turbo_hf.patches.families import Family
-from turbo_hf.patches.generic import is_latent, lost_to_bias
+from turbo_hf.patches.generic import is_latent
 from turbo_hf.patches.latent import is_fp8, score_error
 from turbo_hf.patches.layers import AttentionLayer
 from turbo_hf.patches.misfits import misfit
@@ -29,9 +30,8 @@ from turbo_hf.patching.hooks import is_own
 from turbo_hf.ranks import Ranks
 
 BIAS_STEP = 0.35
-"""Key bias at which a layer is kept at 8 bit: its INT8 step in standard deviations of a typical channel. Layer 0 of
-Qwen2.5-Coder-0.5B has 0.40, and its 4-bit keys alone cost 0.08 nats; layers of 0.3 and less cost nothing (measured:
-`eval/results/fidelity-log.md`)."""
+"""Key bias at which a layer that cannot be balanced is kept at 8 bit: its INT8 step in standard deviations of a typical
+channel."""
 
 SCORE_ERROR = 0.2
 """`score_error` from which on a layer may be kept at 8 bit: `eval/results/README.md`."""
@@ -108,14 +108,21 @@ def text_type(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True).model_type)
 
 
-def bias_steps(layers: Iterable[AttentionLayer], config: TurboConfig, ranks: Ranks) -> dict[int, float]:
-    """`lost_to_bias` of each layer that it may keep at 8 bit, over the heads of all ranks."""
-    if config.int8_layers != "auto" or config.bits >= 8:
+def key_biases(
+    model: PreTrainedModel, layers: Iterable[AttentionLayer], config: TurboConfig, ranks: Ranks
+) -> dict[int, KeyBias]:
+    """`key_bias` of each layer that rounds keys with a bias; what is decided by it is decided over the heads of all
+    ranks: whether there is a balance, and `step`."""
+    if config.bits == UNQUANTIZED:
         return {}
-    guarded = [at for at in layers if not at.reason and at.index not in config.dense_layers]
-    steps = {at.index: lost_to_bias(at.module, config.rotates) for at in guarded}
-    own = torch.tensor([*steps.values()], dtype=torch.float64, device="cpu")
-    return dict(zip(steps, ranks.most(own).tolist(), strict=True))
+    above = parents(model)
+    rounded = [at for at in layers if not at.reason and at.index not in config.dense_layers]
+    each = {at.index: key_bias(at.module, above) for at in rounded}
+    found = {index: bias for index, bias in each.items() if bias is not None}
+    own = torch.tensor([[bias.uneven, bias.step] for bias in found.values()], dtype=torch.float64, device="cpu")
+    for (index, bias), (uneven, step) in zip(list(found.items()), ranks.most(own).tolist(), strict=True):
+        found[index] = bias._replace(balance=bias.balance if uneven >= UNEVEN else None, uneven=uneven, step=step)
+    return found
 
 
 def disturbed_layers(layers: Iterable[AttentionLayer], config: TurboConfig) -> set[int]:
@@ -131,13 +138,13 @@ def disturbed_layers(layers: Iterable[AttentionLayer], config: TurboConfig) -> s
 def choose_layers(
     layers: Iterable[AttentionLayer],
     config: TurboConfig,
-    biases: Mapping[int, float],
+    biases: Mapping[int, KeyBias],
     split: Container[int] = (),
     ranks: int = 1,
 ) -> list[LayerReport]:
     """What will be done with each layer.
 
-    biases: `bias_steps`. split: layers whose KV heads are split among so many ranks.
+    biases: `key_biases`. split: layers whose KV heads are split among so many ranks.
     """
     every = list(layers)
     disturbed = disturbed_layers(every, config)
@@ -145,7 +152,7 @@ def choose_layers(
         _choose(
             at,
             of_layer(config, at.index, len(every)),
-            biases.get(at.index, 0.0),
+            biases.get(at.index),
             ranks if at.index in split else 1,
             at.index in disturbed,
             at.index in config.dense_layers,
@@ -155,7 +162,7 @@ def choose_layers(
 
 
 def _choose(
-    at: AttentionLayer, config: TurboConfig, bias_step: float, ranks: int, disturbed: bool, dense: bool
+    at: AttentionLayer, config: TurboConfig, bias: KeyBias | None, ranks: int, disturbed: bool, dense: bool
 ) -> LayerReport:
     uncompressed = functools.partial(LayerReport, at.index, (), at.window)
     if at.reason:
@@ -165,16 +172,19 @@ def _choose(
         return uncompressed("latent attention with a sliding window is not known here", refused=True)
     # one latent for all heads
     heads = 1 if latent else kv_heads(at.module.config, at.index) // ranks
-    int8 = functools.partial(LayerReport, at.index, ((8, heads),), at.window, kept_int8=True, latent=latent)
+    balanced = bias is not None and bias.balance is not None
+    int8 = functools.partial(
+        LayerReport, at.index, ((8, heads),), at.window, kept_int8=True, balanced=balanced, latent=latent
+    )
     if dense:
         return LayerReport(at.index, config.head_groups(heads), at.window, "asked for by dense_layers", latent=latent)
     if config.int8_layers != "auto" and at.index in config.int8_layers:
         return int8("asked for by int8_layers")
-    if bias_step > BIAS_STEP:
-        return int8("key bias", bias_step=bias_step)
+    if bias is not None and bias.step > BIAS_STEP and config.int8_layers == "auto" and config.bits < 8:
+        return int8("key bias", bias_step=bias.step)
     if disturbed:
         return int8("its weights make large scores")
-    return LayerReport(at.index, config.head_groups(heads), at.window, "", latent=latent)
+    return LayerReport(at.index, config.head_groups(heads), at.window, "", balanced=balanced, latent=latent)
 
 
 def require_layers(
@@ -233,11 +243,9 @@ def refuse_latent_options(layers: list[LayerReport], config: TurboConfig, shared
         )
     wrong = {
         "sparse": config.sparse is not None,
-        "sparse_prompt": config.sparse_prompt is not None,
         "sas": config.sas,
         f"attention={config.attention!r}": config.attention not in ("auto", "fp16"),
         "smooth_k": config.smooth_k,
-        "hadamard": config.hadamard,
         "buffer_scale='universal'": config.buffer_scale != "token",
         "recent_tokens": config.recent_tokens > 0,
         "compile": config.compile,
@@ -250,13 +258,20 @@ def refuse_latent_options(layers: list[LayerReport], config: TurboConfig, shared
         )
 
 
-def refuse_layers(layers: list[LayerReport], notices: Notices) -> None:
+def refuse_layers(layers: list[LayerReport], biases: Mapping[int, KeyBias], notices: Notices) -> None:
     """Refuse layers that cannot be compressed, and note what the user should know about the others."""
     refused = tuple(at.index for at in layers if at.refused)
     if refused:
         notices.refuse(
             f"layers {', '.join(map(str, refused))} cannot be compressed: {layers[refused[0]].reason}.",
             'Pass strict="warn" to leave them in Transformers\' own cache.',
+        )
+    unknown = [index for index, bias in biases.items() if bias.unknown]
+    if unknown:
+        notices.note(
+            f"layers {', '.join(map(str, unknown))}: keys have a bias, and how large they are is not known, since "
+            f"{biases[unknown[0]].unknown}. They are rounded as they come, which may lose accuracy. Evaluate, or leave "
+            "them unrounded (TurboConfig.dense_layers)."
         )
     for at in layers:
         if at.bias_step:
@@ -279,9 +294,9 @@ def forecast(
     Raises:
         Unsupported: backend "triton", which plain torch may not replace.
     """
-    not_recommended = withdrawn(config)
-    if not_recommended is not None:
-        notices.note(not_recommended)
+    warning = not_recommended(config)
+    if warning is not None:
+        notices.note(warning)
     if config.dense_layers and type_16bit(dtype) != dtype:
         notices.note(f"dense_layers are kept in float16, which rounds the {str(dtype)[6:]} of this model to 11 bits.")
     if config.backend == "reference":

@@ -35,7 +35,7 @@ SLOT_SHARE = 16
 class Serving:
     """What the managers of one patch have in common.
 
-    shape, config, orders: as in `Storage`.
+    shape, config, orders, balances: as in `Storage`.
     managers: those that exist.
     made: how many were made.
     prompt_tokens: tokens of all prompts; hit_tokens: those of them that a stored prefix has saved.
@@ -46,6 +46,7 @@ class Serving:
     shape: Shape
     config: TurboConfig
     orders: list[tuple[int, ...] | None]
+    balances: list[torch.Tensor | None]
     managers: "WeakSet[Any]" = field(default_factory=WeakSet)
     made: int = 0
     prompt_tokens: int = 0
@@ -211,7 +212,7 @@ class _Planner(PagedAttentionMemoryHandler):
         super().__init__(**options)
         self.num_attention_masks = 0
         heads, dim = self.config.num_attention_heads, find_head_dim(self.config)
-        # queries, keys and values of a chunk in INT8 or rotated, beside what is charged anyway
+        # queries, keys and values of a chunk in INT8 or balanced, beside what is charged anyway
         self.kv_heads_at_peak = heads + 2 * shape.heads
         if shape.expanded:
             # `head_dim` is that of rotary parts: queries, keys and values as they are expanded, and put together
@@ -266,8 +267,7 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
             model_supports_logits_to_keep=model_supports_logits_to_keep,
         )
         self.max_batch_tokens, sectors = planner.infer_max_batch_tokens_and_num_sectors()
-        # an even number, so that the scales of each layer begin at a multiple of 16 bytes
-        self.num_sectors = max(1, sectors - sectors % 2)
+        self.num_sectors = max(1, sectors)
         total = self.num_sectors * self.bytes_per_sector
         self.cache_tensor = torch.zeros(total, dtype=torch.uint8, device=device)
         self.pool = CachePool(self.num_sectors, 1, num_reserved_sectors=0)
@@ -281,7 +281,9 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         # pages are read in place: what a batch reads has no limit
         self.read_cache_limit: int | None = 0
         self.max_tokens_read = self.num_sectors * shape.block
-        self.storage = Storage(shape, serving.config, self.cache_tensor, planner.slots, serving.orders)
+        self.storage = Storage(
+            shape, serving.config, self.cache_tensor, planner.slots, serving.orders, serving.balances
+        )
         self._coming: list[Row] = []
         self.now = Pass([], [])
         if self.cache_tensor.is_cuda:

@@ -33,6 +33,7 @@ class Storage:
 
     pool: uint8, the bytes of all blocks.
     slots: how many requests may have open tokens at once.
+    balances: for each layer, what stored keys are divided by, float32 [Hkv, D]; None: by nothing.
     orders: for each layer, KV heads by their need of bits, where a calibration decides; None: each request's first
         block does.
     """
@@ -44,10 +45,12 @@ class Storage:
         pool: torch.Tensor,
         slots: int,
         orders: list[tuple[int, ...] | None],
+        balances: list[torch.Tensor | None],
     ):
         self.shape, self.config, self.device = shape, config, pool.device
         self.blocks = pool.numel() // shape.block_bytes
         # of each layer
+        self.balances = [None if x is None else x.to(self.device) for x in balances]
         self.paged = _carve(pool, self.blocks, shape)
         layers, heads, dim, room = shape.layers, shape.heads, shape.dim, shape.room
         # of what is stored in the place of values
@@ -177,13 +180,13 @@ class Storage:
             None if latent else rows.sealed_host,
             rows.plans,
         )
-        turned = self._append(rows, layer, qkv, store, rows.starts, None if latent else qkv.query)
+        balanced = self._append(rows, layer, qkv, store, rows.starts, None if latent else qkv.query)
         if latent:
             up = up_projections(module, qkv.query.dtype)
             out = absorbed_attention(config, up, qkv.query, store, rows.starts, scoring)
         else:
             out = decode(
-                qkv.query if turned is None else turned,
+                qkv.query if balanced is None else balanced,
                 store,
                 scoring,
                 starts=rows.starts,
@@ -234,7 +237,8 @@ class Storage:
         starts = prompts.starts if prompts.padded else None
         if self.shape.rotary_dim is not None:
             return expanded_attention(self.config, module, qkv, past, starts, scoring)
-        return prompt_attention(self.config, qkv, past, starts, window, scoring)
+        balance = self.balances[module.layer_idx]
+        return prompt_attention(self.config, qkv, past, starts, window, scoring, balance=balance)
 
     def _store(self, blocks: Blocks, layer: int, qkv: NewQKV) -> None:
         """The new tokens of prompts: whole blocks are sealed, what is behind them goes to the slots."""
@@ -273,8 +277,8 @@ class Storage:
         starts: torch.Tensor | None,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Store the new tokens. queries: are returned rotated, if the config rotates."""
-        config = self.config
+        """Store the new tokens. queries: are returned balanced, if the layer has a balance."""
+        balance = self.balances[layer]
         return append_tokens(
             qkv.key,
             qkv.value,
@@ -282,9 +286,9 @@ class Storage:
             starts=starts,
             nonfinite=self.nonfinite[layer : layer + 1],
             arrived=rows.arrived,
-            rotate=config.rotates,
-            queries=queries if config.rotates else None,
-            backend=config.backend,
+            balance=balance,
+            queries=None if balance is None else queries,
+            backend=self.config.backend,
         )
 
     def _seal(self, store: KVStore, new: list[int], layer: int, first: torch.Tensor) -> None:
@@ -296,7 +300,7 @@ class Storage:
             at = shared(new, self.device)
             k, v = store.k_open[at, :, : self.shape.block], store.v_open[at, :, :, : self.shape.block].mT
             k_scale, v_scale = (x[at, :, : self.shape.block] for x in (store.k_scale, store.v_scale))
-            order = ranked_heads(Tokens(k, k_scale, v, v_scale), self.config)
+            order = ranked_heads(Tokens(k, k_scale, v, v_scale), self.config, self.balances[layer])
             self._order_of_block[layer].index_copy_(0, store.table[at, 0], order)
             store = store._replace(order=self._order(layer, first[:, None]))
         seal_open(store, 1, backend=self.config.backend)
@@ -322,8 +326,8 @@ def _carve(pool: torch.Tensor, blocks: int, shape: Shape) -> list[tuple[PagedHea
     like = [[empty_pages(width, blocks, slots, *rest) for width, slots in groups] for groups in shape.groups]
     carved: list[list[list[Any]]] = [[[pages.bits] for pages in layer] for layer in like]
     at = 0
-    # numbers of four bytes last, behind multiples of 16 bytes
-    for name in ("k", "v", "meta", "scale"):
+    # each is a multiple of 16 bytes, so that all begin at one
+    for name in ("k", "v", "meta", "size"):
         for layer, own in zip(like, carved, strict=True):
             for pages, parts in zip(layer, own, strict=True):
                 x = getattr(pages, name)

@@ -1,4 +1,4 @@
-"""Selectors: assign keys to buckets, and choose the buckets that a query visits, or blocks by their means."""
+"""Selectors: assign keys to buckets, and choose the buckets that a query visits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from turbo_hf.config.turbo_config import SparseConfig
-from turbo_hf.layout import NOTED_UNIT, Rotary
+from turbo_hf.layout import Rotary
 from turbo_hf.ops.sparse.select import assign, assign_and_score, visit
 
 
@@ -19,19 +19,12 @@ class Selectivity:
     there: keys that the cache held, which full attention would read.
     dense: those of them that are always read (the first and the newest ones).
     read: all keys that were read; a key that several query heads of a KV head read counts once.
-    left: of selector "means", the share of the softmax that fell on unread blocks, as estimated: the mean over query
-        heads and steps. None: not estimated.
-    heads, dense_heads: of selector "means", KV heads times rows that prompts have audited, and those that read every
-        key since, because a query would have lost more than `most_dropped`.
     """
 
     layer: int
     there: int
     dense: int
     read: int
-    left: float | None = None
-    heads: int = 0
-    dense_heads: int = 0
 
     @property
     def share(self) -> float:
@@ -46,9 +39,7 @@ class Selectivity:
     def __str__(self) -> str:
         if self.there == self.dense:
             return "every key read: all are always read"
-        left = "" if self.left is None else f"; {self.left:.2%} of the attention left out, by estimate"
-        dense = f"; {self.dense_heads} of {self.heads} audited heads dense" if self.heads else ""
-        return f"{self.share:.2%} of the keys read, {self.share_beyond:.2%} of those not always read{left}{dense}"
+        return f"{self.share:.2%} of the keys read, {self.share_beyond:.2%} of those not always read"
 
 
 @dataclass(slots=True)
@@ -57,29 +48,19 @@ class Tally:
 
     there: int = 0
     dense: int = 0
-    # int64 [5] of each device: keys read, what `ByMeans.noted` sums up, heads that were audited and became dense
+    # int64 [1] of each device: keys read
     counts: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def __reduce__(self) -> Any:
         # a cache that was unpickled belongs to no patch, so nothing is counted
         return Tally, ()
 
-    def counters(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [1] for `ops.sparse.decode.sparse_decode(read=...)`, and int64 [2] for `ByMeans.noted`."""
-        counts = self._on(device)
-        return counts[:1], counts[1:3]
-
-    def audited(self, dense: torch.Tensor) -> None:
-        """Note which heads an audit has found to need every key: bool [B, Hkv]."""
-        counts = self._on(dense.device)
-        counts[3] += dense.numel()
-        counts[4] += dense.sum()
-
-    def _on(self, device: torch.device) -> torch.Tensor:
+    def counter(self, device: torch.device) -> torch.Tensor:
+        """int64 [1] for `ops.sparse.decode.sparse_decode(read=...)`."""
         if device not in self.counts:
             # a cache may be used in inference mode first, and outside it later
             with torch.inference_mode(False):
-                self.counts[device] = torch.zeros(5, dtype=torch.int64, device=device)
+                self.counts[device] = torch.zeros(1, dtype=torch.int64, device=device)
         return self.counts[device]
 
     def add(self, lengths: list[int], tokens: list[int], heads: int, always: int) -> None:
@@ -91,20 +72,14 @@ class Tally:
 
     def selectivity(self, layer: int) -> Selectivity:
         """Read from the device."""
-        counts = [x.tolist() for x in self.counts.values()]
-        read, left, times, heads, dense = (sum(each[i] for each in counts) for i in range(5))
-        share = left / times / NOTED_UNIT if times else None
-        return Selectivity(layer, self.there, self.dense, read, share, heads, dense)
+        return Selectivity(layer, self.there, self.dense, sum(int(x) for x in self.counts.values()))
 
 
 class Selector:
     """The selector "window", and what all selectors share. One per layer, for every cache of a patched model.
 
     window: how many of the newest tokens are always read.
-    by_means: whether it chooses blocks by the mean keys of their pages, which the cache then keeps.
     """
-
-    by_means = False
 
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
         self.config, self.layer, self.backend = config, layer, backend
@@ -114,10 +89,6 @@ class Selector:
     def __deepcopy__(self, memo: Any) -> "Selector":
         # a copied cache belongs to the same patch
         return self
-
-    def left_by_head(self, rows: int, heads: int, device: torch.device) -> torch.Tensor | None:
-        """float32 [B, Hkv] for `ByMeans.left_by_head`, before an audit; None: it does not choose by means."""
-        return None
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         """What a calibration has trained of it."""
@@ -141,27 +112,6 @@ class Full(Selector):
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
         super().__init__(config, layer, backend)
         self.window = 1 << 30
-
-
-class Means(Selector):
-    """Reads the blocks that hold the mass of the attention, as estimated by the mean key of each ("means")."""
-
-    by_means = True
-
-    def __init__(self, config: SparseConfig, layer: int, backend: str = "auto", calibrated: torch.Tensor | None = None):
-        super().__init__(config, layer, backend)
-        self._calibrated = calibrated
-
-    def left_by_head(self, rows: int, heads: int, device: torch.device) -> torch.Tensor:
-        if self._calibrated is not None:
-            # a copy for each cache, whose audits write to it
-            return self._calibrated.to(device, torch.float32).repeat(rows, 1)
-        return torch.full((rows, heads), self.config.left, dtype=torch.float32, device=device)
-
-    def __str__(self) -> str:
-        audited = "audited" if self.config.bound < 1 else "not audited"
-        share = f"{self.config.left:g}" if self._calibrated is None else "a calibrated share"
-        return f"{super().__str__()}, blocks of all but {share} of the mass, {audited}"
 
 
 class Centroids(Selector):
@@ -238,5 +188,5 @@ class Classifier(Centroids):
         self._weights |= classifier
 
 
-UNTRAINED = {"means": Means, "window": Selector, "full": Full}
+UNTRAINED = {"window": Selector, "full": Full}
 """Selectors that need no calibration."""

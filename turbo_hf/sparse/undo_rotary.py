@@ -21,16 +21,17 @@ def undo_rotary(module: Any, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     cos, sin = (part.to(x.device).float() for part in rotary)
     turned, size = x.float(), getattr(module, "rotary_ndims", None)
     part = turned if size is None else turned[..., :size]
-    plain = _rotate(module, part, cos, -sin)
+    plain = rotate(module, part, cos, -sin)
     # the attention factor of yarn and longrope scales cos and sin alike
     factor = (cos * cos + sin * sin).mean()
     # without cos and sin a rotation leaves 0, but of the channels that it passes through
-    rotated = _rotate(module, torch.ones_like(part[:, :, :1]), cos[:, :1] * 0, sin[:, :1] * 0) == 0
+    rotated = rotate(module, torch.ones_like(part[:, :, :1]), cos[:, :1] * 0, sin[:, :1] * 0) == 0
     plain = torch.where(rotated, plain / factor, plain)
     return plain if size is None else torch.cat((plain, turned[..., size:]), -1)
 
 
-def _rotate(module: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(module: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x [B, H, L, D] rotated as the family does, by cos and sin [1 or B, L, channels]; errors as of `undo_rotary`."""
     rotate: Any = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb")  # noqa: B009 - any module
     if _takes_one(rotate):
         return torch.as_tensor(rotate(x, cos, sin, unsqueeze_dim=1))

@@ -28,8 +28,8 @@ def decode(
     """Causal attention of each row's M newest tokens, whose keys and values the cache already holds.
 
     Args:
-        q: float [B, Hq, M, D], the row's last M tokens (1 in plain decoding, more when drafts are verified); rotated
-            (`ops.store.rotate`) if the stored keys are.
+        q: float [B, Hq, M, D], the row's last M tokens (1 in plain decoding, more when drafts are verified); balanced
+            (`ops.maths.balanced_queries`) if the stored keys are.
         store: one layer's cache, including the M tokens; Hq is a multiple of its Hkv.
         scoring: scaling, softcap, sinks and SAS (`turbo_hf.layout.Scoring`).
         starts: int64 [B], the first column of q that holds a token of the row; None: as many as the row has.

@@ -2,9 +2,11 @@
 
 A tile is NB blocks of one row and KV head, one block per warp: nothing in the loop crosses warps. For each block:
 
-    S  = digits(q * step_k) K + q . zero_k        tensor cores, INT8, exact: the channel steps live in q, as two digits
-    P  = round(127 exp(S - max S))                INT8, one scale per query row and block
-    O += (V P step_v + sum P zero_v) * scale      tensor cores, then one multiply-add per channel
+    S  = (digits(q * span_k) K + L q . zero_k) * size_k     tensor cores, INT8: channels' spans live in q, as two digits
+    P  = exp(S - max S) * size_v                            rounded to INT8 codes, one scale per query row and block
+    O += (V P span_v + L sum P zero_v) * scale              tensor cores, then one multiply-add per channel
+
+L is 2^bits - 1, by which sizes are divided (`kernel_tiles.sizes_of`).
 
 Query rows are the M of the first product and the N of the second, so that each thread already holds the part of P that
 it needs for the second (`turbo_hf.layout.VALUE_ORDER`).
@@ -27,7 +29,8 @@ from turbo_hf.ops.decode.kernel_tiles import (
     keys_of,
     packed_bytes,
     prefetch_pages,
-    steps_of,
+    ranges_of,
+    sizes_of,
     to_values,
     values_of,
 )
@@ -40,13 +43,11 @@ def attended(t, live, bucket, chosen):
     """Which of the tokens at places t (where live) a query attends to. bucket: their buckets, if any are visited."""
     place, _, visited, sink, window = chosen
     live = live & (t <= place)
-    if sink is not None:
-        kept = (t < sink) | (t > place - window)
-        if visited is not None:
-            bucket = bucket.to(tl.int32)
-            kept = kept | (bucket < 0) | (tl.load(visited + tl.maximum(bucket, 0), mask=live, other=0) != 0)
-        live = live & kept
-    return live
+    kept = (t < sink) | (t > place - window)
+    if visited is not None:
+        bucket = bucket.to(tl.int32)
+        kept = kept | (bucket < 0) | (tl.load(visited + tl.maximum(bucket, 0), mask=live, other=0) != 0)
+    return live & kept
 
 
 @triton.jit
@@ -90,7 +91,7 @@ def _attend_width(
     VALUE_BITS: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`attend_sealed` in pages of one width, which has SLOTS slots; counts kept tokens by block and place."""
-    k_ptr, v_ptr, meta_ptr, scale_ptr = pages
+    k_ptr, v_ptr, meta_ptr, size_ptr = pages
     table, blocks, page, sealed, begin, steps = run
     acc, m, denom = state
     D: tl.constexpr = FORM.dim
@@ -98,10 +99,10 @@ def _attend_width(
     CHOSEN: tl.constexpr = seen is None
     NB: tl.constexpr = acc.shape[0]
     DP: tl.constexpr = acc.shape[1]
-    K_STAGE2: tl.constexpr = BITS < 8
-    V_STAGE2: tl.constexpr = VALUE_BITS < 8
-    V_LINE: tl.constexpr = 2 if K_STAGE2 else 0
-    LINES: tl.constexpr = V_LINE + (2 if V_STAGE2 else 0)
+    LEVELS: tl.constexpr = 2**BITS - 1 if BITS < 8 else 0
+    V_LEVELS: tl.constexpr = 2**VALUE_BITS - 1 if VALUE_BITS < 8 else 0
+    V_LINE: tl.constexpr = 2 if LEVELS else 0
+    LINES: tl.constexpr = V_LINE + (2 if V_LEVELS else 0)
     PLAIN: tl.constexpr = BITS == 16 or not FORM.turbo
     K_PAGE: tl.constexpr = BLOCK * D * min(BITS, 8) // 8
     V_PAGE: tl.constexpr = BLOCK * D * min(VALUE_BITS, 8) // 8
@@ -123,10 +124,7 @@ def _attend_width(
         nearest = tl.min(tl.min(tl.min(tl.where(last > 0, last, sealed * BLOCK), 2), 1), 0)
         inner_end = tl.minimum(nearest, sealed * BLOCK) // (NB * BLOCK)
         counted, bucket = page, page
-        WHOLE: tl.constexpr = False
     else:
-        # every token that there is in listed blocks
-        WHOLE: tl.constexpr = chosen.sink is None
         buckets = chosen.buckets
         counted = tl.zeros([NB, BLOCK], tl.int32)
         bucket = _buckets_of(buckets, page, nb < sealed - begin * NB, BLOCK)
@@ -141,53 +139,37 @@ def _attend_width(
             at = (page >> 32) * SLOTS + slot
         keys = keys_of(k_ptr + at * K_PAGE, live, D, DP, BLOCK, BITS, ASM)
         values = values_of(v_ptr + at * V_PAGE, live, D, DP, BLOCK, VALUE_BITS, ASM)
-        if BITS == 16:
-            k_scale = tl.full([NB], 1.0, tl.float32)
-            v_scale = k_scale
-        else:
-            k_scale = tl.load(scale_ptr + 2 * at, mask=live, other=0.0)
-            v_scale = tl.load(scale_ptr + 2 * at + 1, mask=live, other=0.0)
+        k_size, v_size = sizes_of(size_ptr, at, live, BLOCK, BITS, VALUE_BITS)
         meta, shown = (meta_ptr + at * (LINES * D))[:, None], live[:, None]
-        k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
-        if K_STAGE2:
+        k_zero, k_span, v_zero, v_span = at, at, at, at
+        if LEVELS:
             # side by side in memory, or the loads are not pipelined
-            k_step, k_zero = steps_of(meta, shown, d if D == DP else c, D, DP)
+            k_zero, k_span = ranges_of(meta, shown, d if D == DP else c, D, DP)
             if IN_TURN and D == DP:
-                k_step, k_zero = in_key_order(k_step), in_key_order(k_zero)
-        if V_STAGE2:
-            v_step, v_zero = steps_of(meta + V_LINE * D, shown, d, D, DP)
+                k_zero, k_span = in_key_order(k_zero), in_key_order(k_span)
+        if V_LEVELS:
+            v_zero, v_span = ranges_of(meta + V_LINE * D, shown, d, D, DP)
         if CHOSEN:
             t = (page & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            if not WHOLE:
-                kept = attended(t, live[:, None], bucket, chosen)
-                counted += kept.to(tl.int32)
+            kept = attended(t, live[:, None], bucket, chosen)
+            counted += kept.to(tl.int32)
         page = handed(ahead, ASM)
         # page numbers are loaded two tiles ahead: keys loaded right after them would wait for them
         ahead = entry(table + block + 2 * NB, block + 2 * NB < blocks, ASM)
         if CHOSEN:
             # loaded one tile ahead by hand: the pipeliner does not
             bucket = _buckets_of(buckets, page, block + NB < sealed, BLOCK)
-        x = scores(q, keys, k_step, k_zero, K_STAGE2, ASM)
-        # never 0, so that -inf * unit is -inf; NaN stays NaN
-        unit = k_scale[:, None] * row_unit[None, :]
-        unit = tl.where(unit < 1e-37, 1e-37, unit)
+        x = scores(q, keys, k_zero, k_span, LEVELS, ASM) * k_size[:, None, :] * row_unit[None, :, None]
         if scoring.softcap is not None:
-            x = tanh(x * unit[:, :, None] / scoring.softcap) * (scoring.softcap * LOG2_E)
-            unit = unit * 0 + 1
-        if WHOLE:
-            # of the last block, the query may see a part
-            if tile * NB + NB >= sealed:
-                x = tl.where((live[:, None] & (t <= chosen.place))[:, None, :], x, -float("inf"))
-        elif CHOSEN:
+            x = tanh(x / scoring.softcap) * (scoring.softcap * LOG2_E)
+        if CHOSEN:
             x = tl.where(kept[:, None, :], x, -float("inf"))
         elif (tile < inner_begin) | (tile >= inner_end):
             place = block[:, None, None] * BLOCK + column
             x = tl.where((place >= first) & (place < last) & live[:, None, None], x, -float("inf"))
-        p, total, weight, keep, m, denom = block_softmax(
-            x, unit, v_scale, m, denom, scoring.sas_threshold, False, q.dtype
-        )
+        p, total, weight, keep, m, denom = block_softmax(x, v_size, m, denom, scoring.sas_threshold, q.dtype)
         p = to_values(p, VALUE_BITS)
-        acc = accumulate(acc, p, total, values, v_step, v_zero, weight, keep, V_STAGE2, FORM.spread, ASM)
+        acc = accumulate(acc, p, total, values, v_zero, v_span, weight, keep, V_LEVELS, FORM.spread, ASM)
     return (acc, m, denom), counted
 
 
@@ -239,11 +221,11 @@ def attend_open(
             # 0 * NaN is NaN, so the values are masked too
             values = tl.where(stored < count, values, 0.0)
             k_scale = tl.full([NB, TOKENS], 1.0, tl.float32)
-            v_scale = tl.full([NB], 1.0, tl.float32)
+            v_scale = k_scale
         else:
             k_scale = tl.load(k_scale_ptr + at * cap + token, mask=live, other=0.0)
             v_scale = tl.load(v_scale_ptr + at * cap + token, mask=live, other=0.0)
-        x = scores(q, keys, k_scale, k_scale, False, ASM) * k_scale[:, None, :] * row_unit[None, :, None]
+        x = scores(q, keys, at, at, 0, ASM) * k_scale[:, None, :] * row_unit[None, :, None]
         if scoring.softcap is not None:
             x = tanh(x / scoring.softcap) * (scoring.softcap * LOG2_E)
         if CHOSEN:
@@ -256,11 +238,9 @@ def attend_open(
         else:
             allowed = (place[:, None, :] >= first) & (place[:, None, :] < last)
             x = tl.where(allowed & live[:, None, :], x, -float("inf"))
-        p, total, weight, keep, m, denom = block_softmax(
-            x, denom * 0 + 1, v_scale, m, denom, scoring.sas_threshold, not PLAIN, q.dtype
-        )
+        p, total, weight, keep, m, denom = block_softmax(x, v_scale, m, denom, scoring.sas_threshold, q.dtype)
         p = to_values(p, 16 if PLAIN else 8)
-        acc = accumulate(acc, p, total, values, k_scale, k_scale, weight, keep, False, FORM.spread, ASM)
+        acc = accumulate(acc, p, total, values, at, at, weight, keep, 0, FORM.spread, ASM)
     return (acc, m, denom), counted
 
 

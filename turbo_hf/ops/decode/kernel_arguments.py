@@ -108,8 +108,7 @@ class Chosen(NamedTuple):
     place: the query's place in its row.
     buckets: pointer to the bucket of each token; None without buckets.
     visited: pointer to a flag for each bucket; None without buckets.
-    sink, window: how many of the first and of the newest tokens are always read; sink None: listed blocks are read
-        whole, and nothing is counted.
+    sink, window: how many of the first and of the newest tokens are always read.
     """
 
     place: Any

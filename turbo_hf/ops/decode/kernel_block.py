@@ -12,20 +12,14 @@ ROUND_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
-def block_softmax(
-    x, unit, v_scale, m, denom, sas_threshold, TOKEN_SCALE: tl.constexpr, DTYPE: tl.constexpr
-):  # fmt: skip
-    """One block's softmax. x * unit: scores in base 2, x [NB, R, T], -inf where hidden, unit [NB, R] above 0.
+def block_softmax(x, v_size, m, denom, sas_threshold, DTYPE: tl.constexpr):
+    """One block's softmax. x: scores in base 2 [NB, R, T], -inf where hidden. v_size: sizes of values [NB, T].
 
-    v_scale: [NB], or [NB, T] if TOKEN_SCALE.
-
-    Returns P [NB, R, T] in DTYPE; its sums int32 [NB, R], if DTYPE is int8; weight [NB, R], the value of one unit of P;
-    keep [NB, R], the factor on earlier sums; the new m and denom.
+    Returns P times these [NB, R, T] in DTYPE; its sums int32 [NB, R], if DTYPE is int8; weight [NB, R], the value of
+    one unit of it; keep [NB, R], the factor on earlier sums; the new m and denom.
     """
-    most = tl.max(x, 2)
-    top = most * unit
-    # subtract before scaling: a fused multiply-add would round the scores in another way than their maximum
-    p = (x - tl.where(most == -float("inf"), 0.0, most)[:, :, None]) * unit[:, :, None]
+    top = tl.max(x, 2)
+    p = x - tl.where(top == -float("inf"), 0.0, top)[:, :, None]
     if sas_threshold is not None:
         p = sas(p * LN_2, sas_threshold)
     else:
@@ -35,13 +29,10 @@ def block_softmax(
     keep = tl.exp2(m - shift)
     weight = tl.exp2(top - shift)
     denom = denom * keep + tl.sum(p, 2) * weight
-    if TOKEN_SCALE:
-        p = p * v_scale[:, None, :]
-        most = tl.max(p, 2) + tl.sum(p * 0.0, 2)
-        p = p * (1.0 / tl.where(most > LEAST, most, 1.0))[:, :, None]
-        weight = weight * most
-    else:
-        weight = weight * v_scale[:, None]
+    p = p * v_size[:, None, :]
+    most = tl.max(p, 2) + tl.sum(p * 0.0, 2)
+    p = p * (1.0 / tl.where(most > LEAST, most, 1.0))[:, :, None]
+    weight = weight * most
     if DTYPE == tl.int8:
         p = (p * INT8_MAX + ROUND).to(tl.int32, bitcast=True) - ROUND_BITS
         weight = weight * (1.0 / INT8_MAX)
@@ -77,12 +68,21 @@ def _stack(x, y):
 
 
 @triton.jit
-def _numbers(codes, step, zero, STAGE2: tl.constexpr, DTYPE: tl.constexpr):
-    """INT8 codes [NB, DP, T], or unquantized numbers, in a floating type."""
+def _ranged(x, weight, zero, span, LEVELS: tl.constexpr):
+    """Sums x of weighted codes, int32 [NB, DP, N], as sums of what these stand for, times LEVELS. weight: its sum.
+
+    LEVELS: 2^bits - 1. zero, span: int8 [NB, DP], spans unsigned.
+    """
+    return x * (span.to(tl.int32) & 255)[:, :, None] + (zero.to(tl.int32) * LEVELS)[:, :, None] * weight
+
+
+@triton.jit
+def _numbers(codes, zero, span, LEVELS: tl.constexpr, DTYPE: tl.constexpr):
+    """INT8 codes [NB, DP, T] as in `_ranged`, where LEVELS is not 0, or unquantized numbers, in a floating type."""
     if codes.dtype == tl.int8:
         x = codes.to(tl.int32)
-        if STAGE2:
-            x = x * step.to(tl.int32)[:, :, None] + zero.to(tl.int32)[:, :, None]
+        if LEVELS:
+            x = _ranged(x, 1, zero, span, LEVELS)
         x = x.to(tl.float32)
     else:
         x = codes
@@ -90,10 +90,10 @@ def _numbers(codes, step, zero, STAGE2: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def scores(q, codes, step, zero, STAGE2: tl.constexpr, ASM: tl.constexpr):
-    """q . k of one block, float32 [NB, R, T], exact where q is INT8.
+def scores(q, codes, zero, span, LEVELS: tl.constexpr, ASM: tl.constexpr):
+    """q . k of one block, float32 [NB, R, T], in units of `kernel_tiles.sizes_of`. Where q is INT8, rounded only once.
 
-    q: [R, DP]; codes: int8 [NB, DP, T], or the keys themselves; step, zero: int8 [NB, DP].
+    q: [R, DP]; codes: int8 [NB, DP, T], or the keys themselves; zero, span: int8 [NB, DP]; LEVELS: as in `_numbers`.
     """
     NB: tl.constexpr = codes.shape[0]
     R: tl.constexpr = q.shape[0]
@@ -101,11 +101,11 @@ def scores(q, codes, step, zero, STAGE2: tl.constexpr, ASM: tl.constexpr):
     T: tl.constexpr = codes.shape[2]
     if q.dtype == tl.int8:
         unit = tl.broadcast_to(_stack(tl.zeros([R, DP], tl.int8), q)[None], [NB, 2 * R, DP])
-        if STAGE2:
-            # the zero points' product is the same number in all columns: the sum over channels starts from it
-            s = tl.dot(unit, tl.broadcast_to(zero[:, :, None], [NB, DP, 8]), out_dtype=tl.int32)
+        if LEVELS:
+            # the zeros' product is the same number in all columns: the sum over channels starts from it
+            s = tl.dot(unit, tl.broadcast_to(zero[:, :, None], [NB, DP, 8]), out_dtype=tl.int32) * LEVELS
             s = tl.broadcast_to(s[:, :, None, :], [NB, 2 * R, T // 8, 8]).reshape(NB, 2 * R, T)
-            high, low = digits(*tl.broadcast(q[None], step[:, None, :]), ASM)
+            high, low = digits(*tl.broadcast(q[None], span[:, None, :]), ASM)
             folded = tl.join(high, low).permute(0, 3, 1, 2).reshape(NB, 2 * R, DP)
             s = tl.dot(folded, codes, s, out_dtype=tl.int32)
         else:
@@ -113,23 +113,23 @@ def scores(q, codes, step, zero, STAGE2: tl.constexpr, ASM: tl.constexpr):
         high, low = tl.split(s.reshape(NB, 2, R, T).permute(0, 2, 3, 1))
         return (high * 256 + low).to(tl.float32)
     else:
-        return _float_dot(tl.broadcast_to(q[None], [NB, R, DP]), _numbers(codes, step, zero, STAGE2, q.dtype), ASM)
+        return _float_dot(tl.broadcast_to(q[None], [NB, R, DP]), _numbers(codes, zero, span, LEVELS, q.dtype), ASM)
 
 
 @triton.jit
 def accumulate(
-    acc, p, total, codes, step, zero, weight, keep, STAGE2: tl.constexpr, SPREAD: tl.constexpr, ASM: tl.constexpr
+    acc, p, total, codes, zero, span, weight, keep, LEVELS: tl.constexpr, SPREAD: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """acc * keep + (V P) * weight, float32 [NB, DP, N]; p: [NB, R, T]; codes: int8 [NB, DP, T]; step: [NB, DP]."""
+    """acc * keep + (V P) * weight, float32 [NB, DP, N]; p: [NB, R, T]; the rest of values as in `scores`."""
     if p.dtype == tl.int8:
         o = tl.dot(codes, p.permute(0, 2, 1), out_dtype=tl.int32)
         if SPREAD:
             o, total = even(o), even(total)
-        if STAGE2:
-            o = o * step.to(tl.int32)[:, :, None] + zero.to(tl.int32)[:, :, None] * total[:, None, :]
+        if LEVELS:
+            o = _ranged(o, total[:, None, :], zero, span, LEVELS)
         o = o.to(tl.float32)
     else:
-        o = _float_dot(_numbers(codes, step, zero, STAGE2, p.dtype), p.permute(0, 2, 1), ASM)
+        o = _float_dot(_numbers(codes, zero, span, LEVELS, p.dtype), p.permute(0, 2, 1), ASM)
         if SPREAD:
             o = even(o)
     if SPREAD:

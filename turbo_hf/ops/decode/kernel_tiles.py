@@ -17,18 +17,37 @@ def packed_bytes(pointer, row_mask, c, SIZE: tl.constexpr, PADDED: tl.constexpr)
 
 
 @triton.jit
-def steps_of(meta, ok, c, D: tl.constexpr, DP: tl.constexpr):
-    """The steps and the zero points int8 [NB, DP] of channels c, two lines of D at `meta` [NB, 1], where ok.
+def ranges_of(meta, ok, c, D: tl.constexpr, DP: tl.constexpr):
+    """The zeros and the spans int8 [NB, DP] of channels c, two lines of D at `meta` [NB, 1], where ok.
 
     Loads are pipelined if each thread has 4 bytes, which at 64 channels takes both lines.
     """
     if DP < 128:
         at = meta[:, :, None] + tl.arange(0, 2)[None, :, None] * D + c[None, None, :]
-        step, zero = tl.split(packed_bytes(at, ok[:, :, None], c[None, None, :], D, DP).permute(0, 2, 1))
+        zero, span = tl.split(packed_bytes(at, ok[:, :, None], c[None, None, :], D, DP).permute(0, 2, 1))
     else:
-        step = packed_bytes(meta + c[None, :], ok, c[None, :], D, DP)
-        zero = packed_bytes(meta + D + c[None, :], ok, c[None, :], D, DP)
-    return step, zero
+        zero = packed_bytes(meta + c[None, :], ok, c[None, :], D, DP)
+        span = packed_bytes(meta + D + c[None, :], ok, c[None, :], D, DP)
+    return zero, span
+
+
+@triton.jit
+def sizes_of(size_ptr, at, ok, T: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr):
+    """What a unit of each token is worth: float32 [NB, T] of the keys and values of pages `at` [NB], 0 where not ok.
+
+    A unit: one of the codes; below 8 bit the size over 2^bits - 1, by which ranges are not divided. At 16 bit 1.
+    """
+    if BITS == 16:
+        k_size = tl.full([at.shape[0], T], 1.0, tl.float32)
+        v_size = k_size
+    else:
+        # both at once, or at 32 tokens the load is not pipelined, as in `ranges_of`
+        line = tl.arange(0, 2)[None, :, None] * T + tl.arange(0, T)[None, None, :]
+        size = tl.load(size_ptr + (at * (2 * T))[:, None, None] + line, mask=ok[:, None, None], other=0.0)
+        k_size, v_size = tl.split(size.to(tl.float32).permute(0, 2, 1))
+        k_size *= 1 / (2**BITS - 1 if BITS < 8 else 1)
+        v_size *= 1 / (2**VALUE_BITS - 1 if VALUE_BITS < 8 else 1)
+    return k_size, v_size
 
 
 @triton.jit
@@ -197,13 +216,14 @@ def _prefetch(
     if ASM:
         D: tl.constexpr = FORM.dim
         DP: tl.constexpr = FORM.padded_dim
-        k_ptr, v_ptr, meta_ptr, scale_ptr = pages
+        k_ptr, v_ptr, meta_ptr, size_ptr = pages
         LINES: tl.constexpr = (2 if BITS < 8 else 0) + (2 if VALUE_BITS < 8 else 0)
         at = page * SLOTS + slot
         _prefetch_codes(k_ptr, at, ok, FORM.block * D, FORM.block * DP, BITS)
         _prefetch_codes(v_ptr, at, ok, FORM.block * D, FORM.block * DP, VALUE_BITS)
         if BITS < 16:
-            to_l2(scale_ptr + 2 * at, ok)
+            line = tl.arange(0, FORM.block // 32)[None, :] * 64
+            to_l2(size_ptr + (at * (2 * FORM.block))[:, None] + line, ok[:, None] & (line >= 0))
         if LINES:
             line = tl.arange(0, LINES * DP // 128 if LINES * DP > 128 else 1)[None, :] * 128
             to_l2(meta_ptr + (at * (LINES * D))[:, None] + line, ok[:, None] & (line < LINES * D))

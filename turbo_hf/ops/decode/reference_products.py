@@ -1,7 +1,8 @@
 """Products of a few queries with stored keys and values, whose codes are not dequantized for it.
 
-A code c of a channel with step s and zero z stands for c s + z (TurboAttention eq. 5). So q . k = (q s) . c + q . z,
-and the weighted sum of v is s times that of c, plus z times the sum of weights: all exact integers, also in float32.
+A code c of a channel with span s and zero z stands for (c s + L z) / L, L = 2^bits - 1, in units of its token's size
+(TurboAttention eq. 5). So L q . k = (q s) . c + L q . z, and L times the weighted sum of v is s times that of c, plus
+L z times the sum of weights: sums of integers. Sizes are divided by L.
 """
 
 import torch
@@ -49,7 +50,7 @@ class StoredProducts:
                 part = slice(begin, min(begin + step, table.shape[1]))
                 self._parts.append((slots, part, pages, _pages(table[:, part])))
         # of keys and of values
-        self._block_scales = self._scales_of_blocks() if self._sealed else None
+        self._sizes = self._sizes_of_blocks() if self._sealed else None
 
     def place(self) -> torch.Tensor:
         """int64 [B, T]: the token's place in its row, -1 where there is none."""
@@ -62,18 +63,20 @@ class StoredProducts:
             torch.where(at - self._sealed < opened, at + first, -1),
         )
 
-    def _scales_of_blocks(self) -> torch.Tensor:
-        """float32 [2, B, Hkv, blocks]."""
-        page = _pages(self.store.table)
-        parts = [_taken(pages.scale, page) for pages in self.store.paged]
-        scale = torch.cat(parts, 1).view(*self.store.table.shape, -1, 2).transpose(1, 2)
-        return (scale if self._in_order else by_index(scale, self._slot_of_head)).permute(3, 0, 1, 2)
+    def _sizes_of_blocks(self) -> torch.Tensor:
+        """float32 [2, B, Hkv, blocks x b]: sizes over L."""
+        page, parts = _pages(self.store.table), []
+        for pages in self.store.paged:
+            levels = torch.tensor([_levels(pages.bits), _levels(pages.value_bits)], device=pages.size.device)
+            parts.append(_taken(pages.size, page).float() / levels[:, None])
+        size = torch.cat(parts, 1).unflatten(0, self.store.table.shape).transpose(1, 2)
+        return (size if self._in_order else by_index(size, self._slot_of_head)).permute(3, 0, 1, 2, 4).flatten(3)
 
     def scales(self) -> torch.Tensor:
         """Of keys and of values, new float32 [2, B, Hkv, T]; where a row has no token, whatever."""
         parts = [torch.stack((self.store.k_scale, self.store.v_scale))]
-        if self._block_scales is not None:
-            parts.insert(0, self._block_scales[..., None].expand(-1, -1, -1, -1, self.store.block).flatten(3))
+        if self._sizes is not None:
+            parts.insert(0, self._sizes)
         if self._tail:
             parts.append(parts[0].new_zeros(*parts[0].shape[:3], self._tail))
         return torch.cat(parts, 3) if len(parts) > 1 else parts[0]
@@ -92,8 +95,8 @@ class StoredProducts:
         for slots, part, pages, page in self._parts:
             query, codes = of_slot[:, :, slots], self._codes(pages.k, page, pages.bits)
             if pages.bits < 8:
-                step, zero = self._meta(pages, page, 0)
-                products = ((query * step) @ codes.mT).add_((query * zero).sum(-1, keepdim=True))
+                zero, span = self._ranges(pages.meta[:, :, :2], page, pages.bits)
+                products = ((query * span) @ codes.mT).add_((query * zero).sum(-1, keepdim=True))
             else:
                 products = query @ codes.mT
             tiles[:, slots, :, part] = products.permute(0, 2, 3, 1, 4)
@@ -118,8 +121,8 @@ class StoredProducts:
             share, codes = weight[:, part, slots], self._codes(pages.v, page, pages.value_bits)
             products = share @ codes.mT
             if pages.value_bits < 8:
-                step, zero = self._meta(pages, page, pages.meta.shape[2] - 2)
-                products = products.mul_(step).add_(share.sum(-1, keepdim=True) * zero)
+                zero, span = self._ranges(pages.meta[:, :, -2:], page, pages.value_bits)
+                products = products.mul_(span).add_(share.sum(-1, keepdim=True) * zero)
             sealed[:, slots].add_(products.mul_(worth[:, part, slots]).sum(1))
         return total.add_(sealed if self._in_order else by_index(sealed, self._slot_of_head))
 
@@ -134,11 +137,16 @@ class StoredProducts:
         codes = (codes if bits == 8 else half_merge(codes, bits)).to(self.dtype)
         return codes.view(len(self.store.table), -1, *codes.shape[1:])
 
-    def _meta(self, pages: PagedHeads, page: slice | torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Step and zero [B, n, S, 1, D] of keys (`first`: 0) or values (2, or 0 beside keys of 8 bit)."""
-        meta = _taken(pages.meta, page)[:, :, first : first + 2].to(self.dtype)
-        step, zero = meta.view(len(self.store.table), -1, *meta.shape[1:]).split(1, 3)
-        return step, zero
+    def _ranges(self, lines: torch.Tensor, page: slice | torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """L times the zero, and the span, [B, n, S, 1, D], of these two of the lines of `meta` [P, S, 2, D]."""
+        lines = _taken(lines, page)
+        zero, span = lines.unflatten(0, (len(self.store.table), -1)).split(1, 3)
+        return zero.to(self.dtype).mul_(_levels(bits)), span.view(torch.uint8).to(self.dtype)
+
+
+def _levels(bits: int) -> int:
+    """What sums of codes of `bits` bits are to be divided by."""
+    return 2**bits - 1 if bits < 8 else 1
 
 
 def _pages(table: torch.Tensor) -> slice | torch.Tensor:

@@ -23,8 +23,7 @@ def latent_decode(
     which the caller multiplies by the up-projection of values.
 
     Args:
-        q_latent: float [B, H, M, rank], queries multiplied by the up-projection of keys; rotated
-            (`ops.store.rotate.rotate_queries`) if the stored latents are.
+        q_latent: float [B, H, M, rank], queries multiplied by the up-projection of keys.
         q_rotary: float [B, H, M, R], the rotary part of the queries, in the same dtype.
         store: one layer's cache of latents (`turbo_hf.layout`), which holds these M tokens already.
         scaling: factor on the scores.
@@ -32,7 +31,7 @@ def latent_decode(
         backend: "auto", "triton" or "reference".
 
     Returns:
-        out [B, H, M, rank] in q_latent's dtype, rotated like the stored latents, 0 at padding; lse float32 [B, H, M].
+        out [B, H, M, rank] in q_latent's dtype, 0 at padding; lse float32 [B, H, M].
 
     Raises:
         ValueError: dtypes that are not floating, or shapes that do not match the store's.

@@ -1,12 +1,13 @@
 """Kernels of latent attention: one share of the tokens of a row, and the merging of shares.
 
 A latent of `rank` channels is both key and value. It is read in two halves of channels, which is how 4 bit are packed
-(`turbo_hf.layout`): byte j holds channels j and j + rank / 2. Codes are integers up to 127, exact in 16 bit, so that
-both products run on 16-bit tensor cores; scales are applied to scores, and to P.
+(`turbo_hf.layout`): byte j holds channels j and j + rank / 2. In units of their tokens' sizes, numbers are 127 at most.
+Both products run on 16-bit tensor cores, which take INT8 codes as they are, and those of 4 bit rounded to 16 bit; sizes
+are applied to scores, and to P.
 
-    S = (Q K^T) k_scale + (Qr Kr^T) r_scale     [rows, tokens]
+    S = (Q K^T) k_size + (Qr Kr^T) r_size       [rows, tokens]
     P = exp(S - m)                              m: the largest score so far
-    O = O exp(m' - m) + (P k_scale) K           [rows, rank]
+    O = O exp(m' - m) + (P k_size) K            [rows, rank]
 """
 
 import triton
@@ -16,29 +17,36 @@ from turbo_hf.ops.kernel_common import LOG2_E, pdl_wait
 
 
 @triton.jit
-def _absorb(state, q, low, high, rotary, k_scale, r_scale, allowed, unit, TYPE: tl.constexpr):
-    """One tile's part of the softmax. low, high: [T, half]; rotary: [R, T]; scales: numbers or [T]; allowed: [N, T]."""
+def _absorb(state, q, low, high, rotary, k_size, r_size, allowed, unit, TYPE: tl.constexpr):
+    """One tile's part of the softmax. low, high: [T, half]; rotary: [R, T]; sizes: [1, T]; allowed: [N, T]."""
     acc_low, acc_high, m, denom = state
     q_low, q_high, q_rotary = q
     s = tl.dot(q_low, tl.trans(low))
     s = tl.dot(q_high, tl.trans(high), s)
-    s = (s * k_scale + tl.dot(q_rotary, rotary) * r_scale) * unit
+    s = (s * k_size + tl.dot(q_rotary, rotary) * r_size) * unit
     s = tl.where(allowed, s, -float("inf"))
     new = tl.maximum(m, tl.max(s, 1))
     shift = tl.where(new == -float("inf"), 0.0, new)
     p = tl.exp2(s - shift[:, None])
     keep = tl.exp2(m - shift)
     denom = denom * keep + tl.sum(p, 1)
-    p = (p * k_scale).to(TYPE)
+    p = (p * k_size).to(TYPE)
     acc_low = tl.dot(p, low, acc_low * keep[:, None])
     acc_high = tl.dot(p, high, acc_high * keep[:, None])
     return acc_low, acc_high, new, denom
 
 
 @triton.jit
+def _numbers(codes, line, RANK: tl.constexpr):
+    """What 4-bit codes [T, half] stand for in units of their token's size. line: zeros; spans are RANK further on."""
+    span = (tl.load(line + RANK).to(tl.int32) & 255).to(tl.float32)
+    return codes.to(tl.float32) * (span / 15)[None, :] + tl.load(line).to(tl.float32)[None, :]
+
+
+@triton.jit
 def latent_kernel(
     q_ptr, qr_ptr,  # [B, N, rank] and [B, N, R], N = heads * tokens, contiguous
-    k_ptr, v_ptr, meta_ptr, scale_ptr,  # pages of the one head, as in `PagedHeads`
+    k_ptr, v_ptr, meta_ptr, size_ptr,  # pages of the one head, as in `PagedHeads`
     k_open, v_open, k_scales, v_scales,  # open tokens, as in `KVStore`
     table_ptr, sealed_ptr, open_ptr, starts_ptr,  # int64 [B, blocks], [B], [B]; starts [B] or None
     part_ptr, lse_ptr,  # float32 [B, SHARES, N, rank], [B, SHARES, N]: log2
@@ -77,23 +85,23 @@ def latent_kernel(
     stored = t if BITS == 16 else t // 16 * 16 + t // 2 % 4 * 4 + t // 8 % 2 * 2 + t % 2
     for block in tl.range(begin, end, num_stages=STAGES):
         page = tl.load(table_ptr + row * table_stride + block)
-        k_scale = tl.load(scale_ptr + 2 * page)
-        r_scale = tl.load(scale_ptr + 2 * page + 1)
+        k_size = tl.full([1, BLOCK], 1.0, tl.float32)
+        r_size = k_size
+        if BITS < 16:
+            k_size = tl.load(size_ptr + page * (2 * BLOCK) + t).to(tl.float32)[None, :]
+            r_size = tl.load(size_ptr + page * (2 * BLOCK) + BLOCK + t).to(tl.float32)[None, :]
         rotary = tl.load(v_ptr + (page * ROTARY + r)[:, None] * BLOCK + stored[None, :]).to(TYPE)
         if BITS == 4:
             packed = tl.load(k_ptr + (page * BLOCK + t)[:, None] * HALF + c[None, :])
             meta = meta_ptr + page * 2 * RANK + c
-            low = (packed & 15).to(tl.float32) * tl.load(meta)[None, :] + tl.load(meta + RANK)[None, :]
-            high = (packed >> 4).to(tl.float32) * tl.load(meta + HALF)[None, :]
-            high += tl.load(meta + RANK + HALF)[None, :]
-            # no clamp: stored codes stay within INT8 by the headroom of stage 1 (`layout.CODE_MAX`)
-            low, high = low.to(TYPE), high.to(TYPE)
+            low = _numbers(packed & 15, meta, RANK).to(TYPE)
+            high = _numbers(packed >> 4, meta + HALF, RANK).to(TYPE)
         else:
             place = (page * BLOCK + t)[:, None] * RANK + c[None, :]
             low = tl.load(k_ptr + place).to(TYPE)
             high = tl.load(k_ptr + place + HALF).to(TYPE)
         allowed = (block * BLOCK + t)[None, :] <= last[:, None]
-        state = _absorb(state, q, low, high, rotary, k_scale, r_scale, allowed, unit, TYPE)
+        state = _absorb(state, q, low, high, rotary, k_size, r_size, allowed, unit, TYPE)
     for first in tl.range(0, opened if share == SHARES - 1 else 0, BLOCK, num_stages=1):
         token = first + t
         live = token < opened
@@ -103,10 +111,10 @@ def latent_kernel(
         rotary = tl.load(v_open + (row * ROTARY + r)[:, None] * cap + token[None, :], mask=live[None, :], other=0.0).to(
             TYPE
         )
-        k_scale = tl.load(k_scales + row * cap + token, mask=live, other=0.0)[None, :]
-        r_scale = tl.load(v_scales + row * cap + token, mask=live, other=0.0)[None, :]
+        k_size = tl.load(k_scales + row * cap + token, mask=live, other=0.0)[None, :]
+        r_size = tl.load(v_scales + row * cap + token, mask=live, other=0.0)[None, :]
         allowed = ((sealed * BLOCK + token)[None, :] <= last[:, None]) & live[None, :]
-        state = _absorb(state, q, low, high, rotary, k_scale, r_scale, allowed, unit, TYPE)
+        state = _absorb(state, q, low, high, rotary, k_size, r_size, allowed, unit, TYPE)
     acc_low, acc_high, m, denom = state
     some = tl.where(denom > 0, denom, 1.0)
     to = (row * SHARES + share) * count + n

@@ -3,13 +3,14 @@
 It computes what `ops.latent.kernel` does, with tokens, then channels, as the rows of the products: 64 of them fill an
 instruction, which reads both operands from shared memory, and of which 16 queries would fill a quarter.
 
-    S^T = (K Q^T) k_scale + (Kr Qr^T) r_scale     [64 tokens, queries]
+    S^T = (K Q^T) k_size + (Kr Qr^T) r_size       [64 tokens, queries]
     P^T = exp(S^T - m)                            m: the largest score so far
-    O^T = O^T exp(m' - m) + K^T P^T               [rank, queries], in units of the block's k_scale
+    O^T = O^T exp(m' - m) + K^T (P^T k_size)      [rank, queries], in units of the block's largest k_size
 
-Everything is float16, two to a register: integers up to 127, times a power of two, are exact there, and a 4-bit code
-masked out of its byte is a subnormal number, so that one FMA makes two values of two codes. Queries are divided by
-their largest number, P is multiplied by 2^LIFT, which uses the type's whole range.
+Everything is float16, two to a register: integers up to 2048, times a power of two, are exact there. 15 times what a
+4-bit code stands for is one, of 1905 at most, as zeros and ends of spans are up to 127; and a code masked out of its
+byte is a subnormal number, so that one FMA makes two such values of two codes. Queries are divided by their largest
+number, P is multiplied by 2^LIFT, which uses the type's whole range.
 """
 
 from triton.experimental import gluon
@@ -30,10 +31,20 @@ def _half_values(x):
 
 
 @gluon.jit
-def _half_codes(codes, s_low, z_low, s_high, z_high):
-    """(code * step + zero) / 2^13 of the low codes of 4 bytes in each int32, then of the high ones, exact.
+def _half_bytes(x):
+    """As `_half_values`, of unsigned bytes."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 k, m; mov.b32 k, 0x64646464; mov.b32 m, 0xE400E400;"
+        "prmt.b32 $0, $2, k, 0x4140; prmt.b32 $1, $2, k, 0x4342;"
+        "add.rn.f16x2 $0, $0, m; add.rn.f16x2 $1, $1, m; }",
+        "=&r,=&r,r", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
 
-    Steps are times 2^11 and 2^7, zeros over 2^13: a masked code is code * 2^-24 or code * 2^-20.
+
+@gluon.jit
+def _half_codes(codes, s_low, z_low, s_high, z_high):
+    """(code * span + 15 zero) / 2^16 of the low codes of 4 bytes in each int32, then of the high ones, exact.
+
+    Spans are times 2^8 and 2^4, zeros times 15 / 2^16: a masked code is code * 2^-24 or code * 2^-20.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .b32 a, b, c; prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;"
@@ -47,9 +58,9 @@ def _half_codes(codes, s_low, z_low, s_high, z_high):
 
 
 @gluon.jit
-def _line(x, factor: gl.constexpr, like):
-    """Steps or zeros of 4 channels in each int32, times a factor (the bits of two float16), for all rows of `like`."""
-    a, b = _half_values(x)
+def _line(halves, factor: gl.constexpr, like):
+    """Spans or zeros of channels, times a factor (the bits of two float16), for all rows of `like`."""
+    a, b = halves
     a, b = _times(a, factor), _times(b, factor)
     a, _ = gl.broadcast(a[None, :], like)
     b, _ = gl.broadcast(b[None, :], like)
@@ -77,12 +88,12 @@ def _values(x):
 
 @gluon.jit
 def _latents(codes, BITS: gl.constexpr):
-    """A block's latents in two halves of channels, pairs of float16: codes at 8 bit, at 4 bit codes over 2^13."""
+    """A block's latents in two halves of channels, pairs of float16: codes at 8 bit, at 4 bit 15 / 2^16 of numbers."""
     if BITS == 4:
-        packed, s_low, s_high, z_low, z_high = codes
+        packed, z_low, z_high, s_low, s_high = codes
         a, b, c, d = _half_codes(
-            packed, _line(s_low, 0x68006800, packed), _line(z_low, 0x08000800, packed),
-            _line(s_high, 0x58005800, packed), _line(z_high, 0x08000800, packed))
+            packed, _line(_half_bytes(s_low), 0x5C005C00, packed), _line(_half_values(z_low), 0x0B800B80, packed),
+            _line(_half_bytes(s_high), 0x4C004C00, packed), _line(_half_values(z_high), 0x0B800B80, packed))
         return _side_by_side(a, b), _side_by_side(c, d)
     else:
         return _values(codes[0]), _values(codes[1])
@@ -96,9 +107,12 @@ def _stored_order(n):
 
 @gluon.jit
 def _fetch(pages, page, live, RANK: gl.constexpr, ROTARY: gl.constexpr, BITS: gl.constexpr, K_IO: gl.constexpr,
-           R_IO: gl.constexpr):
-    """Loads of a page, four bytes to an int32; of none if not `live`. Tokens are in the order of stored values."""
-    k_ptr, v_ptr, meta_ptr, scale_ptr = pages
+           R_IO: gl.constexpr, S: gl.constexpr, WARPS: gl.constexpr):
+    """Loads of a page, four bytes to an int32; of none if not `live`. Tokens are in the order of stored values.
+
+    Sizes of latents are loaded twice: by those who hold the tokens' scores, and by each warp.
+    """
+    k_ptr, v_ptr, meta_ptr, size_ptr = pages
     WORDS: gl.constexpr = RANK // 8
     n = gl.arange(0, 64, layout=gl.SliceLayout(1, K_IO))
     t = _stored_order(n)
@@ -106,8 +120,9 @@ def _fetch(pages, page, live, RANK: gl.constexpr, ROTARY: gl.constexpr, BITS: gl
     r = gl.arange(0, ROTARY, layout=gl.SliceLayout(1, R_IO))
     i = gl.arange(0, 16, layout=gl.SliceLayout(0, R_IO))
     rotary = gl.load(v_ptr + page * (ROTARY * 16) + (r[:, None] * 16 + i[None, :]), mask=live)
-    k_scale = gl.load(scale_ptr + 2 * page, mask=live, other=1.0)
-    r_scale = gl.load(scale_ptr + 2 * page + 1, mask=live, other=1.0)
+    own = size_ptr + page * 128 + _stored_order(gl.arange(0, 64, layout=gl.SliceLayout(1, S)))
+    every = gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [WARPS], [0]))
+    sizes = (gl.load(own, mask=live), gl.load(own + 64, mask=live), gl.load(size_ptr + page * 128 + every, mask=live))
     if BITS == 4:
         packed = gl.load(k_ptr + page * (64 * WORDS) + (t[:, None] * WORDS + c[None, :]), mask=live)
         meta = meta_ptr + page * (4 * WORDS) + c
@@ -116,7 +131,7 @@ def _fetch(pages, page, live, RANK: gl.constexpr, ROTARY: gl.constexpr, BITS: gl
     else:
         at = k_ptr + page * (128 * WORDS) + (t[:, None] * (2 * WORDS) + c[None, :])
         codes = gl.load(at, mask=live), gl.load(at + WORDS, mask=live)
-    return codes, rotary, k_scale, r_scale
+    return codes, rotary, sizes
 
 
 @gluon.jit
@@ -153,7 +168,7 @@ def _scores(to, low, high, turned, tile, q, ROWS: gl.constexpr, S: gl.constexpr)
 def _outputs(state, s, share, k_unit, tile, p_smem, SUMS: gl.constexpr):
     """Softmax of scores s [64, queries] in log2, and the beginning of P's product with the latents in units of k_unit.
 
-    share: the tokens' scales over k_unit. state: sums, the largest score, each thread's sums of P, the sums' unit.
+    share: the tokens' sizes over k_unit. state: sums, the largest score, each thread's sums of P, the sums' unit.
     """
     low, high, m, total, unit = state
     top = gl.maximum(m, gl.max(s, 0))
@@ -202,7 +217,7 @@ def _store_queries(q_ptr, qr_ptr, queries, row, first, count, RANK: gl.constexpr
 @gluon.jit(do_not_specialize=["table_stride", "cap", "count"])
 def hopper_latent_kernel(
     q_ptr, qr_ptr,  # [B, N, rank] and [B, N, R], contiguous
-    k_ptr, v_ptr, meta_ptr, scale_ptr,  # pages of the one head, as in `PagedHeads`
+    k_ptr, v_ptr, meta_ptr, size_ptr,  # pages of the one head, as in `PagedHeads`
     k_open, v_open, k_scales, v_scales,  # open tokens, as in `KVStore`
     table_ptr, sealed_ptr, open_ptr,  # int64 [B, blocks], [B], [B]
     part_ptr, lse_ptr,  # float32 [B, shares, N, rank], [B, shares, N]: log2
@@ -228,13 +243,13 @@ def hopper_latent_kernel(
     Q: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], gl.float16)
     QR: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROTARY], gl.float16)
     P: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, ROWS], gl.float16)
-    ZOOM: gl.constexpr = 8192.0 if BITS == 4 else 1.0
+    ZOOM: gl.constexpr = 65536.0 / 15.0 if BITS == 4 else 1.0
 
     share, shares = gl.program_id(0), gl.num_programs(0)
     group, row = gl.program_id(1) * ROWS, gl.program_id(2).to(gl.int64)
     k_ptr, v_ptr = k_ptr.to(gl.pointer_type(gl.int32)), v_ptr.to(gl.pointer_type(gl.int32))
     k_open, v_open = k_open.to(gl.pointer_type(gl.int32)), v_open.to(gl.pointer_type(gl.int32))
-    pages = k_ptr, v_ptr, meta_ptr.to(gl.pointer_type(gl.int32)), scale_ptr
+    pages = k_ptr, v_ptr, meta_ptr.to(gl.pointer_type(gl.int32)), size_ptr
     words = (gl.allocate_shared_memory(gl.int32, [1, 64, HALF // 2], WORDS),
              gl.allocate_shared_memory(gl.int32, [1, 64, HALF // 2], WORDS),
              gl.allocate_shared_memory(gl.int32, [1, ROTARY, 32], R_WORDS))
@@ -251,7 +266,7 @@ def hopper_latent_kernel(
     end = gl.minimum((share + 1) * blocks // shares, sealed).to(gl.int32)
     entries = table_ptr + row * table_stride
     page = gl.load(entries + begin, mask=begin < end, other=0)
-    codes, rotary, k_scale, r_scale = _fetch(pages, page, begin < end, RANK, ROTARY, BITS, K_IO, R_IO)
+    codes, rotary, sizes = _fetch(pages, page, begin < end, RANK, ROTARY, BITS, K_IO, R_IO, S, WARPS)
     page = gl.load(entries + begin + 1, mask=begin + 1 < end, other=0)
     top = _store_queries(q_ptr, qr_ptr, queries, row, group, count, RANK, ROTARY, ROWS, Q_IO, QR_IO)
     # a query sees the tokens up to its own
@@ -272,14 +287,15 @@ def hopper_latent_kernel(
             low, high = _latents(codes, BITS)
             turned = _values(rotary)
         s, r = _scores(to, low, high, turned, tile, q, ROWS, S)
-        k_now, r_now = k_scale * ZOOM, r_scale
-        codes, rotary, k_scale, r_scale = _fetch(pages, page, block + 1 < end, RANK, ROTARY, BITS, K_IO, R_IO)
+        k_own, r_own, most = sizes[0].to(gl.float32), sizes[1].to(gl.float32), gl.max(sizes[2].to(gl.float32), 0)
+        most = gl.where(most > 0, most, 1.0)
+        codes, rotary, sizes = _fetch(pages, page, block + 1 < end, RANK, ROTARY, BITS, K_IO, R_IO, S, WARPS)
         page = gl.load(entries + block + 2, mask=block + 2 < end, other=0)
         s, r = warpgroup_mma_wait(0, deps=[s, r])
-        s = (s * k_now + r * r_now) * units
+        s = (s * (k_own * ZOOM)[:, None] + r * r_own[:, None]) * units
         if TOKENS > 1:
             s = gl.where((block * 64 + _stored_order(n))[:, None] <= last, s, -float("inf"))
-        a, b, m, total, held = _outputs(state, s, 1.0, gl.where(k_now > 0, k_now, 1.0), tile, p_smem, SUMS)
+        a, b, m, total, held = _outputs(state, s, (k_own / most)[:, None], most * ZOOM, tile, p_smem, SUMS)
         if OVERLAP:
             low, high = _latents(codes, BITS)
             turned = _values(rotary)

@@ -9,7 +9,6 @@ from turbo_hf.layout import AttentionOutput, KVStore, Rounding, Scoring
 from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.prefill.operands import check_rounding
 from turbo_hf.ops.prefill.reference import reference_prefill
-from turbo_hf.ops.prefill.tiles import check_kept
 from turbo_hf.ops.store.quantize import check_float
 
 TURBO = Rounding()
@@ -27,7 +26,6 @@ def prefill(
     starts: torch.Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
-    kept: torch.Tensor | None = None,
     own: bool = True,
     backend: str = "auto",
 ) -> AttentionOutput:
@@ -41,10 +39,6 @@ def prefill(
         starts: int64 [B], the first real column of each row (left padding before it); None: no padding.
         causal: query i sees no key after its own; its position follows the past.
         window: how many tokens a query sees, including itself; None: all.
-        kept: uint8 [B, Hq, T P + T (T - 1) / 2], the key tiles that each tile of 128 queries reads beside its own
-            (`ops.prefill.tiles.choose_tiles`), counted from a row's first real column; None: all. The first P are of
-            the past's sealed blocks; what a row has behind them, or behind its own whole tiles, is always read. Heads
-            that are computed again, because INT8 cannot represent them, read all.
         own: whether queries attend to the new tokens; if not, to the past alone.
         backend: "auto", "triton" or "reference".
 
@@ -77,17 +71,13 @@ def prefill(
         _check_past(past, k, mode)
     elif not own:
         raise ValueError("own=False leaves the past to attend to; got none.")
-    if kept is not None:
-        if not causal or window is not None or not own:
-            raise ValueError("kept is for causal prompts without a window, which attend to themselves. Leave it out.")
-        check_kept(kept, q, past)
-    if mode == "fp16" and (rounding.smooth_k or rounding.hadamard):
-        raise ValueError('smooth_k and hadamard prepare keys for rounding; mode "fp16" rounds none. Leave them out.')
+    if mode == "fp16" and rounding.smooth_k:
+        raise ValueError('smooth_k prepares keys for rounding; mode "fp16" rounds none. Leave it out.')
     if not uses_triton(backend, q.device, why_no_kernel(q, mode)):
-        return reference_prefill(q, k, v, scoring, rounding, past, starts, causal, window, kept, own)
+        return reference_prefill(q, k, v, scoring, rounding, past, starts, causal, window, own)
     from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
 
-    return launch_prefill(q, k, v, scoring, rounding, past, starts, causal, window, kept, own)
+    return launch_prefill(q, k, v, scoring, rounding, past, starts, causal, window, own)
 
 
 def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:

@@ -22,7 +22,6 @@ from turbo_hf.ops.kernel_common import (
     tanh,
     value_order,
 )
-from turbo_hf.ops.prefill.kernel_tiles import TILE, row_of
 
 DEPTH = tl.constexpr(16.0)  # log2: how far below the running maximum a tile's reference may lie
 
@@ -188,23 +187,6 @@ def _chunk(
 
 
 @triton.jit
-def _listed_tiles(
-    state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, at, listed, count, scoring,
-    FORM: tl.constexpr,
-):  # fmt: skip
-    """The `listed` tiles of TILE keys that `at` points to, the oldest first, as a dense walk has them."""
-    PARTS: tl.constexpr = TILE // FORM.block
-    for i in range(0, listed * PARTS):
-        # the interpreter has no int % constexpr
-        part = i - i // PARTS * PARTS
-        n0 = tl.load(at + listed - 1 - i // PARTS).to(tl.int32) * TILE + part * FORM.block
-        state = _chunk_tile(
-            state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, n0, count, scoring, False, FORM
-        )
-    return state
-
-
-@triton.jit
 def _sealed_tile(
     state, query, past, k_base, v_base, scales, m, d, n0, tokens, v_scale, scoring, FORM: tl.constexpr
 ):  # fmt: skip
@@ -225,27 +207,12 @@ def _sealed_tile(
 
 
 @triton.jit
-def _listed_past(
-    state, query, past, k_base, v_base, scales, m, d, at, listed, tokens, scoring, FORM: tl.constexpr
-):  # fmt: skip
-    """The `listed` tiles of TILE keys of the sealed blocks that `at` points to, the oldest first."""
-    PARTS: tl.constexpr = TILE // FORM.past_tile
-    for i in range(0, listed * PARTS):
-        # the interpreter has no int % constexpr
-        n0 = tl.load(at + listed - 1 - i // PARTS).to(tl.int32) * TILE + (i - i // PARTS * PARTS) * FORM.past_tile
-        v_scale = tl.load(scales + n0 // FORM.past_block * 2 + 1)
-        state = _sealed_tile(state, query, past, k_base, v_base, scales, m, d, n0, tokens, v_scale, scoring, FORM)
-    return state
-
-
-@triton.jit
 def _past(
-    state, query, past, row, kv_row, m, d, first, part, parts, at, listed, before, scoring, FORM: tl.constexpr
+    state, query, past, row, kv_row, m, d, first, part, parts, scoring, FORM: tl.constexpr
 ):  # fmt: skip
     """Sealed blocks (one scale per block) and open tokens (one scale per token). Every query comes after them.
 
     Of several parts each reads a share of the sealed blocks; the last one, whose share is smaller, the open tokens.
-    Where `at` points to a list, of the first `before` tiles of TILE keys the `listed` ones are read.
     """
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.past_block
@@ -270,9 +237,6 @@ def _past(
     k_base = past.k + kv_row * past.sealed_room * D
     v_base = past.v + kv_row * past.sealed_room * D
     scales = past.scale + kv_row * (past.sealed_room // BLOCK) * 2
-    if at is not None:
-        state = _listed_past(state, query, past, k_base, v_base, scales, m, d, at, listed, tokens, scoring, FORM)
-        begin = tl.minimum(sealed // TILE, before) * TILE
     # the pipeline of loads leaves it out: it is loaded one tile ahead
     v_next = tl.load(scales + begin // BLOCK * 2 + 1, mask=begin < end, other=0.0)
     for n0 in range(begin, end, STEP):
@@ -345,7 +309,7 @@ def _of_head(view, row, head, start, STARTS: tl.constexpr):
 
 @triton.jit
 def _attend(
-    tile, row_head, part, parts, queries, k_tiles, v_tiles, chunk, past, listed, before, scoring, result, pairs, tokens,
+    tile, row_head, part, parts, queries, k_tiles, v_tiles, chunk, past, scoring, result, pairs, tokens,
     FORM: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head, or one of the parts of it."""
@@ -373,25 +337,11 @@ def _attend(
         total = tl.zeros((BLOCK_M,), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         state = acc, total, top, top, total
-        if listed is not None:
-            own, tiles = first // TILE, tl.cdiv(tokens, TILE)
-            at = listed.tiles + row_of(row_head, own, tiles, before)
-            of_chunk = tl.load(listed.count + row_head * tiles + own)
         if past is not None:
-            of_past = None
-            of_past_at = None
-            if listed is not None:
-                of_past = tl.load(listed.of_past + row_head * tiles + own)
-                of_past_at = at + of_chunk
             state = _past(
-                state, (q, row_scale), past, row, kv_row, m, d, first, part, parts, of_past_at, of_past, before,
-                scoring, FORM,
+                state, (q, row_scale), past, row, kv_row, m, d, first, part, parts, scoring, FORM
             )  # fmt: skip
 
-        if queries.rotated is not None:
-            q, row_scale = _queries(
-                queries.rotated, row, head, column, d, inside, scoring.scaling, broken, INT8, FORM.wide
-            )
         bias = None
         if queries.bias is not None:
             bias = tl.load(queries.bias + row_head * tokens + column, mask=m < count, other=0.0) * LOG2_E
@@ -416,17 +366,10 @@ def _attend(
                 scoring, True, FORM,
             )  # fmt: skip
         if FORM.own:
-            if listed is None:
-                state = _chunk(
-                    state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_from, clear_to,
-                    count, scoring, False, FORM,
-                )  # fmt: skip
-            else:
-                state = _listed_tiles(
-                    state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, at, of_chunk, count,
-                    scoring, FORM,
-                )  # fmt: skip
-                clear_to = own * TILE
+            state = _chunk(
+                state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_from, clear_to, count,
+                scoring, False, FORM,
+            )  # fmt: skip
             state = _chunk(
                 state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_to, last, count,
                 scoring, True, FORM,
@@ -454,9 +397,9 @@ def _attend(
             tl.store(result.lse + row_head * tokens + column, lse, mask=m < count)
 
 
-@triton.jit(do_not_specialize=["parts", "before"])
+@triton.jit(do_not_specialize=["parts"])
 def prefill_kernel(
-    queries, k_tiles, v_tiles, chunk, past, listed, before, scoring, result, pairs, tokens, parts,
+    queries, k_tiles, v_tiles, chunk, past, scoring, result, pairs, tokens, parts,
     FORM: tl.constexpr, REPAIR: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """Each program computes one tile; with REPAIR, a few compute all tiles of the heads in `result.broken`.
@@ -467,9 +410,8 @@ def prefill_kernel(
     `result.broken`: int32 [B*Hq + B*Hkv], not 0 for a head whose queries hold NaN or Inf or whose scores are too large
     for INT8, and then for one whose keys or values hold NaN or Inf; FLAGS: a power of two that covers them.
 
-    Of `PrefillQueries`, `Chunk`, `Past` (or None), `Listed` (None: every key tile is read; else causal prompts alone,
-    without a window), `Scoring` (softcap in units of log2), `PrefillResult`, `PrefillForm`. before: how many tiles of
-    the past the lists are about. k_tiles, v_tiles: descriptors of the quantized operands, [B*Hkv*T, D] and
+    Of `PrefillQueries`, `Chunk`, `Past` (or None), `Scoring` (softcap in units of log2), `PrefillResult`,
+    `PrefillForm`. k_tiles, v_tiles: descriptors of the quantized operands, [B*Hkv*T, D] and
     [B*Hkv*D, T], or None. pairs: B*Hq. tokens: M.
     """
     tiles = tl.cdiv(tokens, FORM.block_m)
@@ -482,7 +424,7 @@ def prefill_kernel(
         tile = tiles - 1 - program % tiles
         row_head = (program // tiles).to(tl.int64)
         _attend(
-            tile, row_head, part, parts, queries, k_tiles, v_tiles, chunk, past, listed, before, scoring, result, pairs,
+            tile, row_head, part, parts, queries, k_tiles, v_tiles, chunk, past, scoring, result, pairs,
             tokens, FORM,
         )  # fmt: skip
     else:
@@ -494,6 +436,6 @@ def prefill_kernel(
                 kv_row = row_head // FORM.heads * (FORM.heads // FORM.group) + row_head % FORM.heads // FORM.group
                 if tl.load(result.broken + row_head) + tl.load(result.broken + pairs + kv_row) != 0:
                     _attend(
-                        at % tiles, row_head, 0, 1, queries, k_tiles, v_tiles, chunk, past, listed, before, scoring,
+                        at % tiles, row_head, 0, 1, queries, k_tiles, v_tiles, chunk, past, scoring,
                         result, pairs, tokens, FORM,
                     )  # fmt: skip

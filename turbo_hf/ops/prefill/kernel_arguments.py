@@ -14,12 +14,10 @@ class PrefillQueries(NamedTuple):
     """Queries [B, Hq, M, D].
 
     given: the queries.
-    rotated: queries for the chunk's keys, if these are rotated and the past's are not; None: `given`.
     bias: float32 [B, Hq, M], added to every score of a query with the chunk's keys, or None.
     """
 
     given: View
-    rotated: View | None
     bias: Any
 
 
@@ -76,20 +74,6 @@ class TiledPast(NamedTuple):
     sealed: Any
     open_len: Any
     room: int
-
-
-class Listed(NamedTuple):
-    """Which key tiles of 128 each tile of 128 queries reads beside its own, as `launch_list_tiles` makes them.
-
-    tiles: int16 [B*Hq * (T P + T (T - 1) / 2) + 2], in the rows of a triangle (`kernel_tiles`): those of the queries'
-        own keys, then those of the past, each from the newest to the oldest; what is no entry is 0.
-    count: int32 [B*Hq, T], how many of the queries' own keys.
-    of_past: int32 [B*Hq, T], how many of the past; without one it is not read.
-    """
-
-    tiles: Any
-    count: Any
-    of_past: Any
 
 
 class PrefillResult(NamedTuple):

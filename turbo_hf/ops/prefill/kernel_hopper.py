@@ -27,7 +27,6 @@ from turbo_hf.ops.kernel_common import LN_2, ROUND, SCORE_LIMIT
 from turbo_hf.ops.prefill.kernel_hopper_past import (
     GUARD,
     by_worth,
-    entry,
     extent,
     past_probabilities,
     past_scales,
@@ -70,27 +69,8 @@ def _tiles(row, M, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _list(listed, bh, row, n_blocks, before, past):
-    """Pointer to the list of the key tiles that 128 rows read before their own, the newest first; their number."""
-    t = row // 128
-    at = listed[0] + bh.to(gl.int64) * n_blocks * (n_blocks - 1) // 2 + t.to(gl.int64) * (t - 1) // 2
-    if past is not None:
-        at += (bh.to(gl.int64) * n_blocks + t) * before
-    return at, gl.load(listed[1] + bh.to(gl.int64) * n_blocks + t)
-
-
-@gluon.jit
-def _own_entry(at, i, n_blocks, past):
-    """The same of the queries' own keys, behind which the list may go on with tiles of the past."""
-    j = entry(at, i)
-    if past is not None:
-        j = gl.minimum(j, n_blocks - 1)
-    return j
-
-
-@gluon.jit
 def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq, G,
-              listed, past, before, parts, starts, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+              past, parts, starts, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     it = 0
     for round_ in range(gl.cdiv(n_items, gl.num_programs(0))):
         item = _item(round_)
@@ -98,20 +78,12 @@ def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp
             row, bh, part = _place(item, n_blocks, heads, parts)
             kv = (bh // Hq) * (Hq // G) + (bh % Hq) // G
             n = _tiles(row, M, CAUSAL)
-            if listed is not None:
-                at, earlier = _list(listed, bh, row, n_blocks, before, past)
-                n = earlier + 1
-                following = row // 128
             if starts is not None:
                 n = gl.where(row < M - start_of(starts, bh // Hq), n, 1)
             if parts is not None:
                 n = gl.where(part == 0, n, 1)
             for i in range(n):
-                if listed is not None:
-                    j = following
-                    following = entry(at, i)
-                else:
-                    j = n - 1 - i
+                j = n - 1 - i
                 s = it % STAGES
                 mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(s), 256 * D)
@@ -119,15 +91,11 @@ def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp
                 tma.async_copy_global_to_shared(v_desc, [kv * D, j * 128], full.index(s), v_smem.index(s))
                 it += 1
             if past is not None:
-                of_past_at = None
-                if listed is not None:
-                    of_past_at = at + earlier
-                _, newest, always, begin, end = extent(
-                    past, listed, bh, row, n_blocks, before, Hq, starts, M, part, parts)
-                ahead = past_tile(begin, newest, always, of_past_at, past.room)
+                _, newest, begin, end = extent(past, bh, row, Hq, starts, M, part, parts)
+                ahead = past_tile(begin, newest, past.room)
                 for i in range(begin, end):
                     j = ahead
-                    ahead = past_tile(i + 1, newest, always, of_past_at, past.room)
+                    ahead = past_tile(i + 1, newest, past.room)
                     s = it % STAGES
                     mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
                     mbarrier.expect(full.index(s), 256 * D)
@@ -342,7 +310,7 @@ def _absorb(P, worth, W, F, R, acc, total, old, ref, unit, v_exp, alpha, beta, M
 
 @gluon.jit
 def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty,
-              sqb, sqh, sqm, sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, parts,
+              sqb, sqh, sqm, sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, past, parts,
               starts, scale_log2, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
               LATE_PACK: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -370,15 +338,8 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
         kv = bh // Hq * (Hq // G) + bh % Hq // G
         n = _tiles(row, M, CAUSAL)
         j = n - 1
-        if listed is not None:
-            at, earlier = _list(listed, bh, row, n_blocks, before, past)
-            n = earlier + 1
-        of_past_at = None
         if past is not None:
-            tokens, newest, always, begin, end = extent(
-                past, listed, bh, row, n_blocks, before, Hq, starts, M, part, parts)
-            if listed is not None:
-                of_past_at = at + earlier
+            tokens, newest, begin, end = extent(past, bh, row, Hq, starts, M, part, parts)
         if starts is not None:
             n = gl.where(row < M - start_of(starts, bh // Hq), n, 1)
         if parts is not None:
@@ -408,25 +369,13 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
             total = gl.zeros((64, 8), gl.float32, l_layout)
         else:
             total = _lane_sum(P)
-        if listed is not None:
-            j = _own_entry(at, 0, n_blocks, past)
-            k_next, v_next = gl.load(k_scales + j), gl.load(v_logs + j)
-            # an index is loaded one tile before its scales
-            j = _own_entry(at, 1, n_blocks, past)
-            at += 2
-        else:
-            k_next, v_next = _next_scales(k_scales, v_logs, j)
+        k_next, v_next = _next_scales(k_scales, v_logs, j)
 
         for _ in range(n - 1):
             c = q_scale * k_next
             v_exp = v_next
-            if listed is not None:
-                k_next, v_next = gl.load(k_scales + j), gl.load(v_logs + j)
-                j = _own_entry(at, 0, n_blocks, past)
-                at += 1
-            else:
-                j -= 1
-                k_next, v_next = _next_scales(k_scales, v_logs, j)
+            j -= 1
+            k_next, v_next = _next_scales(k_scales, v_logs, j)
             S, F, R = _products(W, q_wg, k_smem, v_smem, ones, full, it, s, s_zero, o_zero, l_zero, STAGES, FP8)
             old = ref
             P, m, ref = _probabilities(S, c, m, last, 0, OFFSET, False, s_layout)
@@ -439,13 +388,13 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
             scales = past.scale + kv * (past.room // 32)
             # the newest tile alone may have keys that are not the row's
             full_from = gl.where((begin == 0) & (end > 0) & (tokens % 128 > 0), 1, begin)
-            k_two, v_two = past_scales(scales, past_tile(begin, newest, always, of_past_at, past.room), halves)
-            ahead = past_tile(begin + 1, newest, always, of_past_at, past.room)
+            k_two, v_two = past_scales(scales, past_tile(begin, newest, past.room), halves)
+            ahead = past_tile(begin + 1, newest, past.room)
             for turn in gl.static_range(2):
                 for i in range(begin if turn == 0 else full_from, full_from if turn == 0 else end):
                     k_here, v_here = k_two, v_two
                     k_two, v_two = past_scales(scales, ahead, halves)
-                    ahead = past_tile(i + 2, newest, always, of_past_at, past.room)
+                    ahead = past_tile(i + 2, newest, past.room)
                     S, F, R = _products(W, q_wg, k_smem, v_smem, ones, full, it, s, s_zero, o_zero, l_zero, STAGES, FP8)
                     old = ref
                     P, m, ref = past_probabilities(
@@ -489,17 +438,16 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
         _store_lse(lse + lse_at, (ref - OFFSET + gl.log2(total)) * LN_2, rows, broken + bh, M, seen)
 
 
-@gluon.jit(do_not_specialize=["M", "Tp", "n_items", "n_blocks", "heads", "Hq", "G", "before", "parts"])
+@gluon.jit(do_not_specialize=["M", "Tp", "n_items", "n_blocks", "heads", "Hq", "G", "parts"])
 def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, past_k, past_v, broken, o, lse, sqb, sqh, sqm, sob, som,
-                          soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, parts, starts,
+                          soh, M, Tp, n_items, n_blocks, heads, Hq, G, past, parts, starts,
                           scale_log2, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
                           LATE_PACK: gl.constexpr):
     """q [B, Hq, M, D] with last stride 1; k_desc [B*Hkv*Tp, D], v_desc [B*Hkv*D, Tp]; broken int32 [B*Hq + ...].
 
-    listed: `Listed`; None: every key tile is read. past: `TiledPast`, whose codes are past_k and past_v, of a causal
-    chunk, or None; before: how many of its tiles the lists are about; parts: how many items share the past of a tile of
-    queries, with o and lse as of `merge_parts_kernel`; None: each reads all. starts: int64 [B], the first token of each
-    row of a causal prompt; None: 0.
+    past: `TiledPast`, whose codes are past_k and past_v, of a causal chunk, or None; parts: how many items share the
+    past of a tile of queries, with o and lse as of `merge_parts_kernel`; None: each reads all. starts: int64 [B], the
+    first token of each row of a causal prompt; None: 0.
     """
     q_smem = gl.allocate_shared_memory(gl.int8, [2, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], gl.int8))
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 128, D], k_desc.layout)
@@ -516,11 +464,11 @@ def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, past_k, past_v, br
     fence_async_shared()
     gl.warp_specialize([
         (_consumer, (0, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty, sqb, sqh, sqm,
-                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, parts, starts,
+                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, past, parts, starts,
                      scale_log2, D, STAGES, CAUSAL, FP8, LATE_PACK)),
         (_consumer, (1, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty, sqb, sqh, sqm,
-                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, past, before, parts, starts,
+                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, past, parts, starts,
                      scale_log2, D, STAGES, CAUSAL, FP8, LATE_PACK)),
         (_producer, (k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq,
-                     G, listed, past, before, parts, starts, D, STAGES, CAUSAL)),
+                     G, past, parts, starts, D, STAGES, CAUSAL)),
     ], [4, 1], [240, 24])

@@ -20,42 +20,28 @@ def start_of(starts, row):
 
 
 @gluon.jit
-def entry(at, i):
-    """Entry i of a list; some tile up to two places past its end."""
-    return gl.load(at + i).to(gl.int32)
-
-
-@gluon.jit
-def extent(past, listed, bh, row, n_blocks, before, Hq, starts, M, part, parts):
-    """The past's tokens and tiles, how many of the newest are read in any case before those of the list, and which of
-    these, counted in this order, this part reads: from, to."""
+def extent(past, bh, row, Hq, starts, M, part, parts):
+    """The past's tokens and tiles, and which of these, the newest first, this part reads: from, to."""
     sealed = gl.load(past.sealed + bh // Hq).to(gl.int32) * 64
     tokens = sealed + gl.load(past.open_len + bh // Hq).to(gl.int32)
     newest = gl.cdiv(tokens, 128)
-    always, of_past = newest, 0
-    if listed is not None:
-        always = newest - gl.minimum(sealed // 128, before)
-        of_past = gl.load(listed[2] + bh.to(gl.int64) * n_blocks + row // 128)
+    of_row = newest
     if starts is not None:
-        live = row < M - start_of(starts, bh // Hq)
-        always, of_past = gl.where(live, always, 0), gl.where(live, of_past, 0)
-    begin, end = 0, always + of_past
+        of_row = gl.where(row < M - start_of(starts, bh // Hq), newest, 0)
+    begin, end = 0, of_row
     if parts is not None:
         # the first part reads the queries' own tiles besides
         own = row // 128 + 1
         share = gl.cdiv(end + own, parts)
         begin = gl.maximum(part * share - own, 0)
         end = gl.minimum((part + 1) * share - own, end)
-    return tokens, newest, always, begin, end
+    return tokens, newest, begin, end
 
 
 @gluon.jit
-def past_tile(i, newest, always, at, room):
-    """The tile of the past that is read i-th (past the end: any), at: the past's part of the list, or None."""
-    j = newest - 1 - i
-    if at is not None:
-        j = gl.where(i < always, j, entry(at, gl.maximum(i - always, 0)))
-    return gl.minimum(gl.maximum(j, 0), room // 128 - 1)
+def past_tile(i, newest, room):
+    """The tile of the past that is read i-th (past the end: any)."""
+    return gl.minimum(gl.maximum(newest - 1 - i, 0), room // 128 - 1)
 
 
 @gluon.jit

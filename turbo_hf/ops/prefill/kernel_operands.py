@@ -116,39 +116,68 @@ def _lane(packed_ptr, page, line, lines: tl.constexpr, bits: tl.constexpr, codes
 
 
 @triton.jit
-def _keys_of_page(k_ptr, meta, at, n, channel, D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Codes [BLOCK, DP] of the keys of page and slot `at`. meta: its steps and zeros, by channel."""
+def _numbers(codes, line, D: tl.constexpr, BITS: tl.constexpr):
+    """What codes below 8 bit stand for in units of their token's size. line: their channels' zeros; spans are D on."""
+    span = (tl.load(line + D).to(tl.int32) & 255).to(tl.float32)
+    return tl.load(line).to(tl.float32) + codes.to(tl.float32) * tl.div_rn(span, 2.0**BITS - 1)
+
+
+@triton.jit
+def _keys_of_page(k_ptr, meta, size, at, n, channel, D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """Keys [BLOCK, DP] of page and slot `at`, float32, at 16 bit as stored. meta: its lines; size: [BLOCK]."""
     k = _lane(k_ptr, at, n[:, None], BLOCK, BITS, D, channel[None, :])
     if BITS < 8:
-        k_step, k_zero = tl.load(meta).to(tl.int32), tl.load(meta + D).to(tl.int32)
-        k = tl.minimum(tl.maximum(k * k_step[None, :] + k_zero[None, :], -127), 127)
+        k = _numbers(k, meta + channel[None, :], D, BITS)
+    if BITS < 16:
+        k = k.to(tl.float32) * size[:, None]
     return k
 
 
 @triton.jit
 def _values_of_page(
-    v_ptr, meta, at, stored, channel, D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr
-):
-    """Codes [DP, BLOCK] of the values at the places `stored`."""
+    v_ptr, meta, size, at, stored, channel, D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+):  # fmt: skip
+    """Values [DP, BLOCK] at the places `stored`, whose tokens have these sizes, as `_keys_of_page`."""
     V_LINE: tl.constexpr = 2 if BITS < 8 else 0
     v = _lane(v_ptr, at, channel[:, None], D, VALUE_BITS, BLOCK, stored[None, :])
     if VALUE_BITS < 8:
-        v_step, v_zero = tl.load(meta + V_LINE * D).to(tl.int32), tl.load(meta + (V_LINE + 1) * D).to(tl.int32)
-        v = tl.minimum(tl.maximum(v * v_step[:, None] + v_zero[:, None], -127), 127)
+        v = _numbers(v, meta + V_LINE * D + channel[:, None], D, VALUE_BITS)
+    if VALUE_BITS < 16:
+        v = v.to(tl.float32) * size[None, :]
     return v
 
 
-@triton.jit(do_not_specialize=["k_room"])
+@triton.jit
+def _largest(x):
+    return tl.max(tl.max(tl.abs(x), 1), 0)
+
+
+@triton.jit
+def _unit(most, size):
+    """The scale of INT8 codes of numbers up to `most`; NaN where a token's size is not finite, which max skips."""
+    return tl.div_rn(counted(most), 127.0) + tl.sum(size * 0.0, 0)
+
+
+@triton.jit
+def _narrow(x, TYPE: tl.constexpr):
+    """x in a 16- or 32-bit type: a rounded code may lie beyond the end of float16's range."""
+    if TYPE == tl.float16:
+        x = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+    return x.to(TYPE)
+
+
+@triton.jit
 def unpack_past_kernel(
-    k_ptr, v_ptr, meta_ptr, scale_ptr, table_ptr, sealed_ptr, order_ptr, k_out_ptr, v_out_ptr, scale_out_ptr,
-    blocks, first_slot, k_room, HEADS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    k_ptr, v_ptr, meta_ptr, size_ptr, table_ptr, sealed_ptr, order_ptr, k_out_ptr, v_out_ptr, scale_out_ptr,
+    blocks, first_slot, HEADS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr, IN_TIME: tl.constexpr,
 ):  # fmt: skip
-    """One sealed block of one slot: codes of keys [BLOCK, D] and of values [D, BLOCK], the scale of keys, and log2
-    of that of values.
+    """One sealed block of one slot: keys [BLOCK, D] and values [D, BLOCK], the scale of keys, and log2 of that of
+    values.
 
-    Values are in `VALUE_ORDER`, or with IN_TIME in the order of time. Codes are INT8, or in a wider type. Without
-    v_out_ptr keys alone, dequantized. k_room: tokens from a head's first key to the next head's.
+    Where the output is INT8, these are codes with one scale for the block; else the numbers themselves, with a scale
+    of 1. Values are in `VALUE_ORDER`, or with IN_TIME in the order of time.
     """
     block, slot, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if block >= tl.load(sealed_ptr + row):
@@ -161,48 +190,93 @@ def unpack_past_kernel(
     kept = (d < D)[None, :]
     channel = tl.minimum(d, D - 1)
     LINES: tl.constexpr = (2 if BITS < 8 else 0) + (2 if VALUE_BITS < 8 else 0)
-    meta = meta_ptr + at * LINES * D + channel
-    k = _keys_of_page(k_ptr, meta, at, n, channel, D, BLOCK, BITS)
-    token = (block * BLOCK + n).to(tl.int64)
-    k_to = k_out_ptr + (kv_row * k_room + token)[:, None] * D + d[None, :]
-    if v_out_ptr is None:
-        tl.store(k_to, (k.to(tl.float32) * tl.load(scale_ptr + at * 2)).to(k_out_ptr.dtype.element_ty), mask=kept)
+    meta = meta_ptr + at * LINES * D
+    sizes = size_ptr + at * (2 * BLOCK)
+    K_TYPE: tl.constexpr = k_out_ptr.dtype.element_ty
+    size = n.to(tl.float32)
+    if BITS < 16:
+        size = tl.load(sizes + n).to(tl.float32)
+    k = _keys_of_page(k_ptr, meta, size, at, n, channel, D, BLOCK, BITS)
+    k_scale = 1.0
+    if K_TYPE == tl.int8:
+        most = _largest(k)
+        k, k_scale = as_int8(_scaled(k, most, 127.0)), _unit(most, size)
     else:
-        # pages hold values in VALUE_ORDER, unless they are in 16 bit
-        stored = value_order(n) if BITS == 16 and not IN_TIME else n
-        v = _values_of_page(v_ptr, meta, at, stored, channel, D, BLOCK, BITS, VALUE_BITS)
-        tl.store(k_to, k.to(k_out_ptr.dtype.element_ty), mask=kept)
-        if IN_TIME and BITS < 16:
-            v = in_time_order(v)
-        to = (kv_row * D + d)[:, None] * (blocks * BLOCK) + token[None, :]
-        tl.store(v_out_ptr + to, v.to(v_out_ptr.dtype.element_ty), mask=tl.trans(kept))
-        to = scale_out_ptr + (kv_row * blocks + block) * 2
-        v_scale = tl.load(scale_ptr + at * 2 + 1)
-        tl.store(to, tl.load(scale_ptr + at * 2))
+        k = _narrow(k, K_TYPE)
+    token = (block * BLOCK + n).to(tl.int64)
+    tl.store(k_out_ptr + (kv_row * (blocks * BLOCK) + token)[:, None] * D + d[None, :], k, mask=kept)
+    V_TYPE: tl.constexpr = v_out_ptr.dtype.element_ty
+    # pages hold values in VALUE_ORDER, unless they are in 16 bit
+    stored = value_order(n) if BITS == 16 and not IN_TIME else n
+    if BITS < 16:
+        size = tl.load(sizes + BLOCK + value_order(n)).to(tl.float32)
+    v = _values_of_page(v_ptr, meta, size, at, stored, channel, D, BLOCK, BITS, VALUE_BITS)
+    v_log2 = 0.0
+    if V_TYPE == tl.int8:
+        most = _largest(v)
+        v, v_scale = as_int8(_scaled(v, most, 127.0)), _unit(most, size)
         # the unit of a block of zeros does not matter
-        tl.store(to + 1, tl.log2(tl.where(v_scale > 0, v_scale, 1.0)))
+        v_log2 = tl.log2(tl.where(v_scale == 0, 1.0, v_scale))
+    else:
+        v = _narrow(v, V_TYPE)
+    if IN_TIME and BITS < 16:
+        v = in_time_order(v)
+    to = (kv_row * D + d)[:, None] * (blocks * BLOCK) + token[None, :]
+    tl.store(v_out_ptr + to, v, mask=tl.trans(kept))
+    to = scale_out_ptr + (kv_row * blocks + block) * 2
+    tl.store(to, k_scale)
+    tl.store(to + 1, v_log2)
 
 
 @triton.jit
 def _open_values(past, kv_row, place, d, opened, D: tl.constexpr):
-    """Values [D, 64] of the open tokens from `place` on, in VALUE_ORDER; 0 past the end."""
+    """Values [D, 64] of the open tokens from `place` on, in VALUE_ORDER, and their scales; 0 past the end."""
     token = value_order(place + tl.arange(0, 64))
     here = token < opened
     v = tl.load(past.v_open + (kv_row * D + d)[:, None] * past.open_room + token[None, :], mask=here[None, :], other=0)
-    return (
-        v.to(tl.float32) * tl.load(past.v_open_scale + kv_row * past.open_room + token, mask=here, other=0.0)[None, :]
-    )
+    size = tl.load(past.v_open_scale + kv_row * past.open_room + token, mask=here, other=0.0)
+    return v.to(tl.float32) * size[None, :], size
 
 
 @triton.jit
-def _value_scale(past, pages, table, kv_row, slot, block, sealed, d, opened, SLOTS: tl.constexpr, D: tl.constexpr):
-    """The scale of a block's values: that of its page, or what makes INT8 of open tokens; 0 past the end."""
+def _value_unit(
+    past, pages, table, kv_row, slot, block, sealed, d, opened, SLOTS: tl.constexpr, D: tl.constexpr,
+    BITS: tl.constexpr, VALUE_BITS: tl.constexpr, V_RUN: tl.constexpr,
+):  # fmt: skip
+    """What makes INT8 of a block's values; 0 past the row's end."""
     if block < sealed:
-        scale = tl.load(pages.scale + (tl.load(table + block) * SLOTS + slot) * 2 + 1)
+        at = tl.load(table + block) * SLOTS + slot
+        most = 0.0
+        for first in tl.static_range(0, 64, V_RUN):
+            most = tl.maximum(most, _largest(_run_of_values(pages, at, first, d, D, BITS, VALUE_BITS, V_RUN)))
+        unit = _unit(most, tl.load(pages.size + at * 128 + 64 + tl.arange(0, 64)).to(tl.float32))
     else:
-        v = tl.abs(_open_values(past, kv_row, (block - sealed) * 64, d, opened, D))
-        scale = tl.div_rn(tl.max(tl.max(v, 1), 0), 127.0)
-    return scale
+        v, size = _open_values(past, kv_row, (block - sealed) * 64, d, opened, D)
+        unit = _unit(_largest(v), size)
+    return unit
+
+
+@triton.jit
+def _run_of_values(
+    pages, at, first: tl.constexpr, d, D: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    V_RUN: tl.constexpr,
+):  # fmt: skip
+    """Values [D, V_RUN] of page and slot `at` from the place `first` on."""
+    LINES: tl.constexpr = (2 if BITS < 8 else 0) + (2 if VALUE_BITS < 8 else 0)
+    t = first + tl.arange(0, V_RUN)
+    size = tl.load(pages.size + at * 128 + 64 + value_order(t)).to(tl.float32)
+    return _values_of_page(pages.v, pages.meta + at * LINES * D, size, at, t, d, D, 64, BITS, VALUE_BITS)
+
+
+@triton.jit
+def _run_of_keys(
+    pages, size, at, first: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    K_RUN: tl.constexpr,
+):  # fmt: skip
+    """Channels [64, K_RUN] of the keys of page and slot `at` from `first` on."""
+    LINES: tl.constexpr = (2 if BITS < 8 else 0) + (2 if VALUE_BITS < 8 else 0)
+    c = first + tl.arange(0, K_RUN)
+    return _keys_of_page(pages.k, pages.meta + at * LINES * D, size, at, tl.arange(0, 64), c, D, 64, BITS)
 
 
 @triton.jit(do_not_specialize=["blocks", "first_slot"])
@@ -212,8 +286,8 @@ def unpack_tiles_kernel(
 ):  # fmt: skip
     """One tile of 128 tokens of one slot, its open tokens in the blocks that they would fill, to past.k, .v and .scale.
 
-    past: `Past`; pages: `PagedHeads` of blocks of 64. INT8 codes of pages stay as they are. In FP8, values have one
-    scale a tile. A tile's second block may lie past the row's end: its codes are 0, its scales those of the first.
+    past: `Past`; pages: `PagedHeads` of blocks of 64. Codes have one scale a block; in FP8, values have one scale a
+    tile. A tile's second block may lie past the row's end: its codes are 0, its scales those of the first.
     """
     tile, slot, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     sealed = tl.load(past.sealed + row).to(tl.int32)
@@ -224,46 +298,52 @@ def unpack_tiles_kernel(
     kv_row = row * HEADS + tl.load(order + row * HEADS + first_slot + slot)
     n, d = tl.arange(0, 64), tl.arange(0, D)
     FP8: tl.constexpr = past.v.dtype.element_ty == tl.float8e4nv
-    LINES: tl.constexpr = (2 if BITS < 8 else 0) + (2 if VALUE_BITS < 8 else 0)
-    one = _value_scale(past, pages, table, kv_row, slot, 2 * tile, sealed, d, opened, SLOTS, D)
-    other = _value_scale(past, pages, table, kv_row, slot, 2 * tile + 1, sealed, d, opened, SLOTS, D)
-    largest = tl.maximum(one, other)
-    largest = tl.where(largest > 0, largest, 1.0)
     # channels, and tokens, that lie in the same bits of neighbouring bytes
     K_RUN: tl.constexpr = D // 4 if BITS == 3 else D * BITS // 8
     V_RUN: tl.constexpr = 16 if VALUE_BITS == 3 else 64 * VALUE_BITS // 8
+    one = _value_unit(past, pages, table, kv_row, slot, 2 * tile, sealed, d, opened, SLOTS, D, BITS, VALUE_BITS, V_RUN)
+    other = _value_unit(
+        past, pages, table, kv_row, slot, 2 * tile + 1, sealed, d, opened, SLOTS, D, BITS, VALUE_BITS, V_RUN
+    )
+    # not maximum, which drops NaN
+    largest = tl.where(other <= one, one, other) + one * 0.0
+    largest = tl.where(largest == 0, 1.0, largest)
     k_scale = 0.0
     for half in tl.static_range(2):
         block = 2 * tile + half
         v_scale = one if half == 0 else other
-        v_unit = largest if FP8 else tl.where(v_scale > 0, v_scale, largest)
+        v_unit = largest if FP8 else tl.where(v_scale == 0, largest, v_scale)
         k_to = past.k + (kv_row * past.sealed_room + block * 64 + n)[:, None] * D
         v_to = past.v + (kv_row * D + d)[:, None] * past.sealed_room + block * 64
         if block < sealed:
             at = tl.load(table + block) * SLOTS + slot
-            meta = pages.meta + at * LINES * D
-            k_scale = tl.load(pages.scale + at * 2)
+            size = tl.load(pages.size + at * 128 + n).to(tl.float32)
+            most = 0.0
             for first in tl.static_range(0, D, K_RUN):
+                most = tl.maximum(most, _largest(_run_of_keys(pages, size, at, first, D, BITS, VALUE_BITS, K_RUN)))
+            k_scale = _unit(most, size)
+            for first in tl.static_range(0, D, K_RUN):
+                k = _run_of_keys(pages, size, at, first, D, BITS, VALUE_BITS, K_RUN)
                 c = first + tl.arange(0, K_RUN)
-                k = _keys_of_page(pages.k, meta + c, at, n, c, D, 64, BITS)
-                tl.store(k_to + c[None, :], k.to(tl.int8))
+                tl.store(k_to + c[None, :], as_int8(_scaled(k, most, 127.0)))
             for first in tl.static_range(0, 64, V_RUN):
+                v = _run_of_values(pages, at, first, d, D, BITS, VALUE_BITS, V_RUN) / v_unit
                 t = first + tl.arange(0, V_RUN)
-                v = _values_of_page(pages.v, meta + d, at, t, d, D, 64, BITS, VALUE_BITS)
                 if FP8:
-                    tl.store(v_to + t[None, :], (v.to(tl.float32) * (v_scale / v_unit)).to(tl.float8e4nv))
+                    tl.store(v_to + t[None, :], v.to(tl.float8e4nv))
                 else:
-                    tl.store(v_to + t[None, :], v.to(tl.int8))
+                    tl.store(v_to + t[None, :], as_int8(v))
         else:
             place = (block - sealed) * 64
             here = place + n < opened
             at = kv_row * past.open_room + place
             x = tl.load(past.k_open + (at + n)[:, None] * D + d[None, :], mask=here[:, None], other=0).to(tl.float32)
-            x *= tl.load(past.k_open_scale + at + n, mask=here, other=0.0)[:, None]
-            most = tl.max(tl.max(tl.abs(x), 1), 0)
-            k_scale = tl.where(place < opened, tl.div_rn(most, 127.0), k_scale)
+            size = tl.load(past.k_open_scale + at + n, mask=here, other=0.0)
+            x *= size[:, None]
+            most = _largest(x)
+            k_scale = tl.where(place < opened, _unit(most, size), k_scale)
             tl.store(k_to + d[None, :], as_int8(_scaled(x, most, 127.0)))
-            y = _open_values(past, kv_row, place, d, opened, D) / v_unit
+            y = _open_values(past, kv_row, place, d, opened, D)[0] / v_unit
             if FP8:
                 tl.store(v_to + n[None, :], y.to(tl.float8e4nv))
             else:

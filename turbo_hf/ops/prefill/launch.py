@@ -16,10 +16,11 @@ from turbo_hf.layout import (
     Operands,
     Rounding,
     Scoring,
+    half_type,
     power_of_two,
 )
 from turbo_hf.ops import gpu
-from turbo_hf.ops.maths import align, key_mean, key_shift, query_shift, ratio
+from turbo_hf.ops.maths import align, key_mean, ratio
 from turbo_hf.ops.prefill.kernel import prefill_kernel
 from turbo_hf.ops.prefill.kernel_arguments import Chunk, Past, PrefillForm, PrefillQueries, PrefillResult, View
 from turbo_hf.ops.prefill.kernel_operands import (
@@ -29,9 +30,7 @@ from turbo_hf.ops.prefill.kernel_operands import (
     unpack_tiles_kernel,
 )
 from turbo_hf.ops.prefill.kernel_parts import merge_parts_kernel
-from turbo_hf.ops.prefill.launch_tiles import launch_list_tiles
-from turbo_hf.ops.prefill.reference_tiles import past_tiles
-from turbo_hf.ops.store.launch import launch_rotate, pairs_of
+from turbo_hf.ops.store.launch import pairs_of
 from turbo_hf.ops.tuning import PrefillTiles, fills_sms, in_tiles, past_parts, prefill_tiles
 
 REPAIR_PROGRAMS = 264
@@ -39,9 +38,6 @@ REPAIR_PROGRAMS = 264
 
 UNPACK_WARPS = 16
 """Warps that unpack a tile of a past: 0.37 ms for 120k tokens of 8 heads of 128 on an H100, with 4 of them 0.47."""
-
-WIDE_PAST = 1 << 29
-"""Bytes of an unpacked past up to which it is in the type of the queries, where products are in that."""
 
 MERGED = 8
 """Queries whose parts a program merges."""
@@ -80,17 +76,12 @@ def _quantize(
     k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None, broken: torch.Tensor
 ) -> tuple[Operands, torch.Tensor | None]:
     """Operands, and the log2 of their `v_scale`. broken: int32 [B*Hkv], set to 1 for heads that contain NaN or Inf."""
-    name, block, v_scale, smooth_k, hadamard = rounding
+    name, block, v_scale, smooth_k = rounding
     mode = MODES[name]
     batch, heads, tokens, dim = k.shape
     padded = -(-tokens // block) * block
     device, by_token, with_v = k.device, mode.k_scale == "token", mode.v_type is not None
     mean = key_mean(align(k, starts), starts) if smooth_k else None
-    taken = mean
-    if hadamard:
-        shift = key_shift(dim)
-        taken = None if mean is None else launch_rotate(mean[:, :, None], shift, torch.float32)[:, :, 0]
-        k = launch_rotate(k, shift, torch.float32)
     k, v = _last_contiguous(k), _last_contiguous(v)
     shape = {"HEADS": heads, "D": dim, "DP": _padded_dim(dim), "BLOCK": block, "STARTS": starts is not None}
     shape |= gpu.FMA
@@ -110,7 +101,7 @@ def _quantize(
             if v_scale == "tensor":
                 ranges = ranges.amax(-1, keepdim=True).expand(-1, -1, dim).contiguous()
         quantize_operands_kernel[grid](
-            k, v, taken, ranges, k_codes, k_scale, v_codes, v_block, v_log2, broken, starts,
+            k, v, mean, ranges, k_codes, k_scale, v_codes, v_block, v_log2, broken, starts,
             *k.stride()[:3], *v.stride()[:3], tokens, padded,
             K_TOKEN=by_token, SMOOTH=smooth_k, V_TOP=mode.v_top, V_CHANNEL=ranges is not None, V_OUT=with_v,
             **shape,
@@ -121,60 +112,45 @@ def _quantize(
     return Operands(k_codes, k_scale, v_codes, v_block, channel, mean), v_log2
 
 
-def unpack_past(past: KVStore, wide: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sealed blocks of a cache: codes k [B, Hkv, T, D], v [B, Hkv, D, T], and [B, Hkv, T/b, 2]: the scale
-    of keys, log2 of that of values.
+def unpack_past(
+    past: KVStore, keys: torch.dtype = torch.int8, values: torch.dtype = torch.int8, in_time: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sealed blocks of a cache: k [B, Hkv, T, D], v [B, Hkv, D, T], and [B, Hkv, T/b, 2]: the scale of keys, log2
+    of that of values.
 
-    wide: the queries' type, if products are in it; k and v are then in this type, unless that is too much memory, and
-        v is in the order of time. Else they are INT8, v in VALUE_ORDER. With 16-bit heads, they are in the type of
-        their pages. Places past a row's end are not written.
+    keys, values: types of k and v. INT8: codes with one scale for each block, as `past_operands`; else the numbers
+        themselves.
+    in_time: v is in the order of time, not in VALUE_ORDER. Places past a row's end are not written.
     """
     batch, heads, _, dim = past.k_open.shape
-    blocks, device, dtype = past.table.shape[1], past.k_open.device, past.k_open.dtype
-    shape = (batch, heads, blocks * past.block, dim)
-    if wide is not None and dtype == torch.int8 and 2 * math.prod(shape) * wide.itemsize <= WIDE_PAST:
-        dtype = wide
-    k = torch.empty(shape, dtype=dtype, device=device)
-    v = torch.empty(batch, heads, dim, shape[2], dtype=dtype, device=device)
-    scale = torch.empty(batch, heads, blocks, 2, device=device)
-    _unpack(past, k, v, scale, in_time=wide is not None)
-    return k, v, scale
-
-
-def dequantize_keys(past: KVStore, first: int, to: torch.Tensor) -> None:
-    """Write the keys of the sealed blocks from `first` on to `to`: float [B, Hkv, T, D], T whole blocks that every row
-    has, heads at one stride and rows at that of all of their heads."""
-    blocks = to.shape[2] // past.block
-    _unpack(past._replace(table=past.table[:, first : first + blocks]), to, None, None)
-
-
-def _unpack(
-    past: KVStore, k: torch.Tensor, v: torch.Tensor | None, scale: torch.Tensor | None, in_time: bool = False
-) -> None:
-    batch, heads, _, dim = k.shape
-    blocks, first, room = past.table.shape[1], 0, k.stride(1) // dim
+    blocks, first, device = past.table.shape[1], 0, past.k_open.device
     order, table = past.order.contiguous(), past.table.contiguous()
+    k = torch.empty(batch, heads, blocks * past.block, dim, dtype=keys, device=device)
+    v = torch.empty(batch, heads, dim, blocks * past.block, dtype=values, device=device)
+    scale = torch.empty(batch, heads, blocks, 2, device=device)
     with torch.cuda.device_of(k):
         for pages in past.paged:
             slots = pages.k.shape[1]
             if blocks:
                 unpack_past_kernel[(blocks, slots, batch)](
-                    pages.k, pages.v, pages.meta, pages.scale, table, past.sealed, order, k, v, scale,
-                    blocks, first, room, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
+                    pages.k, pages.v, pages.meta, pages.size, table, past.sealed, order, k, v, scale,
+                    blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
                     BITS=pages.bits, VALUE_BITS=pages.value_bits, IN_TIME=in_time, **gpu.FMA,
                 )  # fmt: skip
             first += slots
+    return k, v, scale
 
 
 def _held(past: KVStore, dtype: torch.dtype, mode: str, *, tiled: bool) -> Past:
     """A past for queries of `dtype`. tiled: as the kernel for Hopper reads it."""
-    values = MODES[mode].v_type
+    values, precise = MODES[mode].v_type, mode == "fp16"
     if tiled and values is not None:
         return unpack_tiles(past, values)
-    wide = dtype if mode == "fp16" else None
+    # codes serve INT8 and FP8, which the kernel rounds them to
+    types = (dtype, dtype) if precise else (torch.int8, torch.int8 if values else half_type(dtype))
     opened = (past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
     room = past.table.shape[1] * past.block
-    return Past(*unpack_past(past, wide), past.sealed, *opened, room, past.k_open.shape[2])
+    return Past(*unpack_past(past, *types, in_time=precise), past.sealed, *opened, room, past.k_open.shape[2])
 
 
 def unpack_tiles(past: KVStore, values: torch.dtype) -> Past:
@@ -211,7 +187,6 @@ def launch_prefill(
     starts: torch.Tensor | None,
     causal: bool,
     window: int | None,
-    kept: torch.Tensor | None = None,
     own: bool = True,
 ) -> AttentionOutput:
     """`ops.prefill.contract.prefill`: quantize keys and values, unpack the past, and one launch for the rest."""
@@ -226,8 +201,7 @@ def launch_prefill(
             name, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device), past=past is not None
         )
 
-    # lists are not shared among programs
-    room = 0 if past is None or kept is not None else past.table.shape[1] * past.block
+    room = 0 if past is None else past.table.shape[1] * past.block
     hopper = own and _hopper_serves(q, rounding, scoring, past, room, window, causal=causal, padded=starts is not None)
     rows = PROMPT_TILE if hopper else tiles_of(rounding.mode).block_m
     parts = past_parts(-(-tokens // rows) * pairs, room, q.device)
@@ -238,13 +212,11 @@ def launch_prefill(
     broken = flags(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
     held = None if past is None else _held(past, q.dtype, rounding.mode, tiled=hopper)
     kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
-    listed, before = (None, 0) if kept is None else (launch_list_tiles(kept, tokens, past), past_tiles(kept, tokens))
 
     def run(
         operands: Operands,
         name: str,
         logs: torch.Tensor | None = None,
-        rotated: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         *,
         repair: bool = False,
@@ -271,9 +243,8 @@ def launch_prefill(
             View(first.out, None) if split else _view(found.out), (first if split else found).lse, broken
         )
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
-            PrefillQueries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
-            # what is repaired is computed densely
-            None if repair else listed, before, kernel_scoring, to, pairs, tokens, parts, FORM=form, REPAIR=repair,
+            PrefillQueries(_view(q), bias), k_tiles, v_tiles, chunk, held,
+            kernel_scoring, to, pairs, tokens, parts, FORM=form, REPAIR=repair,
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
             **gpu.FMA,
         )  # fmt: skip
@@ -287,12 +258,11 @@ def launch_prefill(
             if hopper:
                 from turbo_hf.ops.prefill.launch_hopper import launch_hopper_prefill  # noqa: PLC0415 - needs Gluon
 
-                over = (held, listed, before, parts, starts)
+                over = (held, parts, starts)
                 launch_hopper_prefill(q, operands, v_log2, first, broken, scoring, causal, *over)
             else:
                 bias = None if operands.k_mean is None else _bias(q, operands.k_mean) * scoring.scaling
-                rotated = launch_rotate(q, query_shift(dim), torch.float32) if rounding.hadamard else None
-                run(operands, rounding.mode, v_log2, rotated, bias)
+                run(operands, rounding.mode, v_log2, bias)
         if parts > 1:
             _merge_parts(*first, starts, found)
         if rounding.mode != "fp16":
@@ -345,7 +315,7 @@ def _hopper_serves(
     plain &= window is None or (past is None and window >= q.shape[2])
     scales = MODES[rounding.mode].k_scale == "block" and rounding.v_scale == "block" and rounding.block == 128
     narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in (64, 128)
-    return gpu.hopper(q.device) and plain and scales and narrow and not (rounding.smooth_k or rounding.hadamard)
+    return gpu.hopper(q.device) and plain and scales and narrow and not rounding.smooth_k
 
 
 def _log2(softcap: float | None) -> float | None:

@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from turbo_hf.layout import AttentionOutput, Operands, Scoring
 from turbo_hf.ops import gpu
-from turbo_hf.ops.prefill.kernel_arguments import Listed, Past, TiledPast
+from turbo_hf.ops.prefill.kernel_arguments import Past, TiledPast
 from turbo_hf.ops.prefill.kernel_hopper import hopper_prefill_kernel
 
 TILE = 128
@@ -31,18 +31,14 @@ def launch_hopper_prefill(
     scoring: Scoring,
     causal: bool,
     past: Past | None = None,
-    listed: Listed | None = None,
-    before: int = 0,
     parts: int = 1,
     starts: torch.Tensor | None = None,
 ) -> None:
     """Write out and lse of q over `chunk` to `to`, v_log2 being the log2 of `chunk.v_scale`. scoring: a plain one.
 
-    past: of a causal chunk, as `unpack_tiles` makes it. listed: the key tiles that each tile of queries reads, of a
-    causal prompt, the first `before` tiles of the past among them; None: all. parts: how many programs share the past
-    of a tile of queries; `to` is then float32 [parts, B, Hq, M, D] and [parts, B, Hq, M], contiguous. starts: int64
-    [B], each row's first token, of causal prompts. `broken` is set for heads with NaN or Inf in q, or scores too large
-    for INT8.
+    past: of a causal chunk, as `unpack_tiles` makes it. parts: how many programs share the past of a tile of queries;
+    `to` is then float32 [parts, B, Hq, M, D] and [parts, B, Hq, M], contiguous. starts: int64 [B], each row's first
+    token, of causal prompts. `broken` is set for heads with NaN or Inf in q, or scores too large for INT8.
     """
     out, lse = to
     batch, heads, tokens, dim = q.shape
@@ -70,6 +66,6 @@ def launch_hopper_prefill(
         q, *described(chunk.k, chunk.v, padded), chunk.k_scale, v_log2, *of_past, broken, out, lse,
         *q.stride()[:3], out.stride(-4), out.stride(-2), out.stride(-3), tokens, padded, items,
         triton.cdiv(tokens, TILE), together, heads, group,
-        listed, tiled, before, parts if parts > 1 else None, starts, scoring.scaling * math.log2(math.e),
+        tiled, parts if parts > 1 else None, starts, scoring.scaling * math.log2(math.e),
         D=dim, STAGES=STAGES[dim], CAUSAL=causal, FP8=fp8, LATE_PACK=dim == 64, num_warps=4,
     )  # fmt: skip

@@ -21,8 +21,7 @@ def quantize_operands(
 
     Args:
         k, v: float [B, Hkv, M, D].
-        rounding: as in `ops.prefill.contract`, of any mode but "fp16"; with `hadamard`, keys are rotated as
-            `ops.store.rotate.rotate_keys` does, and queries must be rotated too.
+        rounding: as in `ops.prefill.contract`, of any mode but "fp16".
         starts: int64 [B], the first real column of each row.
         backend: "auto", "triton" or "reference".
 
@@ -32,7 +31,7 @@ def quantize_operands(
     Raises:
         ValueError: wrong dtype, rank, head dim, mode, block or v_scale, or a backend that cannot run.
 
-    Source: TurboAttention eq. 4 (blocks), INT-FlashAttention alg. 1 (tokens) and its outlook (V by block, Hadamard).
+    Source: TurboAttention eq. 4 (blocks), INT-FlashAttention alg. 1 (tokens) and its outlook (V by block).
     """
     check_float("k", k)
     check_float("v", v)

@@ -5,23 +5,22 @@ import torch
 from turbo_hf.layout import (
     INT8_MAX,
     MODES,
-    PROMPT_TILE,
     SAS_TILE,
     SCORE_LIMIT,
+    AttentionMode,
     AttentionOutput,
     KVStore,
     Operands,
     Rounding,
     Scoring,
     half_type,
+    narrowed,
     value_order,
 )
-from turbo_hf.ops.maths import align, counted, query_shift, ratio, scaled
+from turbo_hf.ops.maths import align, counted, ratio, scaled
 from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
-from turbo_hf.ops.prefill.reference_tiles import as_square
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
-from turbo_hf.ops.store.reference_pages import sealed_tokens, stored
-from turbo_hf.ops.store.reference_rotate import reference_rotate
+from turbo_hf.ops.store.reference_pages import sealed_tokens
 
 
 def reference_prefill(
@@ -34,7 +33,6 @@ def reference_prefill(
     starts: torch.Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
-    kept: torch.Tensor | None = None,
     own: bool = True,
 ) -> AttentionOutput:
     batch, _, tokens, _ = q.shape
@@ -45,15 +43,10 @@ def reference_prefill(
     length = 0 if past is None else (past.sealed * past.block + past.open_len)[:, None]
     place = torch.where(column < count, column + length, -1)
     mode, precise, block = MODES[rounding.mode], rounding.mode == "fp16", rounding.block
-    plain = _queries(queries, place, precise)
-    turned = plain
-    if rounding.hadamard:
-        turned = _queries(reference_rotate(queries, query_shift(queries.shape[-1]), _wide(queries)), place, precise)
+    asking = _queries(queries, place, precise)
 
     sas_tile = SAS_TILE if precise and scoring.sas_threshold is not None else None
-    square = None if kept is None else as_square(kept, tokens)
-    fp8 = mode.v_type == torch.float8_e4m3fn
-    runs = [] if past is None else _past(past, plain, fp8, sas_tile or past.block, square)
+    runs = [] if past is None else _past(past, asking, mode, q.dtype, sas_tile or past.block)
     if precise:
         block = sas_tile or block
         keys, values = (_raw(align(x, starts), place, block) for x in (k, v))
@@ -63,8 +56,7 @@ def reference_prefill(
         keys, values = _chunk(parts, align(v, starts), place, block)
         bias = None if parts.k_mean is None else _mean_score(queries, parts.k_mean) * scoring.scaling
     if own:
-        ours = None if square is None else square[..., -square.shape[2] :]
-        runs.append(Run(turned, keys, values, block, bias, own=True, kept=ours))
+        runs.append(Run(asking, keys, values, block, bias, own=True))
 
     out, lse = flash(runs, FlashOptions(scoring, causal, window, mode.p_type(q.dtype)))
     too_large = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)
@@ -75,7 +67,7 @@ def reference_prefill(
         lse = torch.gather(lse, 2, back[:, None].expand_as(lse)).masked_fill(padding, -torch.inf)
     out, lse = out.to(q.dtype), lse.float()
     if not precise and bool(too_large.any()):
-        exact = reference_prefill(q, k, v, scoring, Rounding("fp16"), past, starts, causal, window, own=own)
+        exact = reference_prefill(q, k, v, scoring, Rounding("fp16"), past, starts, causal, window, own)
         out = torch.where(too_large[..., None, None], exact.out, out)
         lse = torch.where(too_large[..., None], exact.lse, lse)
     return AttentionOutput(out, lse)
@@ -127,17 +119,14 @@ def _chunk(parts: Operands, v: torch.Tensor, place: torch.Tensor, block: int) ->
     return keys, Operand(values * parts.v_channel[:, :, None].to(wide), torch.ones_like(keys.scale), place)
 
 
-def _past(store: KVStore, q: Operand, fp8: bool, tile: int, kept: torch.Tensor | None) -> list[Run]:
-    """The sealed blocks (one scale per block) and the open tokens (one scale per token), as stored.
-
-    kept: bool [B, Hq, T, P + T]: the first P are tiles of the past; None: all are read.
-    """
+def _past(store: KVStore, q: Operand, mode: AttentionMode, dtype: torch.dtype, tile: int) -> list[Run]:
+    """The sealed blocks and the open tokens, as their products take them. dtype: of the model's queries."""
     batch, _, cap, _ = store.k_open.shape
     wide, sealed = q.x.dtype, store.sealed[:, None] * store.block
     at = torch.arange(store.table.shape[1] * store.block, device=q.x.device).expand(batch, -1)
     opened = torch.arange(cap, device=q.x.device).expand(batch, -1)
     found = [
-        (*sealed_tokens(store), torch.where(at < sealed, at, -1)),
+        (*past_operands(store, mode, dtype), torch.where(at < sealed, at, -1)),
         (
             store.k_open,
             store.k_scale,
@@ -150,15 +139,35 @@ def _past(store: KVStore, q: Operand, fp8: bool, tile: int, kept: torch.Tensor |
     for k, k_scale, v, v_scale, place in found:
         # pages that the row does not own are another row's or uninitialized: their scales must not reach a product
         k_step, v_step = (x.to(wide).masked_fill((place < 0)[:, None], 0.0) for x in (k_scale, v_scale))
-        k_own, v_own = stored(k, place >= 0), stored(v, place >= 0)
-        values = v_own.float().to(torch.float8_e4m3fn) if fp8 else v_own
+        k_own, v_own = (x.masked_fill((place < 0)[:, None, :, None], 0) for x in (k, v))
+        values = v_own.float().to(torch.float8_e4m3fn) if mode.v_type == torch.float8_e4m3fn else v_own
         keys, items = Operand(k_own.to(wide), k_step, place), Operand(values.to(wide), v_step, place)
         runs.append(Run(q, _whole(keys, tile), _whole(items, tile), tile))
-    if kept is not None:
-        tiles = torch.arange(-(-at.shape[1] // PROMPT_TILE), device=at.device)
-        listed = min(kept.shape[3] - kept.shape[2], len(tiles))
-        # what no whole tile of a row holds is always read
-        besides = (tiles >= (sealed // PROMPT_TILE).clamp(max=listed)).expand(kept.shape[0], -1)
-        of_past = torch.nn.functional.pad(kept[..., :listed], (0, len(tiles) - listed), value=True)
-        runs[0] = runs[0]._replace(kept=of_past | besides[:, None, None])
     return runs
+
+
+def past_operands(
+    store: KVStore, mode: AttentionMode, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sealed blocks as products of this mode take them: k [B, Hkv, T, D], k_scale [B, Hkv, T], v, v_scale.
+
+    Keys are INT8 codes with one scale for each block of them, and so are values of modes with an 8-bit type of values.
+    Other values are the numbers in `half_type(dtype)`. Where nothing is rounded, both are in units of token sizes. In
+    blocks that a row does not own, any number.
+    """
+    k, k_size, v, v_size = sealed_tokens(store)
+    if mode.k_scale is None:
+        return k, k_size, v, v_size
+    k, v = k * k_size[..., None], v * v_size[..., None]
+    k, k_scale = _block_codes(k, store.block)
+    if mode.v_type is None:
+        return k, k_scale, narrowed(v, half_type(dtype)).float(), torch.ones_like(v_size)
+    return k, k_scale, *_block_codes(v, store.block)
+
+
+def _block_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """INT8 codes of x [B, Hkv, T, D] as float32, and their scales [B, Hkv, T], the same for each block."""
+    blocks = x.unflatten(2, (-1, block))
+    most = counted(blocks.abs().amax((-1, -2)))
+    codes = torch.round(scaled(blocks, most, INT8_MAX)).float()
+    return codes.flatten(2, 3), ratio(most, INT8_MAX).repeat_interleave(block, -1)

@@ -3,22 +3,19 @@
 import torch
 
 from turbo_hf.layout import INT8_MAX, MODES, Operands, Rounding, value_order
-from turbo_hf.ops.maths import align, counted, key_mean, key_shift, occupied, ratio, scaled
-from turbo_hf.ops.store.reference_rotate import reference_rotate
+from turbo_hf.ops.maths import align, counted, key_mean, occupied, ratio, scaled
 
 
 def reference_quantize_operands(
     k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None
 ) -> Operands:
-    name, block, v_scale, smooth_k, hadamard = rounding
+    name, block, v_scale, smooth_k = rounding
     mode = MODES[name]
     k, v = (align(x, starts) for x in (k, v))
     mean = key_mean(k, starts) if smooth_k else None
     if mean is not None:
         k = k.float() - mean[:, :, None]
         k = k.masked_fill(~occupied(k, starts)[:, None, :, None], 0.0)
-    if hadamard:
-        k = reference_rotate(k, key_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
     k, v = (_blocks(x.float(), block) for x in (k, v))
     k_range = counted(k.abs().amax(-1 if mode.k_scale == "token" else (-1, -2)))
     k_codes = torch.round(scaled(k, k_range, INT8_MAX)).to(torch.int8).flatten(2, 3)

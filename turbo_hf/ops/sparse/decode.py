@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import UNQUANTIZED, AlwaysRead, AttentionOutput, ByMeans, KVStore, Scoring, Visits
+from turbo_hf.layout import UNQUANTIZED, AlwaysRead, AttentionOutput, KVStore, Scoring, Visits
 from turbo_hf.ops.backend import uses_triton
 from turbo_hf.ops.decode.contract import DECODE_MODES, check_lengths, why_no_step_kernel
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
@@ -13,7 +13,7 @@ def sparse_decode(
     q: torch.Tensor,
     store: KVStore,
     scoring: Scoring,
-    visits: Visits | ByMeans | None,
+    visits: Visits | None,
     always: AlwaysRead,
     *,
     starts: torch.Tensor | None = None,
@@ -24,19 +24,15 @@ def sparse_decode(
     """Causal attention of each row's M newest tokens over some of the cached keys, reading each key once.
 
     A query at position p of its row attends to the key at position t <= p if t < sink_tokens, or t > p - window_tokens,
-    or the query heads of its KV head visit the key's bucket. With `ByMeans`, it attends to whole blocks: to those with
-    an always-read token, those that a query head of the KV head needs (each takes the fewest that leave no more than
-    `left` of its estimated softmax, give or take 0.5 % of a block's mass), and to all open tokens. The M queries are
-    independent: the result for one does not depend on the others. Scores and sums are computed as in
-    `ops.decode.contract`.
+    or the query heads of its KV head visit the key's bucket. The M queries are independent: the result for one does not
+    depend on the others. Scores and sums are computed as in `ops.decode.contract`.
 
     Args:
         q: float [B, Hq, M, D], as in `ops.decode.contract`.
         store: one layer's cache, including the M tokens.
         scoring, starts, mode: as in `ops.decode.contract`.
-        visits: buckets of keys, and which of them queries visit (`turbo_hf.layout.Visits`); or the rule by which blocks
-            are chosen here, of a store that keeps `means`; None: no key has a bucket, so that only those of `always`
-            are read.
+        visits: buckets of keys, and which of them queries visit (`turbo_hf.layout.Visits`); None: no key has a bucket,
+            so that only those of `always` are read.
         always: the first and newest tokens, which each query reads.
         read: int64 [1], to which the number of keys read is added, over rows, KV heads and queries, counting a key once
             if several query heads of a KV head read it; None: not counted.
@@ -48,11 +44,9 @@ def sparse_decode(
 
     Raises:
         ValueError: shapes, lengths, dtypes or devices that do not agree, an unknown mode, a softcap or sas_threshold of
-            the wrong sign, an `always` without any token; `ByMeans` without means, with SAS, or with a share outside
-            its range.
+            the wrong sign, an `always` without any token.
 
-    Source: SAAP sec. 4, appendix F. Blocks by their mean keys: ours, after the block scores of FlashPrefill (arXiv
-    2603.06199), with the mass rule of FlexPrefill (2502.20766).
+    Source: SAAP sec. 4, appendix F.
     """
     batch, kv_heads, _, dim = store.k_open.shape
     check_queries(q, kv_heads, dim, mode, starts, DECODE_MODES)
@@ -65,33 +59,14 @@ def sparse_decode(
             f"sink_tokens must be at least 0 and window_tokens at least 1; got {always.sink_tokens} and "
             f"{always.window_tokens}."
         )
-    if isinstance(visits, ByMeans):
-        _check_means(visits, store, scoring, (batch, kv_heads))
-    elif visits is not None:
+    if visits is not None:
         _check_visits(visits, q, kv_heads, longest)
     run = reference_sparse_decode
-    if uses_triton(backend, q.device, _why_no_kernel(q, store, visits, mode)):
+    if uses_triton(backend, q.device, _why_no_kernel(q, store, mode)):
         from turbo_hf.ops.sparse.launch import launch_sparse_decode  # noqa: PLC0415 - needs Triton
 
         run = launch_sparse_decode
     return run(q, store, scoring, visits, always, starts, mode, read)
-
-
-def _check_means(rule: ByMeans, store: KVStore, scoring: Scoring, heads: tuple[int, int]) -> None:
-    if store.means is None or not 0 < rule.left < 1 or scoring.sas_threshold is not None:
-        raise ValueError(
-            "blocks are chosen by means in a store that keeps them, by a share left above 0 and below 1, and without "
-            f"sas_threshold; got {'no' if store.means is None else 'its'} means, {rule.left} and "
-            f"{scoring.sas_threshold}."
-        )
-    noted = rule.noted
-    if noted is not None and (noted.shape != (2,) or noted.dtype != torch.int64):
-        raise ValueError(f"noted must be torch.int64 [2]; got {noted.dtype} {list(noted.shape)}.")
-    own = rule.left_by_head
-    if own is not None and (own.shape != heads or own.dtype != torch.float32 or not own.is_contiguous()):
-        raise ValueError(
-            f"left_by_head must be contiguous torch.float32 {list(heads)}; got {own.dtype} {list(own.shape)}."
-        )
 
 
 def _check_visits(visits: Visits, q: torch.Tensor, kv_heads: int, longest: int) -> None:
@@ -116,15 +91,7 @@ def _check_visits(visits: Visits, q: torch.Tensor, kv_heads: int, longest: int) 
         )
 
 
-MOST_SCORED = 1 << 15
-"""A program holds the scores of this many blocks of a row at once."""
-
-
-def _why_no_kernel(q: torch.Tensor, store: KVStore, visits: Visits | ByMeans | None, mode: str) -> str | None:
+def _why_no_kernel(q: torch.Tensor, store: KVStore, mode: str) -> str | None:
     """Why the kernel cannot serve this call."""
-    if isinstance(visits, ByMeans):
-        blocks = store.table.shape[1]
-        if blocks > MOST_SCORED:
-            return f"{blocks} blocks per row are more than the {MOST_SCORED} that are chosen by means"
     exact = mode == "fp16" or any(pages.bits == UNQUANTIZED for pages in store.paged)
     return why_no_step_kernel(q, store.block, "fp16" if exact else mode)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import cache, lru_cache
-from math import log
 from threading import get_ident
 from typing import NamedTuple
 
@@ -13,7 +12,6 @@ from turbo_hf.layout import (
     CLASSIFIER,
     AlwaysRead,
     AttentionOutput,
-    ByMeans,
     KVStore,
     Rotary,
     Scoring,
@@ -29,7 +27,6 @@ from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.sparse.kernel_arguments import Index, Lists, Sharing
 from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel
 from turbo_hf.ops.sparse.kernel_lists import list_kernel
-from turbo_hf.ops.sparse.kernel_means import cut_by_means_kernel, list_by_means_kernel, score_means_kernel
 from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logits_kernel, rank_kernel
 from turbo_hf.ops.store.launch import pairs_of
 
@@ -38,12 +35,6 @@ SCAN = 2048
 
 SHARES = 4
 """Shares per CTA where there are many outputs: enough that most CTAs end at about the same time."""
-
-SCORED = 64
-"""Blocks whose means a program scores."""
-
-LISTED = 512
-"""Blocks that a program lists by means."""
 
 EVERY = 1 << 30
 """More tokens than a row has."""
@@ -218,10 +209,8 @@ def _workspace(
     outputs: int,
     shares: int,
     floats: int,
-    scores: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Listed blocks, their counts, arrival counters of outputs (zeros, as launches leave them), partial results, and
-    what `_list_by_means` needs.
+    """Listed blocks, their counts, arrival counters of outputs (zeros, as launches leave them), and partial results.
 
     Two launches use it one after the other, so threads that share a stream have one each.
     """
@@ -230,7 +219,6 @@ def _workspace(
         torch.empty(lists, dtype=torch.int32, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
         torch.empty(shares * floats, dtype=torch.float32, device=device),
-        torch.empty(scores, dtype=torch.float32, device=device),
     )
 
 
@@ -238,7 +226,7 @@ def launch_sparse_decode(
     q: torch.Tensor,
     store: KVStore,
     scoring: Scoring,
-    visits: Visits | ByMeans | None,
+    visits: Visits | None,
     always: AlwaysRead,
     starts: torch.Tensor | None = None,
     mode: str = "turbo",
@@ -263,9 +251,7 @@ def launch_sparse_decode(
     # sealed blocks of the longest row, rounded up to a power of two: a growing cache needs a new workspace rarely
     capacity = power_of_two(max(32, store.table.shape[1]))
     floats = per_output * (padded + STATS.value)
-    # and two numbers of each head, and a bit for each of its blocks
-    scores = lists * group * (capacity + 2 + capacity // 32) if isinstance(visits, ByMeans) else 0
-    shape = (q.device, gpu.stream(q.device), get_ident(), lists, capacity, lists * row_parts, shares, floats, scores)
+    shape = (q.device, gpu.stream(q.device), get_ident(), lists, capacity, lists * row_parts, shares, floats)
     if store.plans is None:
         workspace = _workspace(*shape)
     else:
@@ -273,31 +259,24 @@ def launch_sparse_decode(
         if shape not in store.plans:
             store.plans[shape] = KeptWorkspace(_workspace(*shape))
         workspace = store.plans[shape].words
-    listed, listed_count, arrived, parts, scored = workspace
+    listed, listed_count, arrived, parts = workspace
     index, flags, spans = None, listed_count, None
-    if isinstance(visits, Visits):
+    if visits is not None:
         spans = visits.spans
         flags = visits.visited.contiguous().view(torch.uint8)
         index = Index(visits.buckets.contiguous(), flags, flags.shape[-1])
     rows_held = Rows(store.order.contiguous(), store.sealed, store.open_len, starts)
     lists_held = Lists(listed, listed_count)
-    sink: int | None
     sink, window = min(always.sink_tokens, EVERY), min(always.window_tokens, EVERY)
     spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
     pdl = gpu.pdl(q.device)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
-        if isinstance(visits, ByMeans):
-            scratch = Scratch(scored, capacity)
-            _list_by_means(q, store, scoring, visits, AlwaysRead(sink, window), rows_held, lists_held, scratch, read)
-            # listed blocks are read whole, and counted already
-            sink = read = None
-        else:
-            list_kernel[(lists,)](
-                spanned, flags, rows_held, store.table, lists_held, store.table.stride(0), capacity,
-                0 if spans is None else spans.shape[2], window, queries, flags.shape[-1], sink, KV=kv_heads,
-                BLOCK=store.block, SCAN=SCAN, INDEX=index is not None,
-                BUCKETS=1 if index is None else power_of_two(index.clusters), **pdl, num_warps=8, **gpu.FMA,
-            )  # fmt: skip
+        list_kernel[(lists,)](
+            spanned, flags, rows_held, store.table, lists_held, store.table.stride(0), capacity,
+            0 if spans is None else spans.shape[2], window, queries, flags.shape[-1], sink, KV=kv_heads,
+            BLOCK=store.block, SCAN=SCAN, INDEX=index is not None,
+            BUCKETS=1 if index is None else power_of_two(index.clusters), **pdl, num_warps=8, **gpu.FMA,
+        )  # fmt: skip
         form = DecodeForm(
             slots=tuple(pages.k.shape[1] for pages in store.paged), bits=tuple(pages.bits for pages in store.paged),
             value_bits=tuple(pages.value_bits for pages in store.paged),
@@ -312,50 +291,3 @@ def launch_sparse_decode(
             num_warps=tune.blocks, **gpu.FMA,
         )  # fmt: skip
     return AttentionOutput(out, lse)
-
-
-class Scratch(NamedTuple):
-    """Memory of `_list_by_means`.
-
-    floats: float32 scores [lists, group, capacity], cuts [lists, group, 2], and int32 [lists, group, capacity / 32], a
-        bit per chosen block.
-    capacity: of a list.
-    """
-
-    floats: torch.Tensor
-    capacity: int
-
-
-def _list_by_means(
-    q: torch.Tensor,
-    store: KVStore,
-    scoring: Scoring,
-    rule: ByMeans,
-    always: AlwaysRead,
-    rows: Rows,
-    lists: Lists,
-    scratch: Scratch,
-    read: torch.Tensor | None,
-) -> None:
-    """What `list_kernel` does for buckets, by mean keys; counts the tokens that are read, too."""
-    batch, heads, queries, dim = q.shape
-    kv_heads, blocks, pdl = store.k_open.shape[1], max(1, store.table.shape[1]), gpu.pdl(q.device)
-    group, asked, stride = heads // kv_heads, batch * kv_heads * queries, store.table.stride(0)
-    score_means_kernel[(asked, triton.cdiv(blocks, SCORED))](
-        DecodeQueries(q, q.stride()), store.means, rows, store.table, scratch.floats, scoring, stride,
-        store.table.shape[1], scratch.capacity, queries, KV=kv_heads, GROUP=group, G=max(16, power_of_two(group)),
-        D=dim, DP=max(16, power_of_two(dim)), BLOCK=store.block, TILE=SCORED, FROZEN=(2 * log(store.block)) ** 0.5,
-        **pdl, num_warps=4, **gpu.FMA,
-    )  # fmt: skip
-    room, asking = scratch.capacity, asked * group
-    cuts, chosen = scratch.floats[asking * room :], scratch.floats[asking * (room + 2) :].view(torch.int32)
-    shape = {"KV": kv_heads, "BLOCK": store.block, "GROUP": group, "BLOCKS": room}
-    cut_by_means_kernel[(asked, group)](
-        scratch.floats, rows, cuts, chosen, rule.left, rule.left_by_head, always.window_tokens, queries,
-        always.sink_tokens, **shape, **pdl, num_warps=max(8, room // 1024), **gpu.FMA,
-    )  # fmt: skip
-    listed = min(room, LISTED)
-    list_by_means_kernel[(asked, triton.cdiv(blocks, listed))](
-        scratch.floats, rows, store.table, lists, cuts, chosen, read, rule.noted, stride, queries, **shape,
-        SCAN=listed, **pdl, num_warps=4, **gpu.FMA,
-    )  # fmt: skip

@@ -2,17 +2,16 @@
 
 import torch
 
-from turbo_hf.layout import AlwaysRead, AttentionOutput, ByMeans, KVStore, Scoring, Visits
+from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Scoring, Visits
 from turbo_hf.ops.decode.reference import attend
 from turbo_hf.ops.reference_flash import FlashOptions
-from turbo_hf.ops.sparse.reference_means import reference_read_blocks
 
 
 def reference_sparse_decode(
     q: torch.Tensor,
     store: KVStore,
     scoring: Scoring,
-    visits: Visits | ByMeans | None,
+    visits: Visits | None,
     always: AlwaysRead,
     starts: torch.Tensor | None = None,
     mode: str = "turbo",
@@ -32,13 +31,7 @@ def reference_sparse_decode(
     causal = key <= place
     first, newest = key < always.sink_tokens, key > place - always.window_tokens
     kept = (causal & (first | newest))[:, None].expand(-1, heads, -1, -1)
-    if isinstance(visits, ByMeans):
-        read_blocks = reference_read_blocks(q, store, scoring, visits, always, place[..., 0])
-        # the tokens of a block that is read, and all open ones
-        own = read_blocks.repeat_interleave(store.block, -1)
-        own = torch.nn.functional.pad(own, (0, places - own.shape[-1]))
-        kept = causal[:, None] & (own | (key >= (store.sealed * store.block)[:, None])[:, None, None])
-    elif visits is not None:
+    if visits is not None:
         kept = kept | (causal[:, None] & _met(visits, places))
     if read is not None:
         read += kept.sum()

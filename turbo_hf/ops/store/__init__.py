@@ -1,1 +1,1 @@
-"""Storing keys and values: quantized tokens, sealed pages, and the rotation of keys."""
+"""Storing keys and values: quantized tokens, sealed pages."""

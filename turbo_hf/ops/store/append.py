@@ -7,12 +7,11 @@ import torch
 from turbo_hf.layout import KVStore
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import uses_triton, why_no_kernel, why_no_latent_kernel
+from turbo_hf.ops.maths import balanced_keys, balanced_queries
 from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.store.quantize import check_float
 from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
 from turbo_hf.ops.store.reference_repeat import repeated_append
-from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
-from turbo_hf.ops.store.rotate_latents import rotate_latents
 
 
 def append_tokens(
@@ -25,7 +24,7 @@ def append_tokens(
     max_scale: torch.Tensor | None = None,
     nonfinite: torch.Tensor,
     arrived: torch.Tensor | None = None,
-    rotate: bool = False,
+    balance: torch.Tensor | None = None,
     queries: torch.Tensor | None = None,
     backend: str = "auto",
     repeat: Repeat | None = None,
@@ -39,18 +38,19 @@ def append_tokens(
         store: one layer's cache, with capacity for M more open tokens per row; k_open, v_open, their scales and
             open_len change.
         starts: int64 [B], the first column that holds a token of the row; None: all do.
-        given_scale: float32 [B, Hkv, 2], scales of K and V to use where they are above 0; codes are clamped to +-119.
+        given_scale: float32 [B, Hkv, 2], scales of K and V to use where they are above 0, which bfloat16 can hold;
+            codes are clamped to +-127.
         max_scale: float32 [B, Hkv, 2], raised to the largest scales of K and V among the new tokens.
         nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
         arrived: int32 [B], zeros before and after: scratch space of a launch that will be replayed; None: that of the
             stream.
-        rotate: rotate keys on the way, as `ops.store.rotate.rotate_keys` does.
-        queries: float [B, Hq, M, D], of these tokens, to be rotated in the same launch; only with `rotate`.
+        balance: float32 [Hkv, D], what keys are divided by on the way (`layout`); not of latents. None: by nothing.
+        queries: float [B, Hq, M, D], of these tokens, to be multiplied by the balance in the same launch.
         backend: "auto", "triton" or "reference".
         repeat: as in `ops.decode.contract.decode`. The next launch overwrites what this one returns.
 
     Returns:
-        `queries` as `ops.store.rotate.rotate_queries` leaves them; None without.
+        `queries` as `ops.maths.balanced_queries` leaves them; None without.
 
     Raises:
         ValueError: shapes or devices that do not match the store's; without `starts`, more tokens than there is room
@@ -79,15 +79,13 @@ def append_tokens(
         raise ValueError(
             f"k brings {k.shape[2]} tokens per row; the store has room for {capacity}, open ones included."
         )
-    if rotate:
-        check_float("k", k)
-    _check_queries(queries, store, k.shape[2], rotate)
+    _check_balance(balance, queries, store, k.shape[2])
     if store.paged and store.k_open.shape[3] != store.v_open.shape[2] and given_scale is None and max_scale is None:
         reason = why_no_latent_kernel(k, v.shape[3], max(pages.bits for pages in store.paged), store.block)
         if uses_triton(backend, k.device, reason):
             from turbo_hf.ops.store.launch_latent import launch_append_latents  # noqa: PLC0415 - needs Triton
 
-            launch_append_latents(rotate_latents(k) if rotate else k, v, store, starts, nonfinite)
+            launch_append_latents(k, v, store, starts, nonfinite)
             return None
         backend = "reference"
     if uses_triton(backend, k.device, why_no_kernel(k)):
@@ -95,15 +93,15 @@ def append_tokens(
 
         counters = _counters(batch, k.device, gpu.stream(k.device)) if arrived is None else arrived
         return launch_append_tokens(
-            k, v, store, starts, given_scale, max_scale, nonfinite, counters, rotate, queries, repeat
+            k, v, store, starts, given_scale, max_scale, nonfinite, counters, balance, queries, repeat
         )
-    k = rotate_keys(k, backend) if rotate else k
+    if repeat is not None and starts is None:
+        repeat.append = repeated_append(k, store, given_scale, balance)
+    k = balanced_keys(k, balance)
     reference_append_tokens(
         k, v, store, starts=starts, given_scale=given_scale, max_scale=max_scale, nonfinite=nonfinite
     )
-    if repeat is not None and starts is None:
-        repeat.append = repeated_append(k, store, given_scale)
-    return None if queries is None else rotate_queries(queries, backend)
+    return None if queries is None else balanced_queries(queries, balance)
 
 
 def append_step(
@@ -115,7 +113,7 @@ def append_step(
     noted: tuple[torch.Tensor, torch.Tensor] | None = None,
     nonfinite: torch.Tensor,
     arrived: torch.Tensor,
-    rotate: bool = False,
+    balance: torch.Tensor | None = None,
     queries: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | None:
@@ -133,7 +131,7 @@ def append_step(
             tokens int16 [B, Hkv, 1], which are written to their place in it. None: tokens have no buckets.
         nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
         arrived: int32 [B], zeros before and after: scratch space of this launch.
-        rotate, queries: as in `append_tokens`.
+        balance, queries: as in `append_tokens`.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -161,7 +159,7 @@ def append_step(
     _check_beside(
         store, given_scale=(given_scale, (batch, heads, 2)), nonfinite=(nonfinite, (1,)), arrived=(arrived, (batch,))
     )
-    _check_queries(queries, store, 1, rotate)
+    _check_balance(balance, queries, store, 1)
     if noted is not None and (noted[0].shape[:-1] != (batch, heads) or noted[1].shape != (batch, heads, 1)):
         raise ValueError(
             f"noted must be an index [{batch}, {heads}, places] and buckets [{batch}, {heads}, 1]; got "
@@ -171,16 +169,16 @@ def append_step(
         if uses_triton(backend, k.device, why_no_latent_kernel(k, v.shape[3], store.paged[0].bits, store.block)):
             from turbo_hf.ops.store.launch_latent import launch_latent_step  # noqa: PLC0415 - needs Triton
 
-            launch_latent_step(rotate_latents(k) if rotate else k, v, store, nonfinite)
+            launch_latent_step(k, v, store, nonfinite)
             return None
         backend = "reference"
     if uses_triton(backend, k.device, why_no_kernel(k)):
         from turbo_hf.ops.store.launch import launch_append_step  # noqa: PLC0415 - needs Triton
 
-        return launch_append_step(k, v, store, given_scale, noted, nonfinite, arrived, rotate, queries)
-    k = rotate_keys(k, backend) if rotate else k
+        return launch_append_step(k, v, store, given_scale, noted, nonfinite, arrived, balance, queries)
+    k = balanced_keys(k, balance)
     reference_append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite, arrived=arrived)
-    return None if queries is None else rotate_queries(queries, backend)
+    return None if queries is None else balanced_queries(queries, balance)
 
 
 def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
@@ -227,20 +225,23 @@ def _check_beside(store: KVStore, **tensors: tuple[torch.Tensor | None, tuple[in
             raise ValueError(f"{name} must be {list(shape)} on {device}; got {list(x.shape)} on {x.device}.")
 
 
-def _check_queries(queries: torch.Tensor | None, store: KVStore, tokens: int, rotate: bool) -> None:
-    """ValueError unless these are queries of `tokens` new tokens of each row, whose keys are rotated too."""
+def _check_balance(balance: torch.Tensor | None, queries: torch.Tensor | None, store: KVStore, tokens: int) -> None:
+    """ValueError unless the balance is of the store's channels, and queries are of `tokens` new tokens of each row."""
+    batch, heads, _, dim = store.k_open.shape
+    _check_beside(store, balance=(balance, (heads, dim)))
+    if balance is not None and dim != store.v_open.shape[2]:
+        raise ValueError("latents have no balance. Pass none.")
     if queries is None:
         return
     check_float("queries", queries)
-    batch, heads, _, dim = store.k_open.shape
     shape, device = queries.shape, store.k_open.device
     if shape[0] != batch or shape[1] % heads or shape[2:] != (tokens, dim) or queries.device != device:
         raise ValueError(
             f"queries must be [{batch}, a multiple of {heads}, {tokens}, {dim}] on {device}; got {list(shape)} on "
             f"{queries.device}."
         )
-    if not rotate or dim != store.v_open.shape[2]:
-        raise ValueError("queries are rotated where keys are (rotate=True), and not over latents. Pass none.")
+    if balance is None:
+        raise ValueError("queries are multiplied by a balance; got none. Pass both, or no queries.")
 
 
 @lru_cache(maxsize=32)

@@ -3,13 +3,12 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import CODE_MAX, as_int8, counted, slot_of_width
+from turbo_hf.ops.kernel_common import slot_of_width
 from turbo_hf.ops.store.kernel_arguments import Block
-from turbo_hf.ops.store.kernel_rotate import rotated
-from turbo_hf.ops.store.kernel_seal import copy_block, copy_mean, seal_block, seal_mean
+from turbo_hf.ops.store.kernel_seal import codes_of, scale_of, seal_block
 
 QUERIES = tl.constexpr(4)
-"""Query rows that a program rotates."""
+"""Query rows that a program balances."""
 
 
 @triton.jit
@@ -23,68 +22,70 @@ def _codes(x, given_scale, GIVEN: tl.constexpr, TYPE: tl.constexpr):
         scale = tl.sum(codes.to(tl.float32) * 0.0, 1) + 1.0
         nonfinite = tl.sum(scale * 0.0, 0) != 0.0
     else:
-        # tl.max skips NaN; a token with NaN must get a scale of NaN
-        scale = tl.div_rn(counted(tl.max(tl.abs(x), 1)), CODE_MAX) + tl.sum(x * 0.0, 1)
+        scale = scale_of(x, 1)
         nonfinite = tl.sum(scale * 0.0, 0) != 0.0
         if GIVEN:
             scale = tl.where(given_scale > 0, given_scale, scale)
-        codes = tl.div_rn(x, tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], x.shape))
-        codes = as_int8(tl.minimum(tl.maximum(codes, -CODE_MAX), CODE_MAX))
+        codes = codes_of(x, tl.broadcast_to(scale[:, None], x.shape))
     return codes, scale, nonfinite
 
 
 @triton.jit
-def _rotated_keys(k, LEVELS: tl.constexpr):
-    """Keys as `ops.store.rotate.rotate_keys` leaves them, in runs of 2^LEVELS channels; with LEVELS 0 as they are."""
-    return k if LEVELS == 0 else rotated(k, LEVELS) * (1.0 / (1 << (LEVELS // 2)))
+def _balanced(k, balance_ptr, head, d, D: tl.constexpr):
+    """Channels d of keys [T, DP] of a head, as `ops.maths.balanced_keys` leaves them."""
+    if balance_ptr is not None:
+        balance = tl.load(balance_ptr + head * D + d, mask=d < D, other=1.0)
+        k = tl.div_rn(k, tl.broadcast_to(balance[None, :], k.shape))
+    return k
 
 
 @triton.jit
-def _rotate_queries(queries, first, D: tl.constexpr, DP: tl.constexpr, LEVELS: tl.constexpr):
-    """QUERIES rows of `RotatedQueries`, from row `first` on, as `ops.store.rotate.rotate_queries` leaves them."""
+def _balance_queries(queries, balance_ptr, first, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """QUERIES rows of `NewQueries`, from row `first` on, as `ops.maths.balanced_queries` leaves them."""
     n = first + tl.arange(0, QUERIES)
     d = tl.arange(0, DP)
     inside = (n < queries.rows)[:, None] & (d < D)[None, :]
     pair, token = n // queries.tokens, n % queries.tokens
     row, head = pair // queries.heads, pair % queries.heads
-    strides = queries.strides
-    at = row * strides[0] + head * strides[1] + token * strides[2]
-    x = tl.load(queries.data + at[:, None] + d[None, :] * strides[3], mask=inside, other=0.0).to(tl.float32)
-    x = rotated(x, LEVELS) * (1.0 / (1 << (LEVELS - LEVELS // 2)))
-    tl.store(queries.out + n[:, None] * D + d[None, :], x.to(queries.out.dtype.element_ty), mask=inside)
+    x = tl.load(queries.data + _places(queries.strides, row[:, None], head[:, None], token, d), mask=inside, other=0.0)
+    kv_head = head // (queries.heads // HEADS)
+    balance = tl.load(balance_ptr + kv_head[:, None] * D + d[None, :], mask=inside, other=0.0)
+    x = (x.to(tl.float32) * balance).to(queries.out.dtype.element_ty)
+    tl.store(queries.out + n[:, None] * D + d[None, :], x, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["max_scale_ptr", "nonfinite_ptr"])
 def append_kernel(
     new, given_ptr,  # `NewTokens`, float32 [B, Hkv, 2] or None
-    queries,  # `RotatedQueries` or None
+    balance_ptr,  # float32 [Hkv, D] or None
+    queries,  # `NewQueries` or None
     opened,  # (k, v, k_scale, v_scale) of the open tokens, as in `KVStore`
     open_len_ptr, starts_ptr,  # int64 [B], and [B] or None
     max_scale_ptr,  # [B, Hkv, 2], the bits of float32 >= 0 as int32, which have the same order
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     tokens, cap,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Append TOKENS new tokens of one row and head; the last program of a row to arrive updates the row's count.
 
-    With `queries`, the first programs rotate those instead, which attention over the tokens takes.
+    With `queries`, the first programs balance those instead, which attention over the tokens takes.
     """
     pair = tl.program_id(1).to(tl.int64)
     if queries is not None:
         pair -= tl.cdiv(queries.rows, QUERIES)
         if pair < 0:
-            _rotate_queries(queries, (pair + tl.cdiv(queries.rows, QUERIES)) * QUERIES, D, DP, LEVELS)
+            _balance_queries(queries, balance_ptr, (pair + tl.cdiv(queries.rows, QUERIES)) * QUERIES, HEADS, D, DP)
     if pair >= 0:
         _append(
-            new, given_ptr, opened, open_len_ptr, starts_ptr, max_scale_ptr, nonfinite_ptr, arrived_ptr, tokens, cap,
-            pair, HEADS, D, DP, TOKENS, LEVELS,
+            new, given_ptr, balance_ptr, opened, open_len_ptr, starts_ptr, max_scale_ptr, nonfinite_ptr, arrived_ptr,
+            tokens, cap, pair, HEADS, D, DP, TOKENS,
         )  # fmt: skip
 
 
 @triton.jit
 def _append(
-    new, given_ptr, opened, open_len_ptr, starts_ptr, max_scale_ptr, nonfinite_ptr, arrived_ptr, tokens, cap, pair,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr,
+    new, given_ptr, balance_ptr, opened, open_len_ptr, starts_ptr, max_scale_ptr, nonfinite_ptr, arrived_ptr,
+    tokens, cap, pair, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     k_open, v_open, k_scales, v_scales = opened
     GIVEN: tl.constexpr = given_ptr is not None
@@ -102,7 +103,8 @@ def _append(
     v = tl.load(new.v + _places(new.v_strides, row, head, n, d), mask=inside, other=0.0).to(tl.float32)
     k_given = tl.load(given_ptr + 2 * pair) if GIVEN else 0.0
     v_given = tl.load(given_ptr + 2 * pair + 1) if GIVEN else 0.0
-    k, k_scale, k_nonfinite = _codes(_rotated_keys(k, LEVELS), k_given, GIVEN, k_open.dtype.element_ty)
+    k = _balanced(k, balance_ptr, head, d, D)
+    k, k_scale, k_nonfinite = _codes(k, k_given, GIVEN, k_open.dtype.element_ty)
     v, v_scale, v_nonfinite = _codes(v, v_given, GIVEN, v_open.dtype.element_ty)
     tl.store(k_open + place[:, None] * D + d[None, :], k, mask=inside)
     tl.store(v_open + (pair * D + d)[None, :] * cap + (held + n - start)[:, None], v, mask=inside)
@@ -126,11 +128,10 @@ def _places(strides, row, head, n, d):
 
 @triton.jit(do_not_specialize=["table_stride"])
 def seal_open_kernel(
-    paged,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
+    paged,  # for each bit width (k, v, meta, size), as in `PagedHeads`
     opened,  # for each bit width (k, v, k_scale, v_scale, v's stride of a token, and of a channel)
     rows,  # `Rows`
     table_ptr,  # int64 [B, blocks]
-    means,  # `PageMeans` or None
     table_stride, cap,
     FORM: tl.constexpr,
 ):  # fmt: skip
@@ -150,55 +151,45 @@ def seal_open_kernel(
             own, here = slot_of_width(slot, True, g, FORM)
             if here:
                 k, v, k_scale, v_scale, v_token, v_channel = opened[g]
-                k += (pair * cap + n * BLOCK) * D
+                first = pair * cap + n * BLOCK
                 v += pair * cap * D + n * BLOCK * v_token
-                to = page * FORM.slots[g] + own
-                if FORM.bits[g] == 16:
-                    copy_block(Block(k, v, k_scale, v_scale, v_token, v_channel), paged[g], to, FORM)
-                    if means is not None:
-                        tokens = Block(k, v, k_scale, v_scale, v_token, v_channel)
-                        copy_mean(tokens, means, page * FORM.heads + slot, FORM)
-                else:
-                    k_scale += pair * cap + n * BLOCK
-                    v_scale += pair * cap + n * BLOCK
-                    seal_block(Block(k, v, k_scale, v_scale, v_token, v_channel), paged[g], to, g, FORM)
-                    if means is not None:
-                        tokens = Block(k, v, k_scale, v_scale, v_token, v_channel)
-                        seal_mean(tokens, means, page * FORM.heads + slot, FORM)
+                tokens = Block(k + first * D, v, k_scale + first, v_scale + first, v_token, v_channel)
+                seal_block(tokens, paged[g], page * FORM.slots[g] + own, g, FORM)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["nonfinite_ptr"])
 def append_step_kernel(
     new, given_ptr,  # `NewTokens` (one per row), float32 [B, Hkv, 2] or None
-    queries,  # `RotatedQueries` or None
+    balance_ptr,  # float32 [Hkv, D] or None
+    queries,  # `NewQueries` or None
     cache, rows,  # `Cache`, `Rows`
     table_ptr,  # int64 [B, blocks]
-    means, noted,  # `PageMeans` or None, `Noted` or None
+    noted,  # `Noted` or None
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     table_stride,
-    FORM: tl.constexpr, LEVELS: tl.constexpr,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     """For one slot of one row: seal its block if due, then append its new token. A row's last slot updates both counts.
 
-    LEVELS: as in `_rotated_keys`. queries: as in `append_kernel`.
+    queries: as in `append_kernel`.
     """
     program = tl.program_id(0).to(tl.int64)
     if queries is not None:
         program -= tl.cdiv(queries.rows, QUERIES)
         if program < 0:
             first = (program + tl.cdiv(queries.rows, QUERIES)) * QUERIES
-            _rotate_queries(queries, first, FORM.dim, FORM.padded_dim, LEVELS)
+            _balance_queries(queries, balance_ptr, first, FORM.heads, FORM.dim, FORM.padded_dim)
     if program >= 0:
         _append_step(
-            new, given_ptr, cache, rows, table_ptr, means, noted, nonfinite_ptr, arrived_ptr, table_stride, program,
-            FORM, LEVELS,
+            new, given_ptr, balance_ptr, cache, rows, table_ptr, noted, nonfinite_ptr, arrived_ptr, table_stride,
+            program, FORM,
         )  # fmt: skip
 
 
 @triton.jit
 def _append_step(
-    new, given_ptr, cache, rows, table_ptr, means, noted, nonfinite_ptr, arrived_ptr, table_stride, program,
-    FORM: tl.constexpr, LEVELS: tl.constexpr,
+    new, given_ptr, balance_ptr, cache, rows, table_ptr, noted, nonfinite_ptr, arrived_ptr, table_stride,
+    program, FORM: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = FORM.heads
     D: tl.constexpr = FORM.dim
@@ -220,8 +211,6 @@ def _append_step(
                 k_at, v_at = k_open + pair * cap * D, v_open + pair * D * cap
                 tokens = Block(k_at, v_at, k_scales + pair * cap, v_scales + pair * cap, 1, cap)
                 seal_block(tokens, cache.paged[g], page * FORM.slots[g] + own, g, FORM)
-                if means is not None:
-                    seal_mean(tokens, means, page * HEADS + slot, FORM)
         # all threads have now read the place that the new token takes
         tl.debug_barrier()
     at = tl.where(is_due, 0, held)
@@ -233,7 +222,8 @@ def _append_step(
     v = tl.load(v_from, mask=inside, other=0.0).to(tl.float32)
     k_given = tl.load(given_ptr + 2 * pair) if GIVEN else 0.0
     v_given = tl.load(given_ptr + 2 * pair + 1) if GIVEN else 0.0
-    k, k_scale, k_nonfinite = _codes(_rotated_keys(k, LEVELS), k_given, GIVEN, tl.int8)
+    k = _balanced(k, balance_ptr, head, d, D)
+    k, k_scale, k_nonfinite = _codes(k, k_given, GIVEN, tl.int8)
     v, v_scale, v_nonfinite = _codes(v, v_given, GIVEN, tl.int8)
     one = tl.arange(0, 1)
     tl.store(k_open + (pair * cap + at) * D + d[None, :], k, mask=inside)

@@ -12,8 +12,8 @@ class NewTokens(NamedTuple):
     v_strides: Any
 
 
-class RotatedQueries(NamedTuple):
-    """Queries that are rotated on the way.
+class NewQueries(NamedTuple):
+    """Queries that are balanced on the way.
 
     data: [B, Hq, M, D]. strides: its strides. out: where they go, contiguous.
     heads, tokens, rows: Hq, M, and B Hq M.

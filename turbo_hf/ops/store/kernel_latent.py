@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import CODE_MAX, as_int8, counted, value_order
-from turbo_hf.ops.store.kernel_seal import ratios, seal_lines, stage1
+from turbo_hf.ops.kernel_common import value_order
+from turbo_hf.ops.store.kernel_seal import codes_of, scale_of, seal_lines, seal_sizes
 
 
 @triton.jit
@@ -37,11 +37,9 @@ def _store_token(
     k = tl.load(k_ptr + token * RANK + c).to(tl.float32)
     v = tl.load(v_ptr + token * ROTARY + r).to(tl.float32)
     if QUANTIZED:
-        # tl.max skips NaN; a token with NaN must get a scale of NaN
-        k_scale = tl.div_rn(counted(tl.max(tl.abs(k), 0)), CODE_MAX) + tl.sum(k * 0.0, 0)
-        v_scale = tl.div_rn(counted(tl.max(tl.abs(v), 0)), CODE_MAX) + tl.sum(v * 0.0, 0)
-        k = _codes(k, k_scale)
-        v = _codes(v, v_scale)
+        k_scale, v_scale = scale_of(k, 0), scale_of(v, 0)
+        k = codes_of(k, tl.broadcast_to(k_scale, k.shape))
+        v = codes_of(v, tl.broadcast_to(v_scale, v.shape))
     else:
         k = k.to(k_open.dtype.element_ty)
         v = v.to(v_open.dtype.element_ty)
@@ -58,7 +56,7 @@ def _store_token(
 @triton.jit
 def latent_step_kernel(
     k_ptr, v_ptr,  # new latents [B, 1, rank] and rotary parts [B, 1, R], contiguous
-    paged,  # (k, v, meta, scale), as in `PagedHeads`
+    paged,  # (k, v, meta, size), as in `PagedHeads`
     opened,  # (k, v, k_scale, v_scale), as in `KVStore`
     table_ptr, sealed_ptr, open_ptr, nonfinite_ptr,  # int64 [B, blocks], [B], [B]; int32 [1]
     table_stride, cap,
@@ -101,36 +99,18 @@ def _seal(
     RANK: tl.constexpr, ROTARY: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Seal the open tokens of a row from place `first` on to page `page`."""
-    k_out, v_out, meta_out, scale_out = paged
+    k_out, v_out, meta_out, size_out = paged
     k_open, v_open, k_scales, v_scales = opened
     at_token = row * cap + first
     k_from, v_from = k_open + at_token * RANK, v_open + row * ROTARY * cap + first
     n, r = tl.arange(0, BLOCK), tl.arange(0, ROTARY)
-    inside = (r >= 0)[:, None] & (n >= 0)[None, :]
     to = (page * ROTARY + r)[:, None] * BLOCK + n[None, :]
-    if BITS == 16:
-        c = tl.arange(0, RANK)
-        at = n[:, None] * RANK + c[None, :]
-        tl.store(k_out + page * BLOCK * RANK + at, tl.load(k_from + at))
-        tl.store(v_out + to, tl.load(v_from + r[:, None] * cap + n[None, :]))
-        tl.store(scale_out + page * 2, 1.0)
-        tl.store(scale_out + page * 2 + 1, 1.0)
-    else:
-        k_scale, k_ratio = ratios(k_scales + at_token, 0, n)
-        token = value_order(n)
-        v_scale, v_ratio = ratios(v_scales + at_token, 0, token)
-        tl.store(scale_out + page * 2, k_scale)
-        tl.store(scale_out + page * 2 + 1, v_scale)
-        LANES: tl.constexpr = 2 if BITS == 4 else 1
-        meta = meta_out + page * 2 * RANK
-        seal_lines(k_from, RANK, 1, k_ratio, k_out, meta, page, RANK, BLOCK, BITS, LANES, RANK // LANES)
-        q1 = stage1(v_from, r[:, None] * cap + token[None, :], inside, v_ratio[None, :])
-        tl.store(v_out + to, q1.to(tl.int8))
-
-
-@triton.jit
-def _codes(x, scale):
-    """INT8 codes of a token with its own scale, rounded to even."""
-    codes = tl.div_rn(x, tl.broadcast_to(tl.where(scale > 0, scale, 1.0), x.shape))
-    codes = tl.minimum(tl.maximum(codes, -CODE_MAX), CODE_MAX)
-    return as_int8(codes)
+    token, share = n, n
+    if BITS < 16:
+        token, sizes = value_order(n), size_out + page * (2 * BLOCK)
+        _, share, _ = seal_sizes(k_from, RANK, 1, k_scales + at_token, sizes, RANK, RANK, BLOCK, BITS)
+        tl.store(sizes + BLOCK + n, tl.load(v_scales + at_token + n).to(tl.bfloat16))
+    LANES: tl.constexpr = 2 if BITS == 4 else 1
+    meta = meta_out + page * 2 * RANK
+    seal_lines(k_from, RANK, 1, share, k_out, meta, page, RANK, BLOCK, BITS, LANES, RANK // LANES)
+    tl.store(v_out + to, tl.load(v_from + r[:, None] * cap + token[None, :]))

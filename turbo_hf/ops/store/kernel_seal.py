@@ -3,17 +3,31 @@
 import triton
 import triton.language as tl
 
+from turbo_hf.layout import EDGE as OUTERMOST
 from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, counted, value_order
 from turbo_hf.ops.store.kernel_arguments import Block
 
-LARGEST_HALF = tl.constexpr(65504.0)
-"""The largest number of float16."""
+EDGE = tl.constexpr(float(OUTERMOST))
 
 
 @triton.jit
-def _rounded(x):
-    """The nearest integer, as a number; |x| < 2^22."""
-    return (x + ROUND) - ROUND
+def rounded_up(x):
+    """x >= 0 as a number that bfloat16 can hold, not below x. Not of NaN, whose bits may overflow."""
+    return ((x.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_of(x, AXIS: tl.constexpr):
+    """The scales of tokens x, whose channels are dimension AXIS; NaN of one that is not finite."""
+    # tl.max skips NaN
+    return rounded_up(tl.div_rn(counted(tl.max(tl.abs(x), AXIS)), CODE_MAX)) + tl.sum(x * 0.0, AXIS)
+
+
+@triton.jit
+def codes_of(x, scale):
+    """INT8 codes of numbers x in units of `scale`, of one shape; 0 is no unit."""
+    codes = tl.div_rn(x, tl.where(scale > 0, scale, 1.0))
+    return as_int8(tl.minimum(tl.maximum(codes, -CODE_MAX), CODE_MAX))
 
 
 @triton.jit
@@ -33,39 +47,70 @@ def quantize_tokens_kernel(
     if GIVEN:
         scale = tl.load(given_ptr + place, mask=n < tokens, other=1.0)
     else:
-        # tl.max skips NaN; a token with NaN must get a scale of NaN
-        scale = tl.div_rn(counted(tl.max(tl.abs(x), 1)), CODE_MAX) + tl.sum(x * 0.0, 1)
+        scale = scale_of(x, 1)
         tl.store(scale_ptr + place, scale, mask=n < tokens)
-    codes = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
-    codes = tl.minimum(tl.maximum(codes, -CODE_MAX), CODE_MAX)
-    tl.store(codes_ptr + place[:, None] * D + d[None, :], as_int8(codes), mask=inside)
+    codes = codes_of(x, tl.broadcast_to(scale[:, None], x.shape))
+    tl.store(codes_ptr + place[:, None] * D + d[None, :], codes, mask=inside)
 
 
 @triton.jit
-def stage1(codes_ptr, at, inside, ratio):
-    """INT8 codes under the block's scale."""
-    return _rounded(tl.load(codes_ptr + at, mask=inside, other=0).to(tl.float32) * ratio)
+def _numbers(x_ptr, at, inside):
+    """INT8 codes as numbers, 0 where not `inside`."""
+    return tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
 
 
 @triton.jit
-def ratios(scale_ptr, at, n):
-    """The block's scale, which is the largest of its tokens', and each token's share of it."""
-    scales = tl.load(scale_ptr + at + n)
-    scale = tl.max(scales, 0)
-    return scale, tl.div_rn(scales, tl.where(scale > 0, scale, 1.0))
+def _roots(codes, D: tl.constexpr, AXIS: tl.constexpr):
+    """Root mean squares of tokens, whose D channels are dimension AXIS. Sums of squares of codes are exact."""
+    return tl.sqrt_rn(tl.sum(codes * codes, AXIS) * (1.0 / D))
 
 
 @triton.jit
-def _step_and_zero(low, high, LEVELS: tl.constexpr):
-    """Stage 2 of a channel whose codes go from low to high: as `ops.store.reference_quantize._stage2`."""
-    step = tl.maximum(_rounded(tl.div_rn(high - low, LEVELS)), 1.0)
-    zero = low + tl.floor((high - low - LEVELS * step) / 2)
-    return step, tl.maximum(zero, -128.0)
+def _sizes(codes, scale, unit, D: tl.constexpr, AXIS: tl.constexpr):
+    """Sizes of tokens of a block in its unit, and what one of a token's codes is in its size."""
+    exact = scale * (_roots(codes, D, AXIS) * unit)
+    size = rounded_up(exact)
+    # NaN stays
+    return size + exact * 0.0, tl.div_rn(scale, tl.where(size > 0, size, 1.0))
 
 
 @triton.jit
-def _codes(q1, step, zero, LEVELS: tl.constexpr):
-    return tl.minimum(tl.maximum(_rounded(tl.div_rn(q1 - zero, step)), 0.0), LEVELS).to(tl.int32)
+def seal_sizes(
+    x_ptr, token, channel, scale_ptr, size_ptr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Sizes of the tokens of a block [BLOCK, D] with strides `token` and `channel`, of 8 bits at most, to `size_ptr`.
+
+    Returns tokens in units of sizes, their shares as in `_sizes`, and the block's unit: of no use at 8 bit.
+    """
+    n, d = tl.arange(0, BLOCK), tl.arange(0, DP)
+    x = _numbers(x_ptr, n[:, None] * token + d[None, :] * channel, (n >= 0)[:, None] & (d < D)[None, :])
+    size = tl.load(scale_ptr + n)
+    root = _roots(x, D, 1)
+    unit = tl.div_rn(tl.max(tl.div_rn(tl.max(tl.abs(x), 1), tl.where(root > 0, root, 1.0)), 0), EDGE)
+    share = size
+    if BITS < 8:
+        size, share = _sizes(x, size, unit, D, 1)
+    tl.store(size_ptr + n, size.to(tl.bfloat16))
+    return x * share[:, None], share, unit
+
+
+@triton.jit
+def _seal_ranges(x, meta_ptr, d, inside, D: tl.constexpr):
+    """Zeros and spans of channels d of x [BLOCK, ...], in units of sizes; also to their lines of `meta`."""
+    zero = tl.floor(tl.min(x, 0))
+    span = tl.ceil(tl.max(x, 0)) - zero
+    tl.store(meta_ptr + d, zero.to(tl.int8), mask=inside)
+    # an unsigned byte
+    tl.store(meta_ptr + D + d, span.to(tl.int32).to(tl.int8), mask=inside)
+    return zero, span
+
+
+@triton.jit
+def _codes(x, zero, span, LEVELS: tl.constexpr):
+    codes = tl.div_rn((x - zero) * LEVELS, tl.broadcast_to(tl.maximum(span, 1.0), x.shape))
+    codes = (codes + ROUND) - ROUND
+    return tl.minimum(tl.maximum(codes, 0.0), LEVELS).to(tl.int32)
 
 
 @triton.jit
@@ -124,10 +169,13 @@ def _store_lane(
 
 @triton.jit
 def seal_lines(
-    x_ptr, token, channel, ratio, out_ptr, meta_ptr, page,
+    x_ptr, token, channel, share, out_ptr, meta_ptr, page,
     D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, LANE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A block [BLOCK, D] with strides `token` and `channel` to lines of channels; its steps and zeros to `meta_ptr`."""
+    """A block [BLOCK, D] with strides `token` and `channel` to lines of channels; zeros and spans to `meta_ptr`.
+
+    share: as in `_sizes`. From 8 bit on the block is copied.
+    """
     LEVELS: tl.constexpr = 2.0**BITS - 1
     WIDTH: tl.constexpr = D // LANES
     n = tl.arange(0, BLOCK)
@@ -136,14 +184,14 @@ def seal_lines(
     for lane in tl.static_range(LANES):
         run = lane * WIDTH + j
         inside = (j < WIDTH)[None, :] & (n >= 0)[:, None]
-        q1 = stage1(x_ptr, n[:, None] * token + run[None, :] * channel, inside, ratio[:, None])
-        if BITS == 8:
-            tl.store(out_ptr + page * BLOCK * D + n[:, None] * D + run[None, :], q1.to(tl.int8), mask=inside)
+        at = n[:, None] * token + run[None, :] * channel
+        if BITS >= 8:
+            to = out_ptr + page * BLOCK * D + n[:, None] * D + run[None, :]
+            tl.store(to, tl.load(x_ptr + at, mask=inside), mask=inside)
         else:
-            step, zero = _step_and_zero(tl.min(q1, 0), tl.max(q1, 0), LEVELS)
-            tl.store(meta_ptr + run, step.to(tl.int8), mask=j < WIDTH)
-            tl.store(meta_ptr + D + run, zero.to(tl.int8), mask=j < WIDTH)
-            codes = _codes(q1, step[None, :], zero[None, :], LEVELS)
+            x = _numbers(x_ptr, at, inside) * share[:, None]
+            zero, span = _seal_ranges(x, meta_ptr, run, j < WIDTH, D)
+            codes = _codes(x, zero[None, :], span[None, :], LEVELS)
             planes = _store_lane(
                 out_ptr, page, n[:, None], j[None, :], codes, inside, lane, planes, BLOCK, D, BITS, LANES
             )
@@ -151,8 +199,8 @@ def seal_lines(
 
 @triton.jit
 def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
-    """One block of one head, `Block`, to page `page`, int64, of width G. pages: (k, v, meta, scale) of that width."""
-    k_out, v_out, meta_out, scale_out = pages
+    """One block of one head, `Block`, to page `page`, int64, of width G. pages: (k, v, meta, size) of that width."""
+    k_out, v_out, meta_out, size_out = pages
     D: tl.constexpr = FORM.dim
     DP: tl.constexpr = FORM.padded_dim
     BLOCK: tl.constexpr = FORM.block
@@ -162,98 +210,43 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
     LEVELS: tl.constexpr = 2.0**VALUE_BITS - 1
     V_LINE: tl.constexpr = 2 if BITS < 8 else 0
     LINES: tl.constexpr = V_LINE + (2 if VALUE_BITS < 8 else 0)
-    n = tl.arange(0, BLOCK)
-    k_scale, k_ratio = ratios(tokens.k_scale, 0, n)
-    v_scale, v_ratio = ratios(tokens.v_scale, 0, n)
-    tl.store(scale_out + page * 2, k_scale)
-    tl.store(scale_out + page * 2 + 1, v_scale)
-    base = page * BLOCK * D
     meta = meta_out + page * LINES * D
-    seal_lines(tokens.k, D, 1, k_ratio, k_out, meta, page, D, BLOCK, BITS, FORM.lanes[G], FORM.lane_width[G])
     d = tl.arange(0, DP)
-    step = tl.full((DP,), 1.0, tl.float32)
-    zero = step
-    if VALUE_BITS != 8:
-        at = n[:, None] * tokens.v_token + d[None, :] * tokens.v_channel
-        q1 = stage1(tokens.v, at, (d < D)[None, :] & (n >= 0)[:, None], v_ratio[:, None])
-        step, zero = _step_and_zero(tl.min(q1, 0), tl.max(q1, 0), LEVELS)
-        tl.store(meta + V_LINE * D + d, step.to(tl.int8), mask=d < D)
-        tl.store(meta + (V_LINE + 1) * D + d, zero.to(tl.int8), mask=d < D)
+    share = d
+    if BITS < 16:
+        sizes = size_out + page * (2 * BLOCK)
+        _, share, _ = seal_sizes(tokens.k, D, 1, tokens.k_scale, sizes, D, DP, BLOCK, BITS)
+        v, _, unit = seal_sizes(
+            tokens.v, tokens.v_token, tokens.v_channel, tokens.v_scale, sizes + BLOCK, D, DP, BLOCK, VALUE_BITS
+        )
+    seal_lines(tokens.k, D, 1, share, k_out, meta, page, D, BLOCK, BITS, FORM.lanes[G], FORM.lane_width[G])
+    if VALUE_BITS < 8:
+        zero, span = _seal_ranges(v, meta + V_LINE * D, d, d < D, D)
     TOKENS: tl.constexpr = BLOCK // LANES
     i = tl.arange(0, TOKENS)
     planes = _no_planes(DP, TOKENS, VALUE_BITS)
     inside = (d < D)[:, None] & (i >= 0)[None, :]
     for lane in tl.static_range(LANES):
-        token = value_order(lane * TOKENS + i)
-        share = tl.div_rn(tl.load(tokens.v_scale + token), tl.where(v_scale > 0, v_scale, 1.0))
-        v_from = token[None, :] * tokens.v_token + d[:, None] * tokens.v_channel
-        q1 = stage1(tokens.v, v_from, inside, share[None, :])
-        if VALUE_BITS == 8:
-            tl.store(v_out + base + d[:, None] * BLOCK + i[None, :], q1.to(tl.int8), mask=inside)
+        token = lane * TOKENS + i
+        if VALUE_BITS < 16:
+            token = value_order(token)
+        at = token[None, :] * tokens.v_token + d[:, None] * tokens.v_channel
+        if VALUE_BITS >= 8:
+            to = v_out + page * BLOCK * D + d[:, None] * BLOCK + i[None, :]
+            tl.store(to, tl.load(tokens.v + at, mask=inside), mask=inside)
         else:
-            codes = _codes(q1, step[:, None], zero[:, None], LEVELS)
+            # sizes are found again, of tokens in another order
+            x = _numbers(tokens.v, at, inside)
+            _, share = _sizes(x, tl.load(tokens.v_scale + token), unit, D, 0)
+            codes = _codes(x * share[None, :], zero[:, None], span[:, None], LEVELS)
             planes = _store_lane(
                 v_out, page, d[:, None], i[None, :], codes, inside, lane, planes, D, BLOCK, VALUE_BITS, LANES
             )
 
 
 @triton.jit
-def store_mean(keys, scale, means, place, FORM: tl.constexpr):
-    """Mean and spread of keys [BLOCK, DP], in units of `scale`, to `PageMeans`. place: page * heads + slot."""
-    D: tl.constexpr = FORM.dim
-    mean_ptr, scale_ptr = means
-    mean = tl.sum(keys, 0) * (1.0 / FORM.block)
-    unit = tl.div_rn(counted(tl.max(tl.abs(mean), 0)), CODE_MAX)
-    codes = as_int8(tl.div_rn(mean, tl.broadcast_to(tl.where(unit > 0, unit, 1.0), mean.shape)))
-    d = tl.arange(0, FORM.padded_dim)
-    tl.store(mean_ptr + place * D + d, codes, mask=d < D)
-    # channels beyond D are 0
-    square = tl.sum(tl.sum(keys * keys, 0) * (1.0 / FORM.block) - mean * mean, 0) * (1.0 / D)
-    spread = tl.sqrt_rn(tl.maximum(square, 0.0))
-    tl.store(scale_ptr + 2 * place, tl.minimum(unit * scale, LARGEST_HALF).to(tl.float16))
-    tl.store(scale_ptr + 2 * place + 1, tl.minimum(spread * scale, LARGEST_HALF).to(tl.float16))
-
-
-@triton.jit
-def seal_mean(tokens, means, place, FORM: tl.constexpr):
-    """`store_mean` of the INT8 keys of a `Block`, under the scale that `seal_block` gives them."""
-    n = tl.arange(0, FORM.block)
-    d = tl.arange(0, FORM.padded_dim)
-    scale, ratio = ratios(tokens.k_scale, 0, n)
-    inside = (d < FORM.dim)[None, :] & (n >= 0)[:, None]
-    store_mean(stage1(tokens.k, n[:, None] * FORM.dim + d[None, :], inside, ratio[:, None]), scale, means, place, FORM)
-
-
-@triton.jit
-def copy_mean(tokens, means, place, FORM: tl.constexpr):
-    """`store_mean` of unquantized keys."""
-    n = tl.arange(0, FORM.block)
-    d = tl.arange(0, FORM.padded_dim)
-    inside = (d < FORM.dim)[None, :] & (n >= 0)[:, None]
-    keys = tl.load(tokens.k + n[:, None] * FORM.dim + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    store_mean(keys, 1.0, means, place, FORM)
-
-
-@triton.jit
-def copy_block(tokens, pages, page, FORM: tl.constexpr):
-    """Copy one block of one head, unquantized, to a page of 16 bit."""
-    k_out, v_out, _, scale_out = pages
-    D: tl.constexpr = FORM.dim
-    BLOCK: tl.constexpr = FORM.block
-    n = tl.arange(0, BLOCK)
-    d = tl.arange(0, FORM.padded_dim)
-    inside = (n >= 0)[:, None] & (d < D)[None, :]
-    k_at = n[:, None] * D + d[None, :]
-    tl.store(k_out + page * BLOCK * D + k_at, tl.load(tokens.k + k_at, mask=inside), mask=inside)
-    v = tl.load(tokens.v + n[:, None] * tokens.v_token + d[None, :] * tokens.v_channel, mask=inside)
-    tl.store(v_out + page * BLOCK * D + d[None, :] * BLOCK + n[:, None], v, mask=inside)
-    tl.store(scale_out + page * 2, 1.0)
-    tl.store(scale_out + page * 2 + 1, 1.0)
-
-
-@triton.jit
 def seal_kernel(k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, pages, FORM: tl.constexpr):
-    """One block of one head to the page of the same number. pages: (k, v, meta, scale) of the only width."""
+    """One block of one head to the page of the same number. pages: (k, v, meta, size) of the only width."""
     page = tl.program_id(0).to(tl.int64)
     base = page * FORM.block * FORM.dim
     scales = page * FORM.block

@@ -10,20 +10,16 @@ from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, Width, empty_pages
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.kernel_launch import Launch, launch
-from turbo_hf.ops.maths import query_shift
+from turbo_hf.ops.maths import balanced_queries
 from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.store.kernel_append import QUERIES, append_kernel, append_step_kernel, seal_open_kernel
-from turbo_hf.ops.store.kernel_arguments import NewTokens, Noted, RotatedQueries, StoreForm
+from turbo_hf.ops.store.kernel_arguments import NewQueries, NewTokens, Noted, StoreForm
 from turbo_hf.ops.store.kernel_exchange import exchange_open_kernel
-from turbo_hf.ops.store.kernel_rotate import rotate_kernel
 from turbo_hf.ops.store.kernel_rows import select_rows_kernel
 from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel, seal_kernel
 
 TOKENS = 64
 """Tokens per program."""
-
-ROTATED = 32
-"""Runs of channels that a program rotates: few enough for a decode step to be spread over the SMs."""
 
 APPENDED = 32
 """Maximum number of new tokens that a program appends: keys and values fit in registers."""
@@ -66,11 +62,6 @@ def _form_of(paged: Sequence[PagedHeads], heads: int, dim: int, block: int) -> S
     return _form(groups, heads, dim, block)
 
 
-def _levels(dim: int) -> int:
-    """log2 of the channels of a run that is rotated."""
-    return (dim & -dim).bit_length() - 1
-
-
 def launch_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.store.quantize.quantize_tokens`."""
     batch, heads, tokens, dim = x.shape
@@ -83,22 +74,6 @@ def launch_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple
         BLOCK=TOKENS, GIVEN=scale is not None, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, own
-
-
-def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype, clamp: bool = False) -> torch.Tensor:
-    """`ops.store.rotate`: x times the matrix with entries +-2^-shift. clamp: to the range of `dtype`."""
-    batch, heads, tokens, dim = x.shape
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    out = torch.empty(batch, heads, tokens, dim, dtype=dtype, device=x.device)
-    size = dim & -dim
-    runs = batch * heads * tokens * (dim // size)
-    launch(
-        rotate_kernel, x, (-(-runs // ROTATED),),
-        x, out, *x.stride()[:3], heads, tokens, runs, 2.0**-shift, RUNS_PER_TOKEN=dim // size, SIZE=size,
-        LEVELS=_levels(dim), ROWS=ROTATED, TOP=torch.finfo(dtype).max if clamp else None, num_warps=2,
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
 
 
 def launch_seal_blocks(
@@ -116,14 +91,14 @@ def launch_seal_blocks(
     return sealed
 
 
-def _to_rotate(queries: torch.Tensor | None) -> tuple[RotatedQueries | None, int]:
-    """What a kernel that stores takes of these queries [B, Hq, M, D], and how many of its programs rotate them."""
+def _to_balance(queries: torch.Tensor | None) -> tuple[NewQueries | None, int]:
+    """What a kernel that stores takes of these queries [B, Hq, M, D], and how many of its programs balance them."""
     if queries is None:
         return None, 0
     _, heads, tokens, dim = queries.shape
     rows = queries.numel() // dim
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
-    return RotatedQueries(queries, queries.stride(), out, heads, tokens, rows), -(-rows // QUERIES.value)
+    return NewQueries(queries, queries.stride(), out, heads, tokens, rows), -(-rows // QUERIES.value)
 
 
 def launch_append_tokens(
@@ -135,43 +110,43 @@ def launch_append_tokens(
     max_scale: torch.Tensor | None,
     nonfinite: torch.Tensor,
     counters: torch.Tensor,
-    rotate: bool = False,
+    balance: torch.Tensor | None = None,
     queries: torch.Tensor | None = None,
     repeat: Repeat | None = None,
 ) -> torch.Tensor | None:
-    """`ops.store.append.append_tokens`; counters: int32 [B], zeros. Programs before the others rotate the queries."""
+    """`ops.store.append.append_tokens`; counters: int32 [B], zeros. Programs before the others balance the queries."""
     batch, heads, tokens, dim = k.shape
     part = min(APPENDED, power_of_two(tokens))
-    turned, programs = _to_rotate(queries)
+    balanced, programs = _to_balance(queries)
     if queries is not None and programs + batch * heads > MOST_PAIRS:
-        launch_append_tokens(k, v, store, starts, given_scale, max_scale, nonfinite, counters, rotate)
-        return launch_rotate(queries, query_shift(dim), queries.dtype)
+        launch_append_tokens(k, v, store, starts, given_scale, max_scale, nonfinite, counters, balance)
+        return balanced_queries(queries, balance)
     given = None if given_scale is None else given_scale.contiguous()
     made = launch(
         append_kernel, k, (-(-tokens // part), programs + pairs_of(batch, heads)),
-        NewTokens(k, v, k.stride(), v.stride()), given, turned,
+        NewTokens(k, v, k.stride(), v.stride()), given, balance, balanced,
         (store.k_open, store.v_open, store.k_scale, store.v_scale), store.open_len,
         starts, None if max_scale is None else max_scale.view(torch.int32), nonfinite, counters, tokens,
         store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
-        LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
+        enable_fp_fusion=False,
     )  # fmt: skip
     if repeat is not None and made is not None and given is given_scale:
         # besides those of the store, the launch has the addresses of these
-        repeat.append = _again(made, turned, (starts, given_scale, max_scale, nonfinite, counters))
-    return None if turned is None else turned.out
+        repeat.append = _again(made, balanced, (starts, given_scale, balance, max_scale, nonfinite, counters))
+    return None if balanced is None else balanced.out
 
 
 def _again(
-    made: Launch, turned: RotatedQueries | None, used: tuple[Any, ...]
+    made: Launch, balanced: NewQueries | None, used: tuple[Any, ...]
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
     """`Repeat.append`. used: whose addresses the launch has."""
-    new, given, queries, *_ = made.args
+    new, given, balance, queries, *_ = made.args
     strides: tuple[Any, ...] = new[2:]
     rest: tuple[Any, ...] = () if queries is None else queries[1:]
-    out = None if turned is None else turned.out
+    out = None if balanced is None else balanced.out
 
     def again(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, kept: Any = used) -> torch.Tensor | None:
-        made.again((k.data_ptr(), v.data_ptr(), *strides), given, None if q is None else (q.data_ptr(), *rest))
+        made.again((k.data_ptr(), v.data_ptr(), *strides), given, balance, None if q is None else (q.data_ptr(), *rest))
         return out
 
     return again
@@ -191,7 +166,7 @@ def launch_seal_open(store: KVStore, blocks: int) -> None:
     launch(
         seal_open_kernel, store.k_open, (blocks, pairs_of(batch, heads)),
         tuple(pages[1:] for pages in store.paged), tuple(held if width == UNQUANTIZED else codes for width in bits),
-        Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table, store.means,
+        Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
         store.table.stride(0), cap,
         FORM=_form_of(store.paged, heads, dim, store.block), enable_fp_fusion=False,
     )  # fmt: skip
@@ -223,23 +198,22 @@ def launch_append_step(
     noted: tuple[torch.Tensor, torch.Tensor] | None,
     nonfinite: torch.Tensor,
     arrived: torch.Tensor,
-    rotate: bool = False,
+    balance: torch.Tensor | None = None,
     queries: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """`ops.store.append.append_step`; queries and what is returned of them: as in `launch_append_tokens`."""
     batch, heads, _, dim = k.shape
     form = _form_of(store.paged, heads, dim, store.block)
-    turned, programs = _to_rotate(queries)
+    balanced, programs = _to_balance(queries)
     launch(
         append_step_kernel, k, (programs + batch * heads,),
         NewTokens(k, v, k.stride(), v.stride()),
-        None if given_scale is None else given_scale.contiguous(), turned, cache_of(store),
-        Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table, store.means,
+        None if given_scale is None else given_scale.contiguous(), balance, balanced, cache_of(store),
+        Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
         None if noted is None else Noted(noted[0], noted[1].contiguous(), noted[0].shape[2]), nonfinite, arrived,
-        store.table.stride(0), FORM=form,
-        LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
+        store.table.stride(0), FORM=form, enable_fp_fusion=False,
     )  # fmt: skip
-    return None if turned is None else turned.out
+    return None if balanced is None else balanced.out
 
 
 def launch_select_rows(tensors: Sequence[torch.Tensor], words: Sequence[int], rows: Sequence[int]) -> None:

@@ -44,11 +44,12 @@ def quantize_tokens(
 
     Args:
         x: float [B, H, M, D].
-        scale: float32 [B, H, M] to use instead of the token's own max|x| / 119; codes are then clamped to +-119.
+        scale: float32 [B, H, M] to use instead of the token's own max|x| / 127, rounded up to bfloat16; codes are then
+            clamped to +-127.
         backend: "auto", "triton" or "reference".
 
     Returns:
-        codes int8 [B, H, M, D] in [-119, 119] and scale float32 [B, H, M], with x ~ codes * scale.
+        codes int8 [B, H, M, D] in [-127, 127] and scale float32 [B, H, M], with x ~ codes * scale.
 
     Raises:
         ValueError: wrong dtype, rank, head dim or scale shape.
@@ -87,10 +88,8 @@ def seal_blocks(
     Raises:
         ValueError: wrong width, dtype, block or shapes that do not agree.
 
-    Source: TurboAttention eq. 4-6, alg. 1. The stage 2 step is the channel's range over the levels, rounded, with the
-    zero centered so that both ends share the rounding remainder: on trained keys (d = 64) a relative error of 0.060 at
-    4 bit, against 0.061 with zero = min and 0.063 with the step rounded up. Steps that leave out extremes have less
-    error at 2 bit but lose more answers (`eval/results`).
+    Source: TurboAttention eq. 5, 6, alg. 1, over tokens that are divided by their root mean square first; a channel's
+    range is stored in whole units, its step is not rounded.
     """
     if width not in (*WIDTHS, *product(BITS, BITS)):
         single, paired = (", ".join(map(str, each)) for each in (WIDTHS, BITS))
@@ -112,13 +111,13 @@ def seal_blocks(
 
 
 def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
-    """The INT8 tokens of sealed blocks: stage 2 is undone, stage 1 scales (`pages.scale`) still have to be applied.
+    """The tokens of sealed blocks in units of their sizes (`pages.size`), which still have to be applied.
 
     Args:
         pages: P pages of S heads.
 
     Returns:
-        k and v, int8 [P, S, b, D] in [-127, 127], tokens in time order; at 16 bit, the stored numbers themselves.
+        k and v, float32 [P, S, b, D] in [-127, 127], tokens in time order; at 16 bit, the stored numbers themselves.
 
     Raises:
         ValueError: bits that no layout supports.
@@ -130,13 +129,15 @@ def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
     return reference_unpack_blocks(pages)
 
 
-def dequantize(store: KVStore, dtype: torch.dtype, rotated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def dequantize(
+    store: KVStore, dtype: torch.dtype, balance: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Every cached token in full precision, rows starting at place 0.
 
     Args:
         store: one layer's cache.
         dtype: dtype of the result.
-        rotated: the stored keys are rotated (`ops.store.rotate`); they are returned un-rotated.
+        balance: float32 [Hkv, D], what the stored keys have been divided by; None: by nothing.
 
     Returns:
         k and v, dtype [B, Hkv, T, D]; T is at least the longest row; zeros past a row's end.
@@ -148,7 +149,7 @@ def dequantize(store: KVStore, dtype: torch.dtype, rotated: bool = False) -> tup
     """
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be float16, bfloat16, float32 or float64; got {dtype}.")
-    return reference_dequantize(store, dtype, rotated)
+    return reference_dequantize(store, dtype, balance)
 
 
 def head_scores(k: torch.Tensor, v: torch.Tensor, metric: str) -> torch.Tensor:

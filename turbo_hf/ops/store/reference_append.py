@@ -4,7 +4,6 @@ import torch
 
 from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads
 from turbo_hf.ops.store.reference_quantize import (
-    reference_means,
     reference_quantize_tokens,
     reference_seal_blocks,
 )
@@ -95,9 +94,6 @@ def reference_seal_open(store: KVStore, blocks: int) -> None:
             sealed = reference_seal_blocks(*tokens, pages.width)
             for target, source in zip(pages[1:], sealed[1:], strict=True):
                 target[page[part]] = source
-            if store.means is not None:
-                for target, source in zip(store.means, reference_means(*tokens[:2]), strict=True):
-                    target[page[part], slot : slot + own.shape[1]] = source
             slot += own.shape[1]
 
 

@@ -1,4 +1,6 @@
-"""FlashQ in plain torch: INT8 codes, sealed blocks of 4, 3 or 2 bit, and back (TurboAttention sec. 3)."""
+"""FlashQ in plain torch: INT8 codes, sealed blocks of 4, 3 or 2 bit, and back (TurboAttention sec. 3).
+
+Unlike the paper's, a block has no scale: each of its tokens keeps a size of its own."""
 
 from collections.abc import Callable
 
@@ -6,29 +8,34 @@ import torch
 
 from turbo_hf.layout import (
     CODE_MAX,
+    EDGE,
     UNQUANTIZED,
     KVStore,
     PagedHeads,
-    PageMeans,
     Width,
     half_split,
     narrowed,
     value_order,
     widths_of,
 )
-from turbo_hf.ops.maths import counted, query_shift, ratio
+from turbo_hf.ops.maths import counted, ratio
 from turbo_hf.ops.store.reference_pages import expand
-from turbo_hf.ops.store.reference_rotate import reference_rotate
 
 
 def reference_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    own = ratio(counted(x.abs().amax(-1).float()), CODE_MAX) if scale is None else scale
+    own = rounded_up(ratio(counted(x.abs().amax(-1).float()), CODE_MAX)) if scale is None else scale
     return _codes(x, own[..., None]), own
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     divisor = torch.where(scale > 0, scale, 1.0)
     return torch.round(x.float() / divisor).clamp(-CODE_MAX, CODE_MAX).to(torch.int8)
+
+
+def rounded_up(x: torch.Tensor) -> torch.Tensor:
+    """float32 x >= 0 as float32 that bfloat16 can hold, not below x; NaN where x is not finite."""
+    # the bits of a NaN may overflow
+    return ((x.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32) + x * 0
 
 
 def reference_seal_blocks(
@@ -39,65 +46,56 @@ def reference_seal_blocks(
     width: Width,
 ) -> PagedHeads:
     if width == UNQUANTIZED:
-        one = torch.ones(*k.shape[:2], 2, device=k.device)
         none = torch.empty(*k.shape[:2], 0, k.shape[-1], dtype=torch.int8, device=k.device)
-        return PagedHeads(UNQUANTIZED, k.contiguous(), v.mT.contiguous(), none, one)
-    k1, ks = _stage1(k, k_scale)
-    v1, vs = _stage1(v, v_scale)
-    scale = torch.stack((ks, vs), -1)
+        no_size = torch.empty(*k.shape[:2], 0, k.shape[-2], dtype=torch.bfloat16, device=k.device)
+        return PagedHeads(UNQUANTIZED, k.contiguous(), v.mT.contiguous(), none, no_size)
     order = value_order(v.shape[-2], v.device)
     bits, value_bits = widths_of(width)
-    codes_k, k_lines = _packed(k1, bits, lambda codes: codes)
-    codes_v, v_lines = _packed(v1, value_bits, lambda codes: codes[..., order, :].mT.contiguous())
+    packed_k, k_lines, k_size = _packed(k, k_scale, bits, lambda codes: codes)
+    packed_v, v_lines, v_size = _packed(v, v_scale, value_bits, lambda codes: codes[..., order, :].mT.contiguous())
     lines = [*k_lines, *v_lines]
-    meta = torch.stack(lines, -2) if lines else k1.new_empty(*k1.shape[:-2], 0, k1.shape[-1])
-    return PagedHeads(bits, codes_k, codes_v, meta, scale)
-
-
-def reference_means(k: torch.Tensor, k_scale: torch.Tensor) -> PageMeans:
-    """Mean and spread of blocks k [P, S, b, D] with scales [P, S, b], as `PageMeans` holds them."""
-    keys, scale = (k.float(), torch.ones_like(k_scale[..., 0])) if k.is_floating_point() else _stage1(k, k_scale)
-    # of codes the sums over tokens are exact
-    mean, square = (x.sum(-2) * (1 / k.shape[-2]) for x in (keys.float(), keys.float() ** 2))
-    codes, unit = reference_quantize_tokens(mean)
-    spread = (square - mean * mean).mean(-1).clamp(min=0).sqrt()
-    return PageMeans(codes, narrowed(torch.stack((unit, spread), -1) * scale[..., None], torch.float16))
+    meta = torch.stack(lines, -2) if lines else k.new_empty(*k.shape[:-2], 0, k.shape[-1])
+    return PagedHeads(bits, packed_k, packed_v, meta, torch.stack((k_size, v_size), -2).bfloat16())
 
 
 def _packed(
-    q1: torch.Tensor, bits: int, placed: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Stage 1 codes [..., b, D] as a page holds them, and its lines of `meta`: step and zero, none at 8 bit."""
+    codes: torch.Tensor, scale: torch.Tensor, bits: int, placed: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """INT8 tokens [..., b, D] as a page holds them, its lines of `meta`, and the sizes of tokens [..., b]."""
     if bits == 8:
-        return placed(q1), []
-    code, *lines = _stage2(q1, bits)
-    return half_split(placed(code), bits), lines
+        return placed(codes), [], scale
+    size, share = _sizes(codes, scale)
+    code, *lines = _by_channel(codes.float() * share[..., None], bits)
+    return half_split(placed(code), bits), lines, size
 
 
-def _stage1(codes: torch.Tensor, token_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """INT8 with one scale per block. The largest token scale is max|x| / 119 of the block (TurboAttention eq. 4)."""
-    scale = token_scale.amax(-1)
-    ratio = token_scale / torch.where(scale > 0, scale, 1.0)[..., None]
-    return torch.round(codes.float() * ratio[..., None]).to(torch.int8), scale
+def _sizes(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sizes of INT8 tokens [..., b, D] with scales [..., b]: their root mean squares, in the unit of the block; and
+    what one of a token's codes is in that size."""
+    wide = codes.float()
+    # sums of squares of codes are exact; on a CPU, torch's root of float32 is not always the nearest
+    root = ((wide * wide).sum(-1) * (1 / codes.shape[-1])).double().sqrt().float()
+    divisor = torch.where(root > 0, root, 1.0)
+    unit = ratio((wide.abs().amax(-1) / divisor).amax(-1, keepdim=True), EDGE)
+    size = rounded_up(scale * (root * unit))
+    return size, scale / torch.where(size > 0, size, 1.0)
 
 
-def _stage2(q1: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Integer step and zero per channel over the block's tokens (TurboAttention eq. 5, 6)."""
+def _by_channel(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes of numbers x [..., b, D] from -127 to 127, and each channel's zero and span (TurboAttention eq. 5, 6)."""
     levels = 2**bits - 1
-    low, high = q1.amin(-2).float(), q1.amax(-2).float()
-    step = torch.round((high - low) / torch.full_like(low, levels)).clamp(min=1)
-    # a rounded step covers a little more or less than the range: share the difference between both ends
-    zero = (low + torch.floor((high - low - levels * step) / 2)).clamp(min=-128)
-    code = torch.round((q1 - zero[..., None, :]) / step[..., None, :]).clamp(0, levels)
-    return code.to(torch.uint8), step.to(torch.int8), zero.to(torch.int8)
+    zero, top = x.amin(-2, keepdim=True).floor(), x.amax(-2, keepdim=True).ceil()
+    span = top - zero
+    code = torch.round((x - zero) * levels / span.clamp(min=1)).clamp(0, levels)
+    return code.to(torch.uint8), zero.squeeze(-2).to(torch.int8), span.squeeze(-2).to(torch.uint8).view(torch.int8)
 
 
 def reference_dequantize(
-    store: KVStore, dtype: torch.dtype, rotated: bool = False
+    store: KVStore, dtype: torch.dtype, balance: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     codes_k, k_scale, codes_v, v_scale, _ = expand(store)
     k, v = codes_k * k_scale[..., None], codes_v * v_scale[..., None]
-    k = reference_rotate(k, query_shift(k.shape[-1]), k.dtype) if rotated else k
+    k = k if balance is None else k * balance[:, None]
     # rounded codes may take a value near the end of float16's range beyond it
     return narrowed(k, dtype), narrowed(v, dtype)
 
