@@ -29,8 +29,8 @@ def sink_model() -> Any:
     - Its value's norm over the median: 0.11 to 0.15 (0.11 to 0.44).
     - Its key's: 0.32 (0.21 to 0.50), all of it in one slow channel, where other keys have the other sign.
     - Values of a block, largest over smallest norm: 4 to 7 (2 to 4; layers 3 to 9: 6 to 10).
-    - KL to 16 bit of `turbo4` and `turbo-k4v2`, with one scale per block: 0.028 and 0.37 (0.017, 0.30; the carried model
-      0.002, 0.02); with a size per token 0.0048 and 0.025.
+    - KL to 16 bit of `turbo4` and `turbo-k4v2`, with one scale per block: 0.028 and 0.37 (0.017, 0.30; the carried
+      model 0.002, 0.02); with a size per token 0.0048 and 0.025.
     """
     config = LlamaConfig(
         vocab_size=256,
