@@ -102,7 +102,7 @@ def _squares(projection: Any, bias: torch.Tensor, norm: Any) -> torch.Tensor:
     plain = type(projection) is torch.nn.Linear and type(weight) in (torch.Tensor, torch.nn.Parameter)
     if plain and not weight.is_meta:
         return torch.stack((bias.double().square(), (weight.double() * gain.double()).square().sum(-1)))
-    x = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(0), device="cpu").to(**how) * gain
+    x = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(0), device="cpu").to(gain) * gain
     without, *each = projection(torch.cat((torch.zeros_like(x[:1]), x))).double()
     return torch.stack((without.square(), (torch.stack(each) - without).square().mean(0)))
 

@@ -121,6 +121,33 @@ def test_what_fails_before_anything_is_stored_changes_nothing() -> None:
     assert torch.equal(route.run(cache, HELD, 1), route.run(plain, HELD, 1))
 
 
+def test_a_pass_refused_before_it_stores_leaves_the_cache_to_every_thread_and_module() -> None:
+    model = tiny_llama()
+    with turbo_hf.patch(model) as handle, torch.no_grad():
+        cache, ids = handle.new_cache(), prompts(1, 20)
+        model(ids, **{CACHE: cache})
+        refused: list[BaseException] = []
+
+        def two_rows() -> None:
+            try:
+                model(ids[:, :1], attention_mask=torch.ones(2, 21, dtype=torch.long), **{CACHE: cache})
+            except ValueError as error:
+                refused.append(error)
+
+        thread = threading.Thread(target=two_rows)
+        thread.start()
+        thread.join()
+        assert len(refused) == 1
+        model(ids[:, :1], **{CACHE: cache})
+        model.train()
+        with pytest.raises(ValueError, match="training mode"):
+            model(ids[:, :1], **{CACHE: cache})
+        model.eval()
+        model.model(ids[:, :1], **{CACHE: cache})
+        model(ids[:, :1], **{CACHE: cache})
+        assert cache.get_seq_length() == 23
+
+
 def test_the_inner_model_is_a_pass_too() -> None:
     route = ROUTES["compressed"]()
     inner = route.model.model

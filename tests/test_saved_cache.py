@@ -284,6 +284,17 @@ def test_saving_between_replayed_steps_changes_nothing(tmp_path: Path, monkeypat
     assert torch.equal(model.generate(**begun, max_new_tokens=119 - held, **{CACHE: loaded}, **run_of), want)
 
 
+def test_tokens_of_a_refused_pass_are_not_known(tmp_path: Path) -> None:
+    model = tiny_llama()
+    with turbo_hf.patch(model) as handle, torch.no_grad():
+        cache, ids = handle.new_cache(), prompts(1, 20)
+        with pytest.raises(ValueError, match="rows"):
+            model(ids, attention_mask=torch.ones(2, 20, dtype=torch.long), **{CACHE: cache})
+        model(inputs_embeds=model.get_input_embeddings()(ids.flip(1)), **{CACHE: cache})
+        with pytest.raises(ValueError, match="does not know all of its 20 tokens"):
+            cache.save_pretrained(tmp_path)
+
+
 def test_tokens_of_later_passes_are_not_known(tmp_path: Path) -> None:
     model, cache = llama()()
     model.generate(prompts(1, 40), max_new_tokens=3, do_sample=False, **{CACHE: cache})

@@ -37,7 +37,8 @@ def attend_prompt(
     how: dict[str, Any] = {
         "held": None if past is None else layer.lengths(),
         "context": layer.state.context,
-        "balance": layer.balance,
+        # the model may have been moved since the patch
+        "balance": None if layer.balance is None else layer.balance.to(q.device),
     }
     out = prompt_attention(layer.config, *given, **how)
     cache.store_prompt(layer, k, v, new, buckets)

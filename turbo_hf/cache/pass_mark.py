@@ -109,6 +109,11 @@ class PassMark:
         if self.writing is None:
             vars(self).pop("now", None)
 
+    def drop(self, depth: int) -> None:
+        """The pass of the module at this depth is over, perhaps by an error: if nothing was stored, there was none."""
+        if self.ends(depth) and self.now is not None and not self.now.stored:
+            self.end()
+
     def turn(self, key: Hashable) -> Pass:
         """A layer begins to store, once in each pass; returns the pass. key: its number, or also the kind of a state.
 

@@ -142,8 +142,8 @@ class CachePasses(KnowsTokens, MarkedUpdates):
             raise
         if model is not None and (self.model is None or self.model() is not model):
             self.model = weakref.ref(model)
-        if model is not None and isinstance(ids, torch.Tensor) and not self.get_seq_length():
-            self.know(ids.detach().clone())
+        if model is not None and not self.get_seq_length():
+            self.know(ids.detach().clone() if isinstance(ids, torch.Tensor) else None)
         return outermost
 
     def store_prompt(

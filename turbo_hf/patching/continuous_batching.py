@@ -122,8 +122,8 @@ def unchecked(model: Any, groups: Iterable[HeadGroups], latent: bool) -> str | N
         return None
     own = f"{' and '.join(map(in_words, left[0]))} bit{f' with {kind}' if kind else ''}"
     return (
-        f"its answers have not been checked on a GPU at {own}. Choose int8, turbo4, turbo-mixed, turbo2 or "
-        "turbo-k4v2 (windows: int8, turbo4 or turbo-mixed; latents: int8, turbo4 or 16 bit), use generate"
+        f"its answers have not been checked on a GPU at {own}. Choose int8 or turbo4 (latents: also 16 bit), use "
+        "generate"
     )
 
 

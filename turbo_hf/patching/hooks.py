@@ -57,10 +57,10 @@ def add_hooks(
 ) -> list[RemovableHandle]:
     """Give the model and its attention modules their hooks; the handles to remove them by.
 
-    A pass needs `_bring_layer` alone, which gives attention its layer. `_begin_pass` and `_finish_pass` set and clear
-    the mark of its cache, so that none goes on after a pass that broke off. The other hooks guard calls that come by
-    other ways: those without a cache (`add_cache_hooks`), passes that no module announces (`_report_nonfinite`), and
-    attention modules that store to no cache (`left_alone`).
+    A pass needs `_bring_layer` alone, which gives attention its layer. `_begin_pass`, `_finish_pass` and `_drop_pass`
+    set and clear the mark of its cache, so that none goes on after a pass that broke off. The other hooks guard calls
+    that come by other ways: those without a cache (`add_cache_hooks`), passes that no module announces
+    (`_report_nonfinite`), and attention modules that store to no cache (`left_alone`).
 
     modules: attention modules by layer, at least one. layers: what is done with each layer of the model.
     """
@@ -72,6 +72,9 @@ def add_hooks(
         hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
         # runs last and only on success, so it marks the pass as complete
         hooks.append(module.register_forward_hook(functools.partial(_finish_pass, depth), with_kwargs=True))
+        # also after an error: one that came before anything was stored leaves no mark
+        dropped = functools.partial(_drop_pass, depth)
+        hooks.append(module.register_forward_hook(dropped, with_kwargs=True, always_call=True))
     for index, module in modules.items():
         at = layers[index]
         hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, bool(at.groups), strict))
@@ -127,6 +130,14 @@ def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[st
         # one read for all layers, which waits for the device: here the host has launched all of the pass
         cache.require_finite()
         cache.mark.end()
+
+
+@outside_of_steps(-2)
+def _drop_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of a module that calls all layers, behind `_finish_pass`: forget a pass that has stored nothing."""
+    cache = _cache_of(args, kwargs)
+    if cache is not None:
+        cache.mark.drop(depth)
 
 
 def _bring_layer(
@@ -198,6 +209,7 @@ def is_own(hook: Any) -> bool:
         *CACHE_HOOKS,
         _begin_pass,
         _finish_pass,
+        _drop_pass,
         _bring_layer,
         _report_nonfinite,
         left_alone,
