@@ -301,7 +301,7 @@ def sparse_choice(text: str) -> SparseConfig:
 
 
 def _sparse_value(field: str, text: str) -> object:
-    if field in ("read_all_layers", "dense_layers"):
+    if field == "read_all_layers":
         return tuple(int(part) for part in text.split("+") if part)
     return int(text)
 

@@ -237,7 +237,7 @@ def test_tokens_are_the_same_with_a_cache_in_bucket_order(chunk: int | None) -> 
             out = model.generate(ids, **{CACHE: cache}, **options)
         return out, cache
 
-    every = SparseConfig(selector="kmeans-rotated", probes=8, window_tokens=WINDOW, dense_layers=())
+    every = SparseConfig(selector="kmeans-rotated", probes=8, window_tokens=WINDOW, read_all_layers=())
     found, cache = run(every)
     assert any(cache.layers[0].bucket_index.sorted_blocks)
     assert torch.equal(found, run(None)[0])

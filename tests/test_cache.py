@@ -354,7 +354,7 @@ def test_heads_of_16_bit_are_counted_as_what_they_take(llama: Any) -> None:
 
 
 def test_the_index_is_counted_where_there_is_one(llama: Any) -> None:
-    chosen = SparseConfig(selector="kmeans", probes=2, dense_layers=(0,))
+    chosen = SparseConfig(selector="kmeans", probes=2, read_all_layers=(0,))
     plain = costs(llama.config, TurboConfig())
     sparse = costs(llama.config, TurboConfig(sparse=chosen))
     assert sparse[0] == plain[0]

@@ -154,7 +154,7 @@ def test_what_is_compiled_besides(config: dict[str, Any], runners: list[StepRunn
 @pytest.mark.parametrize("selector", ["saap", "kmeans"])
 def test_sparse_layers(selector: Any, device: torch.device) -> None:
     model = tiny_llama().to(device)
-    index, sparse = an_index(model), SparseConfig(selector=selector, probes=3, window_tokens=12, dense_layers=(0,))
+    index, sparse = an_index(model), SparseConfig(selector=selector, probes=3, window_tokens=12, read_all_layers=(0,))
     want, one = answer_and_report(model, replace(PLAIN, sparse=sparse), index, **ragged())
     got, other = answer_and_report(model, replace(COMPILED, sparse=sparse), index, **ragged())
     assert torch.equal(got, want)

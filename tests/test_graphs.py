@@ -70,7 +70,7 @@ def test_beams_are_reordered_between_replays(
 
 def test_beams_of_layers_without_buckets(runners: list[StepRunner], device: torch.device) -> None:
     model = tiny_llama().to(device)
-    sparse = SparseConfig(selector="window", window_tokens=12, dense_layers=())
+    sparse = SparseConfig(selector="window", window_tokens=12, read_all_layers=())
     inputs = {**ragged([70, 40]), "num_beams": 2, "max_new_tokens": 30}
     want = answer(model, replace(PLAIN, sparse=sparse), **inputs)
     assert torch.equal(answer(model, replace(SMALL, sparse=sparse), **inputs), want)
@@ -201,7 +201,7 @@ def test_tokens_with_windows(bits: Any, runners: list[StepRunner], device: torch
 @in_turn(
     choice=[
         pytest.param({"selector": "saap", "probes": 3}, id="saap"),
-        pytest.param({"selector": "saap", "probes": 3, "dense_layers": (0,)}, id="saap-dense-layer"),
+        pytest.param({"selector": "saap", "probes": 3, "read_all_layers": (0,)}, id="saap-dense-layer"),
         pytest.param({"selector": "kmeans", "probes": 3}, id="kmeans"),
         pytest.param({"selector": "kmeans-rotated", "probes": 3}, id="kmeans-rotated"),
         pytest.param({"selector": "window"}, id="window"),
@@ -220,7 +220,7 @@ def test_tokens_and_counts_of_sparse_layers(
     # pages of a single block are reserved at a time, and so steps captured again
     monkeypatch.setattr(steps, "AHEAD", 1)
     model = tiny_llama().to(device)
-    plain = replace(PLAIN, sparse=SparseConfig(**{"window_tokens": 12, "dense_layers": (), **choice}))
+    plain = replace(PLAIN, sparse=SparseConfig(**{"window_tokens": 12, "read_all_layers": (), **choice}))
     index = an_index(model)
     want, counted = answer_and_report(model, plain, index, **ragged(lengths))
     assert not runners
@@ -237,7 +237,7 @@ def test_tokens_and_counts_of_sparse_layers(
 
 def test_passes_between_the_steps_of_sparse_layers(runners: list[StepRunner], device: torch.device) -> None:
     model = tiny_llama().to(device)
-    plain = replace(PLAIN, sparse=SparseConfig(selector="saap", probes=3, window_tokens=12, dense_layers=()))
+    plain = replace(PLAIN, sparse=SparseConfig(selector="saap", probes=3, window_tokens=12, read_all_layers=()))
     index, found = an_index(model), []
     for config in (plain, replace(plain, cuda_graphs="auto")):
         with turbo_hf.patch(model, config, calibration=index) as handle:

@@ -337,7 +337,7 @@ def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), notes))
     model = tiny_llama(num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
     probes = None if selector == "window" else 3
-    sparse = selector and SparseConfig(selector=selector, probes=probes, window_tokens=12, dense_layers=())
+    sparse = selector and SparseConfig(selector=selector, probes=probes, window_tokens=12, read_all_layers=())
     captured: list[int] = []
 
     class Noting(Again):

@@ -126,7 +126,7 @@ def test_sampled_drafts(runners: list[StepRunner]) -> None:
 def test_what_is_not_captured_runs_as_before(runners: list[StepRunner]) -> None:
     """Sparse layers, a hook of the user, and `disable_compile`."""
     model = tiny_llama()
-    sparse = SparseConfig(selector="saap", probes=3, window_tokens=12, dense_layers=())
+    sparse = SparseConfig(selector="saap", probes=3, window_tokens=12, read_all_layers=())
     index = an_index(model)
     ways: list[tuple[TurboConfig, dict[str, Any]]] = [
         (replace(SMALL, sparse=sparse), {}),

@@ -26,11 +26,11 @@ def half(**options: Any) -> Any:
     return tiny_llama(attn_implementation="sdpa", **options).to("cuda", torch.bfloat16)
 
 
-SAAP = SparseConfig(selector="saap", probes=3, window_tokens=12, dense_layers=())
+SAAP = SparseConfig(selector="saap", probes=3, window_tokens=12, read_all_layers=())
 SPARSE = [
     pytest.param(SAAP, id="saap"),
     pytest.param(replace(SAAP, selector="kmeans"), id="kmeans"),
-    pytest.param(replace(SAAP, dense_layers=(0,)), id="dense-layer"),
+    pytest.param(replace(SAAP, read_all_layers=(0,)), id="dense-layer"),
 ]
 
 
@@ -71,7 +71,7 @@ def test_a_replayed_step_waits_for_nothing_but_the_mask(sparse: Any, runners: li
         for _ in range(300):
             step()
         # pages were reserved again; and at nine blocks the plan of dense attention wants more CTAs
-        assert runner.captures == (3 if sparse is None or sparse.dense_layers else 2)
+        assert runner.captures == (3 if sparse is None or sparse.read_all_layers else 2)
     assert cache.get_seq_length() == 404
 
 

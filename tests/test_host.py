@@ -102,7 +102,7 @@ KERNELS: dict[str, Any] = {"backend": "triton"}
 
 
 def sparse_layer() -> TurboLayer:
-    chosen = SparseConfig(selector="kmeans-rotated", probes=3, window_tokens=20, dense_layers=())
+    chosen = SparseConfig(selector="kmeans-rotated", probes=3, window_tokens=20, read_all_layers=())
     config = TurboConfig(sparse=chosen, attention="fp16", **KERNELS)
     return TurboLayer(config, selector=bucketed(chosen, backend="triton"))
 
@@ -327,7 +327,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
 ) -> None:
     # of a model over several GPUs most layers are not on the current one
     model = tiny_llama(num_hidden_layers=1).to(device)
-    chosen = SparseConfig(selector="kmeans-rotated", probes=3, window_tokens=20, dense_layers=())
+    chosen = SparseConfig(selector="kmeans-rotated", probes=3, window_tokens=20, read_all_layers=())
     configs = [
         TurboConfig(attention="turbo", block_size=32, cuda_graphs=False, **KERNELS),
         TurboConfig(attention="fp16", sparse=chosen, block_size=32, cuda_graphs=False, **KERNELS),

@@ -31,7 +31,7 @@ def llama() -> Any:
 
 
 def test_the_report_counts_keys(llama: Any) -> None:
-    config = sparse("window", **small("window", dense_layers=(0,)))
+    config = sparse("window", **small("window", read_all_layers=(0,)))
     with turbo_hf.patch(llama, config) as handle:
         assert str(handle.report()).count("% of the keys") == 0
         llama.generate(**ragged((90, 70)), max_new_tokens=5, do_sample=False)
@@ -44,7 +44,7 @@ def test_the_report_counts_keys(llama: Any) -> None:
         assert read.share == 2 * 8 * 21 / there
         assert read.share_beyond == 0
     text = str(report)
-    assert "layer 0: 2 x 4 bit; reads every key: by dense_layers" in text
+    assert "layer 0: 2 x 4 bit; reads every key: by read_all_layers" in text
     assert "layers 1, 2: 2 x 4 bit; window" in text
     assert "of the keys read, 0.00% of those not always read" in text
 
@@ -68,7 +68,7 @@ def test_rows_whose_keys_are_all_always_read_are_counted_as_they_are(llama: Any)
 
 
 def test_the_index_is_part_of_the_memory(llama: Any) -> None:
-    config = sparse("kmeans-rotated", **{**ANY, "dense_layers": (0,)})
+    config = sparse("kmeans-rotated", **{**ANY, "read_all_layers": (0,)})
     with turbo_hf.patch(llama, config, calibration=an_index(llama)) as handle:
         cache = handle.new_cache()
         llama(prompts(3, 224), **{CACHE: cache})
@@ -117,7 +117,7 @@ def test_a_copied_model_keeps_its_selectors(indexed: Calibration) -> None:
         ({"window_tokens": 2047.0}, "SparseConfig.window_tokens must be a whole number of at least 1; got 2047.0"),
         ({"sink_tokens": (1 << 30) + 1}, "SparseConfig.sink_tokens must be at most 1073741824; got 1073741825"),
         ({"window_tokens": 10**30}, f"SparseConfig.window_tokens must be at most 1073741824; got {10**30}"),
-        ({"dense_layers": [-1]}, r"SparseConfig.dense_layers must be a tuple of layer indices; got \(-1,\)"),
+        ({"read_all_layers": [-1]}, r"SparseConfig.read_all_layers must be a tuple of layer indices; got \(-1,\)"),
     ],
 )
 def test_a_wrong_choice_gets_one_sentence(options: dict[str, Any], message: str) -> None:
@@ -164,8 +164,8 @@ def test_a_calibration_is_needed_and_must_fit(llama: Any, indexed: Calibration) 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         turbo_hf.patch(model, sparse("kmeans", probes=7), calibration=indexed).remove()
-    with pytest.raises(ValueError, match=r"SparseConfig\.dense_layers names layer 9; the last is 5"):
-        turbo_hf.patch(model, sparse("saap", probes=4, dense_layers=(9,)), calibration=indexed)
+    with pytest.raises(ValueError, match=r"SparseConfig\.read_all_layers names layer 9; the last is 5"):
+        turbo_hf.patch(model, sparse("saap", probes=4, read_all_layers=(9,)), calibration=indexed)
     bare = replace(indexed, layers=tuple(replace(layer, centroids=None, classifier={}) for layer in indexed.layers))
     with pytest.raises(ValueError, match=r"no layer of this model can be sparse\. Layer 5 reads every key: the cal"):
         turbo_hf.patch(model, sparse("saap", probes=4), calibration=bare)

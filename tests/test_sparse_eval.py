@@ -23,16 +23,16 @@ from turbo_hf.eval.run_identity import BY_METHOD, META
         ("saap", TurboConfig(sparse=SparseConfig())),
         ("turbo4@window", TurboConfig(sparse=SparseConfig(selector="window"))),
         (
-            "int8/fp16@saap:probes=16:window_tokens=511:dense_layers=0+2",
+            "int8/fp16@saap:probes=16:window_tokens=511:read_all_layers=0+2",
             TurboConfig(
-                bits=8, attention="fp16", sparse=SparseConfig(probes=16, window_tokens=511, dense_layers=(0, 2))
+                bits=8, attention="fp16", sparse=SparseConfig(probes=16, window_tokens=511, read_all_layers=(0, 2))
             ),
         ),
         (
             "turbo4+block_size=32@saap:probes=64",
             TurboConfig(block_size=32, sparse=SparseConfig(probes=64)),
         ),
-        ("turbo4@window:dense_layers=", TurboConfig(sparse=SparseConfig(selector="window", dense_layers=()))),
+        ("turbo4@window:read_all_layers=", TurboConfig(sparse=SparseConfig(selector="window", read_all_layers=()))),
     ],
 )  # fmt: skip
 def test_names_of_sparse_methods(name: str, config: TurboConfig) -> None:

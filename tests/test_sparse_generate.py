@@ -120,7 +120,7 @@ def test_beams_and_returned_sequences(llama: Any) -> None:
 def test_trained_selectors_generate(indexed: Calibration, selector: str) -> None:
     model, tokenizer = lab_model()
     inputs = tokenizer([PROSE[:900], PROSE[:500]], return_tensors="pt", padding=True)
-    everything = answers(model, sparse(selector, probes=16, dense_layers=()), calibration=indexed, **inputs)
+    everything = answers(model, sparse(selector, probes=16, read_all_layers=()), calibration=indexed, **inputs)
     dense = answers(model, replace(sparse("full"), sparse=None), **inputs)
     assert torch.equal(everything, dense)
     few = sparse(selector, **TRAINED)

@@ -40,5 +40,5 @@ def windows() -> Made:
 
 def by_bucket() -> Made:
     """With buckets of keys."""
-    model, config = tiny_llama(), sparse("kmeans-rotated", probes=2, window_tokens=8, dense_layers=())
+    model, config = tiny_llama(), sparse("kmeans-rotated", probes=2, window_tokens=8, read_all_layers=())
     return made(model, config, calibration=an_index(model, 8))

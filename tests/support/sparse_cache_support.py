@@ -12,7 +12,7 @@ from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.config.turbo_config import CALIBRATED
 from turbo_hf.sparse.selectors import Centroids
 
-ANY: dict[str, Any] = {"probes": 3, "window_tokens": 20, "dense_layers": ()}
+ANY: dict[str, Any] = {"probes": 3, "window_tokens": 20, "read_all_layers": ()}
 """Choices small enough for short texts."""
 
 

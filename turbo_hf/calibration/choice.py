@@ -136,9 +136,9 @@ def choose_selectors(
     sparse = config.sparse
     if sparse is None:
         return {}, {}
-    outside = [index for index in sparse.dense_layers if index >= count]
+    outside = [index for index in sparse.read_all_layers if index >= count]
     if outside:
-        raise ValueError(f"SparseConfig.dense_layers names layer {outside[0]}; the last is {count - 1}.")
+        raise ValueError(f"SparseConfig.read_all_layers names layer {outside[0]}; the last is {count - 1}.")
     if sparse.selector in CALIBRATED and heads.found is None:
         why = f"the one beside the checkpoint is refused: {heads.refused}" if heads.refused else "there is none."
         raise ValueError(
@@ -148,7 +148,7 @@ def choose_selectors(
     selectors: dict[int, Selector] = {}
     words = {}
     for index, reason in layers.items():
-        made: Selector | str = reason or ("by dense_layers" if index in sparse.dense_layers else "")
+        made: Selector | str = reason or ("by read_all_layers" if index in sparse.read_all_layers else "")
         if not made:
             made = _selector(config, index, heads.found)
         if isinstance(made, Selector):

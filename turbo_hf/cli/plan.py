@@ -155,7 +155,7 @@ def layer_costs(
             continue
         if not layer.head_dim:
             raise ValueError(f"layer {at.index} of {report.model} keeps no keys in its cache; nothing can be planned.")
-        indexed = sparse is not None and at.window is None and at.index not in sparse.dense_layers
+        indexed = sparse is not None and at.window is None and at.index not in sparse.read_all_layers
         index_bytes = sparse.index_bytes if sparse is not None and indexed else 0
         # the cache splits the heads that it gets, whatever the config says
         own = of_layer(report.config, at.index, count)

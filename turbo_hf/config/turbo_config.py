@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import wraps
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal
 
 from turbo_hf.config.file import SUFFIXES, names_a_file, read_mapping
-from turbo_hf.config.options import LEFT, Options, at_least, freeze, freeze_layers, layer_indices, one_of
+from turbo_hf.config.options import LEFT, Options, at_least, freeze_layers, layer_indices, one_of
 from turbo_hf.layout import BITS, BLOCK_SIZES, MODES, UNQUANTIZED, WIDTHS, HeadGroups, Width, widths_of
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
@@ -29,30 +28,6 @@ LARGEST_SEED = (1 << 32) - 1
 """Seeds are multiplied by constants, with layers and windows added, and torch accepts 64 bits."""
 
 
-Class = TypeVar("Class", bound=type)
-
-
-def _takes_read_all_layers(cls: Class) -> Class:
-    """Let the constructor of `SparseConfig` take `dense_layers` under its other name, too."""
-    constructor: Any = vars(cls)["__init__"]
-
-    @wraps(constructor)
-    def init(self: Any, **options: Any) -> None:
-        if "read_all_layers" in options:
-            layers = options.pop("read_all_layers")
-            other = options.setdefault("dense_layers", layers)
-            if freeze(layers) != freeze(other):
-                raise ValueError(
-                    "SparseConfig.read_all_layers and dense_layers are two names of one option; got "
-                    f"{layers!r} and {other!r}. Leave one of them out."
-                )
-        constructor(self, **options)
-
-    setattr(cls, "__init__", init)  # noqa: B010  mypy takes no other way
-    return cls
-
-
-@_takes_read_all_layers
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseConfig(Options):
     """Which cached keys a decode step attends to (SAAP): all, or some always and those of some buckets of the rest.
@@ -71,27 +46,16 @@ class SparseConfig(Options):
         sink_tokens, window_tokens: how many of the first and of the newest tokens of a row are always read (SAAP: 1 +
             2047), from 0 and 1 to 2^30. A row of no more tokens than these is read in full.
         read_all_layers: layers whose steps read every key (SAAP: the first). They remain compressed.
-        dense_layers: an older name of `read_all_layers`, under which `to_dict` and `dataclasses.replace` know it. Not
-            to be confused with `TurboConfig.dense_layers`, which are not compressed.
     """
 
     selector: Literal["saap", "kmeans", "kmeans-rotated", "window", "full"] = "saap"
     probes: int | None = None
     sink_tokens: int = 1
     window_tokens: int = 2047
-    dense_layers: tuple[int, ...] = (0,)
-
-    if TYPE_CHECKING:
-        read_all_layers: tuple[int, ...] = (0,)
-    else:
-        # a field of its own would be a second value to keep equal
-        @property
-        def read_all_layers(self) -> tuple[int, ...]:
-            """Another name of `dense_layers`."""
-            return self.dense_layers
+    read_all_layers: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
-        freeze_layers(self, "dense_layers")
+        freeze_layers(self, "read_all_layers")
         if str(self.selector) == "means":
             raise ValueError(f'SparseConfig.selector "means" {LEFT}. Take one of {", ".join(SELECTORS)}.')
         one_of("selector", self.selector, SELECTORS, "SparseConfig")
@@ -106,12 +70,12 @@ class SparseConfig(Options):
                     f'SparseConfig.probes has no effect with selector "{self.selector}". Leave it out, or take one of '
                     f"{', '.join(CALIBRATED)}."
                 )
-        layer_indices("dense_layers", self.dense_layers, "", "SparseConfig")
+        layer_indices("read_all_layers", self.read_all_layers, "", "SparseConfig")
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> "SparseConfig":
         """A config with these options, the others at their defaults. ValueError: an unknown name, or a wrong value."""
-        return cls(**cls._known(options, ("read_all_layers",), ("mass", "most_dropped")))
+        return cls(**cls._known(options, (), ("mass", "most_dropped")))
 
     @property
     def count(self) -> int:
