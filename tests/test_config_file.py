@@ -135,7 +135,7 @@ def test_options_of_a_preset() -> None:
         ({3: 4}, r"^TurboConfig has no option 3; options are preset, "),
         (
             {"sparse": {"probe": 4}},
-            r"^SparseConfig has no option probe; options are read_all_layers, selector, probes, ",
+            r"^SparseConfig has no option probe; options are selector, probes, sink_tokens, ",
         ),
         ({"sparse": {"preset": "saap"}}, r"^SparseConfig has no option preset"),
         (
