@@ -58,7 +58,7 @@ def windows() -> tuple[Any, TurboCache]:
 def by_bucket() -> tuple[Any, TurboCache]:
     """Buckets of all keys."""
     model = tiny_llama().requires_grad_(False)
-    config = sparse("kmeans-rotated", probes=2, window_tokens=8, dense_layers=())
+    config = sparse("kmeans-rotated", probes=2, window_tokens=8, read_all_layers=())
     return model, turbo_hf.patch(model, config, calibration=an_index(model, 8)).new_cache()
 
 
