@@ -21,7 +21,7 @@ CHECKED_ON_GPUS = {((8,), ""), ((4,), ""), ((2,), ""), ((4, 2), ""), (((4, 2),),
 CHECKED_ON_GPUS |= {((8,), "windows"), ((4,), "windows"), ((4, 2), "windows")}
 CHECKED_ON_GPUS |= {((16,), "latents"), ((8,), "latents"), ((4,), "latents")}
 """(widths of the heads of a layer, what is special: "windows" or "latents") whose tokens were compared with those of
-static batches on a GPU."""
+static batches on a GPU, last before pages had a size per token."""
 
 CHANNELS = 2048
 """Channels of keys and values of a token, in all heads; `Shape.together` tokens of a past are unpacked."""
