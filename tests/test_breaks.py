@@ -301,7 +301,8 @@ def agrees_or_is_refused(route: Route, cache: TurboCache, whole: torch.Tensor) -
     assert torch.equal(got, route.model(whole[:, held : held + 1], **{CACHE: clean}).logits)
 
 
-@pytest.mark.parametrize("name", ["compressed", "dense-first", "dense-last", "unpatched"])
+# a pass without a patch asks for the length before it marks the cache
+@pytest.mark.parametrize("name", ["compressed", "dense-first", "dense-last"])
 def test_two_threads_on_one_cache(name: str) -> None:
     route = ROUTES[name]()
     cache, plain = route.prepared(), route.prepared()

@@ -39,6 +39,8 @@ class Pass:
 class PassMark:
     """The mark of one cache, which all of its layers share. A copy of a broken cache is broken.
 
+    Another thread may clear `now` between two reads of it: each method reads it once.
+
     layers: how many layers store keys and values. A pass without hooks ends when as many have stored them.
     """
 
@@ -56,8 +58,9 @@ class PassMark:
 
     def refusal(self) -> ValueError:
         """What is raised where the mark stands."""
-        what = "pass" if self.now is None else self.now.what
-        at = "" if self.writing is None else f" while {self.writing} was written"
+        now, writing = self.now, self.writing
+        what = PASS if now is None else now.what
+        at = "" if writing is None else f" while {writing} was written"
         return ValueError(
             f"an earlier {what} over this TurboCache broke off{at} (or it is still under way, perhaps in another "
             "thread): reset() it, or take a new one."
@@ -68,7 +71,8 @@ class PassMark:
 
     def require_whole(self) -> None:
         """ValueError if something has begun to change the cache, and has not ended."""
-        if self.writing is not None or (self.now is not None and self.now.stored):
+        now = self.now
+        if self.writing is not None or (now is not None and now.stored):
             raise self.refusal()
 
     def require_unwritten(self) -> None:
@@ -102,7 +106,8 @@ class PassMark:
 
     def ends(self, depth: int) -> bool:
         """Whether the pass that stands is that of the module at this depth."""
-        return self.now is not None and self.now.depth == depth and self._mine(self.now)
+        now = self.now
+        return now is not None and now.depth == depth and self._mine(now)
 
     def end(self) -> None:
         """What has begun has ended as it should; not if an error in a write was caught on the way."""
@@ -111,7 +116,8 @@ class PassMark:
 
     def drop(self, depth: int) -> None:
         """The pass of the module at this depth is over, perhaps by an error: if nothing was stored, there was none."""
-        if self.ends(depth) and self.now is not None and not self.now.stored:
+        now = self.now
+        if self.ends(depth) and now is not None and not now.stored:
             self.end()
 
     def turn(self, key: Hashable) -> Pass:
