@@ -23,7 +23,6 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, NewQKV
 from turbo_hf.layout import Scoring
 from turbo_hf.models.versions import CACHE
-from turbo_hf.ops.decode.contract import decode
 from turbo_hf.patches import balance
 from turbo_hf.patches.balance import PROBES, key_bias, parents, rotary_shares
 from turbo_hf.patching.meta_model import meta_model, patch_report
@@ -176,7 +175,7 @@ def test_attention_is_that_over_the_keys_that_the_cache_shows(bits: int) -> None
     else:
         assert lost.norm() < before.norm() / 2
     chunk = NewQKV(*(x[:, :, 100:140] for x in (q, k, v)))
-    out = prompt_attention(config, chunk, layer.kv_store(), None, None, scoring, balance=layer.balance)
+    out = prompt_attention(config, layer.ops, chunk, layer.kv_store(), None, None, scoring, balance=layer.balance)
     keys, values = (torch.cat((old[0], new[0]), 1) for old, new in zip(held, chunk[1:], strict=True))
     torch.testing.assert_close(
         out.double(), oracle(chunk.query, [(keys, values)], scaling=0.3).out, rtol=1e-3, atol=1e-4
@@ -184,7 +183,7 @@ def test_attention_is_that_over_the_keys_that_the_cache_shows(bits: int) -> None
     new = slice(100, 101)
     step = layer.append(k[:, :, new], v[:, :, new], NewColumns(1), queries=q[:, :, new])
     assert step is not None
-    found = decode(step, layer.kv_store(), scoring, mode="fp16", backend="reference").out.double()
+    found = layer.ops.decode(step, layer.kv_store(), scoring).out.double()
     keys, values = (x[0] for x in layer.dequantized(101))
     want = oracle(q[:, :, new], [(keys, values)], scaling=0.3).out
     torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-4)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from all_pairs import in_one_test
 from bench_support import CPU, check_not_timed, check_refused, last_json, run
+from op_calls import ops_like
 
 from turbo_hf.eval.bench import decode as bench
 from turbo_hf.eval.bench import random_cache
@@ -21,7 +22,7 @@ from turbo_hf.eval.bench.rivals import Rival
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import Conditions, Stopwatch
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring
-from turbo_hf.ops.decode import contract as op
+from turbo_hf.ops.decode.contract import DecodeOps
 from turbo_hf.ops.store.quantize import dequantize
 
 TOY = ["decode", "--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "2x150", "--seconds", "0"]
@@ -134,7 +135,7 @@ def test_a_right_result_passes(width: str, backend: str) -> None:
     case = toy("2x90")
     (store,) = packed_stores(case, groups_of(width, case.heads.kv), 1, CPU, 1)
     q = a_query(case)
-    found = check_decode(case, q, store, op.decode(q, store, Scoring(0.125), backend=backend))
+    found = check_decode(case, q, store, ops_like(q, backend, store).decode(q, store, Scoring(0.125)))
     assert not found.problem
     assert 0 < found.worst <= found.budget
     assert found.lse_worst <= found.lse_budget
@@ -144,7 +145,7 @@ def test_the_budget_is_what_the_roundings_cost_and_little_more() -> None:
     case = toy()
     (store,) = packed_stores(case, groups_of("4", case.heads.kv), 1, CPU, 1)
     q = a_query(case)
-    got = op.decode(q, store, Scoring(0.125))
+    got = ops_like(q, store=store).decode(q, store, Scoring(0.125))
     passed = check_decode(case, q, store, got)
     k, v = dequantize(store, torch.float64)
     rows = [
@@ -158,9 +159,9 @@ def test_the_budget_is_what_the_roundings_cost_and_little_more() -> None:
 
 def broken(how: str) -> Any:
     """`ops.decode` with one thing wrong."""
-    right = op.decode
+    right = DecodeOps.decode
 
-    def decode(q: torch.Tensor, store: KVStore, scoring: Scoring, **options: Any) -> AttentionOutput:
+    def decode(ops: DecodeOps, q: torch.Tensor, store: KVStore, scoring: Scoring, **options: Any) -> AttentionOutput:
         if how == "scale":
             scoring = Scoring(scoring.scaling * 1.2)
         if how == "open":
@@ -171,7 +172,7 @@ def broken(how: str) -> Any:
             raise RuntimeError("out of registers")
         if how == "refuses":
             raise ValueError("q is on another GPU.")
-        out, lse = right(q, store, scoring, **options)
+        out, lse = right(ops, q, store, scoring, **options)
         if how == "unwritten":
             out[0, 3] = torch.empty_like(out[0, 3])
         if how == "lse":
@@ -194,7 +195,7 @@ def broken(how: str) -> Any:
     ],
 )
 def test_a_wrong_result_is_not_timed(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "decode", broken(how))
+    monkeypatch.setattr(DecodeOps, "decode", broken(how))
     check_not_timed(message, "us", *TOY)
 
 

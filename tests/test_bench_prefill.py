@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from bench_support import CPU, check_not_timed, complaint, last_json, run
+from op_calls import ops_like
 
 from turbo_hf.eval.bench.check import Sample, verify
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.prefill import inputs
 from turbo_hf.eval.bench.shapes import SHAPES, PromptCase
 from turbo_hf.layout import AttentionOutput, Rounding, Scoring
-from turbo_hf.ops.prefill import contract as op
+from turbo_hf.ops.prefill.contract import PrefillOps
 
 TOY = ["--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "1x70", "--seconds", "0"]
 
@@ -44,9 +45,9 @@ def test_prefill_prints_tables_json_and_files(tmp_path: Path) -> None:
 
 def broken(how: str) -> Any:
     """`ops.prefill` with one thing wrong."""
-    right = op.prefill
+    right = PrefillOps.prefill
 
-    def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> AttentionOutput:
+    def prefill(ops: PrefillOps, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> AttentionOutput:
         if how == "mask":
             options["causal"] = False
         if how == "scale":
@@ -55,7 +56,7 @@ def broken(how: str) -> Any:
             raise RuntimeError("out of registers")
         if how == "refuses":
             raise ValueError('mode "turbo" needs another GPU.')
-        out, lse = right(q, k, v, **options)
+        out, lse = right(ops, q, k, v, **options)
         if how == "row":
             out[0, -1, -1] = out[0, -1, -2]
         if how == "unwritten":
@@ -80,7 +81,7 @@ def broken(how: str) -> Any:
     ],
 )
 def test_a_wrong_result_is_not_timed(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(op, "prefill", broken(how))
+    monkeypatch.setattr(PrefillOps, "prefill", broken(how))
     check_not_timed(message, "ms", "prefill", *TOY, "--causal", "--mode", "turbo")
 
 
@@ -91,7 +92,7 @@ def test_the_budget_is_what_the_mode_costs_and_little_more(mode: str) -> None:
     q, k, v = inputs(case, torch.float16, CPU, 0)
     options: dict[str, Any] = {"scoring": Scoring(0.125), "rounding": Rounding(mode), "causal": True}
     sample = Sample(q, k, v, scaling=0.125, causal=True, seed=0)
-    got = op.prefill(q, k, v, **options)
+    got = ops_like(q).prefill(q, k, v, **options)
     passed = verify(got, sample, options)
     assert not passed.problem
     exact = torch.stack([attend(q[b], k[b], v[b], scaling=0.125, causal=True).out for b in range(2)])
@@ -104,7 +105,7 @@ def test_modes_rank_by_what_they_round() -> None:
     q, k, v = inputs(case, torch.float16, CPU, 0)
     sample = Sample(q, k, v, scaling=0.125, causal=False, seed=0)
     error = {
-        mode: sample.error(op.prefill(q, k, v, Scoring(0.125), Rounding(mode), causal=False).out)
+        mode: sample.error(ops_like(q).prefill(q, k, v, Scoring(0.125), Rounding(mode), causal=False).out)
         for mode in ("fp16", "half", "turbo", "int8", "fp8")
     }
     # rounding V and P too costs more than rounding Q and K; three bits of mantissa cost more than seven bits

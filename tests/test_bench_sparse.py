@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bench_support import CPU, last_json, run
+from op_calls import ops_like
 
 from turbo_hf.eval.bench import sparse as bench
 from turbo_hf.eval.bench.decode_cases import Case, make_case
@@ -54,12 +55,13 @@ def test_a_right_step_passes_and_a_wrong_one_does_not(backend: str, width: str, 
     (layer,) = make_layers(case, width, replace(SMALL, selector=selector), 1, CPU, 0)
     assert (layer.classifier is None, layer.rotary is None) == (selector != "saap", selector == "kmeans-rotated")
     q = torch.randn(2, 14, 1, 64).half()
-    visited = select(layer, q, torch.randn(2, 2, 1, 64).half(), 4, backend)
+    ops = ops_like(q, backend, layer.store)
+    visited = select(layer, q, torch.randn(2, 2, 1, 64).half(), 4, ops)
     assert visited.shape == (2, 2, 1, 16)
     assert bool((visited.sum(-1) == 4).all())
-    got = attention(layer, q, visited, SMALL, backend)
+    got = attention(layer, q, visited, SMALL, ops)
     assert not check_sparse(case, q, layer, visited, SMALL, got).problem
-    other = attention(layer, q, ~visited, SMALL, backend)
+    other = attention(layer, q, ~visited, SMALL, ops)
     assert "a query is off by" in check_sparse(case, q, layer, visited, SMALL, other).problem
 
 

@@ -9,6 +9,7 @@ import torch
 from calibration_support import PROSE
 from graphs_support import an_index
 from models import lab_model, prompts, tiny_llama
+from op_calls import assign, ops_like
 from sparse_cache_support import ANY, TRAINED, answers, bucketed, sparse
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.calibration.query_model import classify
 from turbo_hf.models.versions import CACHE
-from turbo_hf.ops.sparse.select import assign
 from turbo_hf.sparse.selectors import Centroids
 from turbo_hf.sparse.undo_rotary import turns_by_halves
 
@@ -40,7 +40,7 @@ def feed(layer: TurboLayer, rows: list[list[Tensor]], tokens: int, starts: list[
     """New random keys for every row, in the layer and in plain lists."""
     k = torch.randn(len(rows), 2, tokens, 16)
     assert isinstance(layer.selector, Centroids)
-    layer.append(k, torch.randn_like(k), NewColumns(tokens, None, starts), layer.selector.buckets(k))
+    layer.append(k, torch.randn_like(k), NewColumns(tokens, None, starts), layer.selector.buckets(ops_like(k), k))
     layer.commit()
     for row, keys in enumerate(rows):
         keys += list(k[row, :, 0 if starts is None else starts[row] :].unbind(1))
@@ -51,7 +51,7 @@ def check_index(layer: TurboLayer, rows: list[list[Tensor]]) -> None:
     assert isinstance(layer.selector, Centroids)
     assert layer.lengths() == [len(keys) for keys in rows]
     for row, keys in enumerate(rows):
-        want = layer.selector.buckets(torch.stack(keys, 1)[None])
+        want = layer.selector.buckets(layer.ops, torch.stack(keys, 1)[None])
         assert torch.equal(layer.bucket_index.buckets[row : row + 1, ..., : len(keys)], want)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from graphs_support import an_index
 from models import prompts, tiny_llama
+from op_calls import ops_like
 from sparse_cache_support import bucketed
 from torch import Tensor
 
@@ -36,7 +37,7 @@ def feed(layers: list[TurboLayer], tokens: int, rows: int = 2, starts: list[int]
     k, v = torch.randn(rows, 2, tokens, 16).half(), torch.randn(rows, 2, tokens, 16).half()
     for layer in layers:
         assert isinstance(layer.selector, Centroids)
-        layer.append(k, v, NewColumns(tokens, None, starts), layer.selector.buckets(k.float()))
+        layer.append(k, v, NewColumns(tokens, None, starts), layer.selector.buckets(ops_like(k.float()), k.float()))
         layer.commit()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from context_ranks import Asked
 from models import tiny_llama
+from op_calls import ops_like
 from prefill_support import inputs, random_past
 from ranks_support import COUNT, seen_by_ranks
 from stores import make_store
@@ -16,7 +17,6 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from two_ranks import CONFIGS, HEADS, answer
 
 from turbo_hf.layout import Rounding, Scoring
-from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.parallel.context import ContextRanks
 
 SAME = "ValueError: the ranks of a context group must make the same calls over the same tokens, and "
@@ -175,7 +175,7 @@ def test_parts_of_the_keys_merge_to_the_whole(mode: str, backend: str, device: t
     scoring, rounding = Scoring(0.1, softcap=20.0, sinks=torch.ones(q.shape[1], device=device)), Rounding(mode, 64)
 
     def attend(past: Any, scoring: Scoring, **options: Any) -> Any:
-        return prefill(q, k, v, scoring, rounding, past=past, starts=starts, backend=backend, **options)
+        return ops_like(q, backend).prefill(q, k, v, scoring, rounding, past=past, starts=starts, **options)
 
     def merge(part: Any, other: Any) -> Tensor:
         lse = torch.stack((part.lse, other.lse))

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from op_calls import exchange_open
 
-from turbo_hf.ops.store.exchange import Opened, exchange_open
+from turbo_hf.ops.store.contract import Opened
 
 BLOCK, ROOM = 32, 48
 

@@ -11,7 +11,7 @@ from all_pairs import all_pairs, in_one_test
 from budgets import check_exact, check_turbo
 from gpu_support import OnGpu
 from models import tiny_llama
-from op_calls import decode
+from op_calls import decode, ops_like
 from prefill_support import check_prefill, int8_queries
 from stores import make_store, store_codes, tokens
 
@@ -23,9 +23,7 @@ from turbo_hf.errors import Notices
 from turbo_hf.graphs import step_runner as graphs
 from turbo_hf.layout import UNQUANTIZED, Scoring, Width
 from turbo_hf.ops import gpu, tuning
-from turbo_hf.ops.backend import why_no_kernel
-from turbo_hf.ops.decode.contract import why_no_step_kernel
-from turbo_hf.patching import doctor, refusals
+from turbo_hf.patching import doctor
 from turbo_hf.patching import patch_model as patching
 from turbo_hf.patching.refusals import forecast
 
@@ -52,9 +50,9 @@ TOO_OLD = "Tesla T4 has compute capability 7.5, and the kernels need 8.0"
 @pytest.mark.usefixtures("old")
 def test_a_gpu_that_is_too_old_is_told() -> None:
     q: Any = OnGpu(256, torch.float16)
-    assert why_no_kernel(q) == TOO_OLD
+    assert ops_like(q).why_no_kernel() == TOO_OLD
     # of which nobody knows how much shared memory it has
-    assert why_no_step_kernel(q, 128, "fp16") == TOO_OLD
+    assert ops_like(q, block=128, mode="fp16").why_no_step_kernel() == TOO_OLD
 
 
 @pytest.mark.usefixtures("old")
@@ -107,7 +105,6 @@ def test_a_patch_tells_what_a_small_gpu_cannot_run(
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 3090")
-    monkeypatch.setattr(refusals, "_example", lambda dim, dtype, device: OnGpu(dim, dtype))
     config = TurboConfig(attention=attention, bits=bits, block_size=block)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -141,19 +138,19 @@ def test_what_does_not_fit_is_told() -> None:
 
 def test_half_in_float32_is_refused_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(1, 1, 1, 256)
-    assert why_no_kernel(x, "half") is None
+    assert ops_like(x).why_no_kernel("half") is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
-    assert str(why_no_kernel(x, "half")).endswith("this GPU has 99; modes turbo, int8 and fp16 run")
-    assert why_no_kernel(x, "turbo") is None
+    assert str(ops_like(x).why_no_kernel("half")).endswith("this GPU has 99; modes turbo, int8 and fp16 run")
+    assert ops_like(x).why_no_kernel("turbo") is None
 
 
 def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 1, 1, 256, dtype=torch.float16)
-    assert why_no_step_kernel(q, 128, "fp16") is None
+    assert ops_like(q, block=128, mode="fp16").why_no_step_kernel() is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
-    told = why_no_step_kernel(q, 128, "fp16")
+    told = ops_like(q, block=128, mode="fp16").why_no_step_kernel()
     assert told == "blocks of 128 tokens of 256 channels do not fit in float16; smaller ones do"
-    assert why_no_step_kernel(q, 64, "fp16") is None
+    assert ops_like(q, block=64, mode="fp16").why_no_step_kernel() is None
 
 
 @in_one_test(

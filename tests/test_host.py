@@ -14,6 +14,7 @@ from budgets import check, float_budget, largest
 from gpu_support import tensors_in
 from graphs_support import an_index
 from models import left_padded, prompts, tiny_llama
+from op_calls import append_step, classify, exchange_open, latent_decode, select_rows
 from oracle import attend
 from sparse_cache_support import bucketed
 from stores import tokens
@@ -33,13 +34,8 @@ from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.eval.without_cudnn_plans import without_plans
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.host_device import require_finite, send, shared
-from turbo_hf.ops.latent.contract import latent_decode
 from turbo_hf.ops.prefill.launch import unpack_tiles
-from turbo_hf.ops.sparse.select import classify
-from turbo_hf.ops.store.append import append_step
-from turbo_hf.ops.store.exchange import exchange_open
 from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
-from turbo_hf.ops.store.select_rows import select_rows
 from turbo_hf.sparse.bucket_index import BucketIndex
 
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.unique", "tolist")
@@ -104,7 +100,7 @@ KERNELS: dict[str, Any] = {"backend": "triton"}
 def sparse_layer() -> TurboLayer:
     chosen = SparseConfig(selector="kmeans-rotated", probes=3, window_tokens=20, read_all_layers=())
     config = TurboConfig(sparse=chosen, attention="fp16", **KERNELS)
-    return TurboLayer(config, selector=bucketed(chosen, backend="triton"))
+    return TurboLayer(config, selector=bucketed(chosen))
 
 
 LAYERS = [

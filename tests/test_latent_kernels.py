@@ -9,6 +9,7 @@ import pytest
 import torch
 from budgets import check_exact
 from gluon_numpy import Block, Pointer, kernel_in_numpy
+from op_calls import append_step, append_tokens, latent_decode, seal_open
 
 import turbo_hf
 from turbo_hf.cache.layer import TurboLayer
@@ -16,8 +17,6 @@ from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops import gpu
-from turbo_hf.ops.latent.contract import latent_decode
-from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.store.quantize import dequantize
 
 RANK, ROTARY = 64, 16

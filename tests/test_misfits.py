@@ -19,7 +19,7 @@ from turbo_hf.attention.masks import mask_4d
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.sources import hands_on_mask, question
 from turbo_hf.models.versions import CACHE
-from turbo_hf.ops.decode.contract import decode
+from turbo_hf.ops.decode.contract import DecodeOps
 from turbo_hf.patches import layers
 from turbo_hf.patches.families import family_of
 from turbo_hf.patches.misfits import misfit
@@ -251,9 +251,11 @@ def test_the_self_check_looks_beyond_windows(window: int | None, monkeypatch: py
 def test_the_self_check_finds_a_window_that_is_wrong_in_decode_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of one token too many, in decode steps alone."""
     model = build("gemma3_text", layer_types=[SLIDING, FULL, SLIDING], sliding_window=40)
-    monkeypatch.setattr(
-        "turbo_hf.parallel.context.decode",
-        lambda *args, **options: decode(*args, **{**options, "window": options["window"] and 41}),
-    )
+    right = DecodeOps.decode
+
+    def wrong(*args: Any, window: int | None, **options: Any) -> Any:
+        return right(*args, window=window and 41, **options)
+
+    monkeypatch.setattr(DecodeOps, "decode", wrong)
     with pytest.raises(Unsupported, match="over a cache that quantizes nothing, the logits differ by"):
         turbo_hf.patch(model, "int8", check=True)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from op_calls import select_rows
 from torch import Tensor
 
-from turbo_hf.ops.store.select_rows import MOST_ROWS, select_rows
+from turbo_hf.ops.store.contract import MOST_ROWS
 
 
 def some_tensors(rows: int, device: torch.device) -> list[Tensor]:

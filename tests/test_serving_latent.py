@@ -142,7 +142,7 @@ def test_memory_counts_latents() -> None:
 def apart(config: Any, qkv: Any, edges: torch.Tensor, longest: int, window: Any, scoring: Any) -> torch.Tensor:
     """As `packed_attention`, prompt by prompt."""
     parts = [NewQKV(*(x[:, :, a:b] for x in qkv)) for a, b in pairwise(edges.tolist())]
-    return torch.cat([expanded_attention(config, None, part, None, None, scoring) for part in parts], 2)
+    return torch.cat([expanded_attention(None, part, None, None, scoring) for part in parts], 2)
 
 
 def test_prompts_are_packed(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:

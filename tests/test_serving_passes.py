@@ -9,6 +9,7 @@ import torch
 from budgets import check, float_budget, largest
 from graphs_support import Again
 from models import prompts, tiny_llama, tiny_mistral
+from op_calls import ops_like
 from oracle import attend
 
 import turbo_hf
@@ -274,7 +275,13 @@ def apart(config: Any, qkv: Any, edges: torch.Tensor, longest: int, window: Any,
         return None
     parts = [NewQKV(*(x[:, :, a:b] for x in qkv)) for a, b in pairwise(edges.tolist())]
     assert max(part.query.shape[2] for part in parts) == longest
-    return torch.cat([prompt_attention(config, part, None, None, window, scoring) for part in parts], 2)
+    return torch.cat(
+        [
+            prompt_attention(config, ops_like(part.query, config.backend), part, None, None, window, scoring)
+            for part in parts
+        ],
+        2,
+    )
 
 
 @pytest.mark.parametrize(("kind", "found"), [("llama", True), ("sliding", False)])

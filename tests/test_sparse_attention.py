@@ -8,7 +8,7 @@ from all_pairs import in_one_test, in_turn
 from budgets import check_turbo
 from hypothesis import given
 from hypothesis import strategies as st
-from op_calls import sparse_decode
+from op_calls import sparse_decode, visit
 from oracle import Codes
 from prefill_support import int8_queries
 from sas_support import check_sas
@@ -16,7 +16,6 @@ from sparse_attention_support import CHOICE, check_sparse, kept_keys, random_ind
 from stores import store_codes, tokens
 
 from turbo_hf.layout import BITS, AttentionOutput, HeadGroups
-from turbo_hf.ops.sparse.select import visit
 
 pytestmark = pytest.mark.usefixtures("poison")
 

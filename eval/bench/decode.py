@@ -29,7 +29,6 @@ from turbo_hf.eval.bench.sparse import SELECTORS, SHARES, SPARSE_SIZES, Choice, 
 from turbo_hf.eval.bench.steps import DecodeRow, Found, Prepared, check_heads, new_row, our_step
 from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch, ceilings, side_by_side
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Scoring, in_words
-from turbo_hf.ops.decode import contract as op
 from turbo_hf.ops.decode.reference import reference_decode
 from turbo_hf.ops.store.quantize import dequantize
 
@@ -109,13 +108,13 @@ def check_decode(case: Case, q: torch.Tensor, store: KVStore, got: AttentionOutp
 def dense_step(case: Case, width: str, q: torch.Tensor, how: Conditions) -> Found:
     """The row of one width with its check, and what to time if the result is right."""
     groups = groups_of(width, case.heads.kv)
-    size = case.packed_bytes(groups)
+    size, ops = case.packed_bytes(groups), how.ops(q, groups)
     name = f"{width} bit" if width.isdigit() else width
     if width == "mixed":
         name += " " + "/".join(in_words(each) for each, _ in groups)
 
     def step(store: KVStore) -> AttentionOutput:
-        return op.decode(q, store, Scoring(case.heads.dim**-0.5), backend=how.backend)
+        return ops.decode(q, store, Scoring(case.heads.dim**-0.5))
 
     def prepare() -> Prepared:
         # another seed: keys that begin like the query would be the only ones that it sees

@@ -19,7 +19,6 @@ from turbo_hf.eval.bench.rivals import LATENT_16, PRODUCTS
 from turbo_hf.eval.bench.steps import Found, Prepared, new_row, our_step
 from turbo_hf.eval.bench.timing import Conditions
 from turbo_hf.layout import AttentionOutput, KVStore, page_bytes
-from turbo_hf.ops.latent.contract import latent_decode
 from turbo_hf.ops.latent.reference import reference_latent_decode
 from turbo_hf.ops.store.quantize import dequantize
 
@@ -49,6 +48,7 @@ def latent_step(case: Case, width: str, how: Conditions) -> Found:
     generator = torch.Generator(device).manual_seed(how.seed + 1)
     batch, tokens, size = len(case.lengths), max(case.lengths), latent_bytes(case, width)
     q, q_rotary = (_draw(generator, batch, case.heads.query, 1, n) for n in (case.heads.dim, ROTARY))
+    ops = how.ops(q, ((int(width), 1),), ROTARY)
 
     def store() -> KVStore:
         layer = TurboLayer(replace(PRESETS["int8"], bits=int(width)), latent=True)
@@ -58,7 +58,7 @@ def latent_step(case: Case, width: str, how: Conditions) -> Found:
         return layer.kv_store()
 
     def step(own: KVStore) -> AttentionOutput:
-        return latent_decode(q, q_rotary, own, SCALING, backend=how.backend)
+        return ops.latent_decode(q, q_rotary, own, SCALING)
 
     def prepare() -> Prepared:
         stores = [store() for _ in range(cold_copies(size, device))]

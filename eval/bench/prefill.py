@@ -33,8 +33,7 @@ from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size, tokens_label
 from turbo_hf.eval.bench.timing import Call, Ceilings, Conditions, Stopwatch, ceilings, side_by_side
 from turbo_hf.layout import MODES, QUANTIZED_MODES, AttentionOutput, Rounding, Scoring
-from turbo_hf.ops.prefill import contract as op
-from turbo_hf.ops.prefill import operands
+from turbo_hf.ops.layer_ops import LayerOps
 
 HALVES = ("float16", "bfloat16")
 """What the other methods have kernels for."""
@@ -80,8 +79,9 @@ def run_case(
     Returns:
         The rivals' rows, then the modes'. A method that is wrong or cannot run has a note and no time.
     """
-    backend, seed = how.backend, how.seed
+    seed = how.seed
     q, k, v = inputs(case, dtype, how.device, seed)
+    ops = how.ops(q, ((4, case.heads.kv),))
     scaling = case.heads.dim**-0.5
     how.tell(f"{case}: oracle")
     sample = Sample(q, k, v, scaling=scaling, causal=case.causal, seed=seed)
@@ -96,12 +96,12 @@ def run_case(
         how.tell(f"{case}: checking {mode}")
         rounding = Rounding(mode, **options_of(mode, options))
         given = {"scoring": Scoring(scaling), "rounding": rounding, "causal": case.causal}
-        row, call = _checked(_row(case, mode), q, k, v, sample, given, backend)
+        row, call = _checked(_row(case, mode), q, k, v, sample, given, ops)
         rows.append(row)
         if call is not None:
             calls[mode] = call
             if mode != "fp16":
-                calls[_apart(mode)] = partial(operands.quantize_operands, k, v, rounding, backend=backend)
+                calls[_apart(mode)] = partial(ops.quantize_operands, k, v, rounding)
     how.tell(f"{case}: timing")
     times = side_by_side(calls, how.stopwatch, how.seconds) if calls else {}
     return [_timed(row, case, times, limits, dtype.itemsize) for row in rows]
@@ -146,12 +146,12 @@ def _checked(
     v: torch.Tensor,
     sample: Sample,
     given: dict[str, Any],
-    backend: str,
+    ops: LayerOps,
 ) -> tuple[PrefillRow, Call | None]:
     """The row of one mode with its check, and the call to time if the result is right."""
 
     def call() -> AttentionOutput:
-        return op.prefill(q, k, v, backend=backend, **given)
+        return ops.prefill(q, k, v, **given)
 
     def prepare() -> tuple[Check, Callable[[], Call]]:
         with poisoned():

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -15,9 +14,8 @@ from turbo_hf.eval.bench.random_cache import draw, one_head, packed_stores
 from turbo_hf.eval.bench.steps import Found, Prepared, check_heads, our_step
 from turbo_hf.eval.bench.timing import Conditions
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, widths_of
-from turbo_hf.ops.sparse.decode import sparse_decode
+from turbo_hf.ops.layer_ops import LayerOps
 from turbo_hf.ops.sparse.reference import reference_sparse_decode
-from turbo_hf.ops.sparse.select import assign_and_score, visit
 from turbo_hf.ops.store.quantize import dequantize
 from turbo_hf.sparse.bucket_index import SPARE
 
@@ -111,22 +109,21 @@ def in_order(index: torch.Tensor, lengths: Sequence[int], block: int, choice: Ch
     return torch.stack(blocks.aminmax(dim=-1), -1)
 
 
-def select(layer: SparseLayer, q: torch.Tensor, k: torch.Tensor, probes: int, backend: str) -> torch.Tensor:
+def select(layer: SparseLayer, q: torch.Tensor, k: torch.Tensor, probes: int, ops: LayerOps) -> torch.Tensor:
     """The buckets that a query visits; the bucket of the newest token of each row is found, too.
 
     q: [B, Hq, 1, D]; k: [B, Hkv, 1, D], both after rotary embedding.
     """
     grouped = q.unflatten(1, (layer.centroids.shape[0], -1)).transpose(2, 3)
-    how: dict[str, Any] = {"rotary": layer.rotary, "backend": backend}
-    _, logits = assign_and_score(k, grouped, layer.centroids, layer.classifier, **how)
-    return visit(logits, probes=probes, backend=backend)
+    _, logits = ops.assign_and_score(k, grouped, layer.centroids, layer.classifier, rotary=layer.rotary)
+    return ops.visit(logits, probes=probes)
 
 
 def step(
-    layer: SparseLayer, q: torch.Tensor, k: torch.Tensor, probes: int, choice: Choice, backend: str
+    layer: SparseLayer, q: torch.Tensor, k: torch.Tensor, probes: int, choice: Choice, ops: LayerOps
 ) -> AttentionOutput:
     """All that a sparse layer does in a step except storing the token: index, selection, attention."""
-    return attention(layer, q, select(layer, q, k, probes, backend), choice, backend)
+    return attention(layer, q, select(layer, q, k, probes, ops), choice, ops)
 
 
 def attention(
@@ -134,18 +131,17 @@ def attention(
     q: torch.Tensor,
     visited: torch.Tensor,
     choice: Choice,
-    backend: str,
+    ops: LayerOps,
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """The attention of a step alone."""
-    return sparse_decode(
+    return ops.sparse_decode(
         q,
         layer.store,
         Scoring(q.shape[3] ** -0.5),
         Visits(layer.index, visited, layer.spans),
         choice.always,
         read=read,
-        backend=backend,
     )
 
 
@@ -189,7 +185,8 @@ def sparse_bytes(case: Case, width: str, share: float, choice: Choice) -> int:
 
 def bucket_steps(case: Case, width: str, q: torch.Tensor, choice: Choice, how: Conditions) -> list[Found]:
     """The rows of a choice's shares of the buckets with their checks, and what to time if the results are right."""
-    device, backend, found = how.device, how.backend, list[Found]()
+    device, found = how.device, list[Found]()
+    ops = how.ops(q, groups_of(width, case.heads.kv))
     k = draw(torch.Generator(device).manual_seed(how.seed + 2), len(q), case.heads.kv, 1, case.heads.dim)
     sizes = {share: sparse_bytes(case, width, share, choice) for share in choice.shares}
     layers = make_layers(case, width, choice, cold_copies(min(sizes.values()), device), device, how.seed + 1)
@@ -199,10 +196,10 @@ def bucket_steps(case: Case, width: str, q: torch.Tensor, choice: Choice, how: C
         probes, read = max(1, round(share * choice.buckets)), torch.zeros(1, dtype=torch.int64, device=device)
 
         def prepare(probes: int = probes, read: torch.Tensor = read) -> Prepared:
-            visited = select(layers[0], q, k, probes, backend)
-            attention(layers[0], q, visited, choice, backend, read)
+            visited = select(layers[0], q, k, probes, ops)
+            attention(layers[0], q, visited, choice, ops, read)
             calls: list[Callable[[], AttentionOutput]] = [
-                partial(step, each, q, k, probes, choice, backend) for each in layers
+                partial(step, each, q, k, probes, choice, ops) for each in layers
             ]
             return calls, partial(check_sparse, case, q, layers[0], visited, choice)
 

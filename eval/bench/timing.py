@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from turbo_hf.layout import HeadGroups, widths_of
+from turbo_hf.ops.layer_ops import LayerOps
+
 WARM_UP = 3
 """Calls before the clock runs: compilation, handles, the allocator."""
 
@@ -81,6 +84,11 @@ class Conditions(NamedTuple):
     def device(self) -> torch.device:
         """Where it runs."""
         return self.stopwatch.device
+
+    def ops(self, like: torch.Tensor, groups: HeadGroups, rotary_dim: int | None = None) -> LayerOps:
+        """Ours, of a layer; arguments as of `ops_of`."""
+        bits = max(widths_of(width)[0] for width, _ in groups)
+        return LayerOps(self.backend, like.device, like.dtype, like.shape[-1], rotary_dim, bits=bits)
 
     @property
     def given(self) -> dict[str, Any]:

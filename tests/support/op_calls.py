@@ -1,14 +1,22 @@
-"""Calls of ops whose options are keywords, as tests vary them one by one, and not the tuples that ops take."""
+"""Calls of ops whose backend and options are keywords, as tests vary them one by one."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Operands, Rounding, Scoring, Visits
-from turbo_hf.ops.decode import contract as decode_op
-from turbo_hf.ops.prefill import contract as prefill_op
-from turbo_hf.ops.prefill import operands
-from turbo_hf.ops.sparse import decode as sparse_op
+from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Operands, Rotary, Rounding, Scoring, Visits
+from turbo_hf.ops.layer_ops import LayerOps
+
+
+def ops_like(x: Tensor, backend: str = "auto", store: KVStore | None = None, **options: Any) -> LayerOps:
+    """The ops of a layer whose keys are like x [..., D]. store: its cache."""
+    if store is not None:
+        dim, channels = store.k_open.shape[3], store.v_open.shape[2]
+        bits = max((pages.bits for pages in store.paged), default=4)
+        options |= {"block": store.block, "bits": bits, "rotary_dim": None if dim == channels else channels}
+    return LayerOps(backend, x.device, x.dtype, x.shape[-1], **options)
 
 
 def taken(kind: Any, options: dict[str, Any]) -> Any:
@@ -16,26 +24,101 @@ def taken(kind: Any, options: dict[str, Any]) -> Any:
     return kind(**{name: options.pop(name) for name in kind._fields if name in options})
 
 
-def prefill(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionOutput:
-    """`ops.prefill`."""
-    return prefill_op.prefill(q, k, v, taken(Scoring, options), taken(Rounding, options), **options)
+def append_tokens(k: Tensor, v: Tensor, store: KVStore, *, backend: str = "auto", **options: Any) -> Tensor | None:
+    """`StoreOps.append_tokens`."""
+    return ops_like(k, backend, store).append_tokens(k, v, store, **options)
 
 
-def quantize_operands(k: Tensor, v: Tensor, **options: Any) -> Operands:
-    """`ops.prefill.operands.quantize_operands`."""
-    return operands.quantize_operands(k, v, taken(Rounding, options), **options)
+def append_step(k: Tensor, v: Tensor, store: KVStore, *, backend: str = "auto", **options: Any) -> Tensor | None:
+    """`StoreOps.append_step`."""
+    return ops_like(k, backend, store).append_step(k, v, store, **options)
 
 
-def decode(q: Tensor, store: KVStore, **options: Any) -> AttentionOutput:
-    """`ops.decode`."""
-    return decode_op.decode(q, store, taken(Scoring, options), **options)
+def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
+    """`StoreOps.seal_open`, of a layer of keys in 16 bit."""
+    ops_like(store.k_open[0, 0, :1].half(), backend, store).seal_open(store, blocks)
+
+
+def exchange_open(blocks: Any, slots: Any, *at: Tensor, backend: str = "auto") -> None:
+    """`StoreOps.exchange_open`."""
+    ops_like(blocks[2], backend).exchange_open(blocks, slots, *at)
+
+
+def select_rows(tensors: Sequence[Tensor], rows: Sequence[int], *, backend: str = "auto") -> None:
+    """`StoreOps.select_rows`."""
+    ops_like(torch.empty(16, device=tensors[0].device if tensors else None), backend).select_rows(tensors, rows)
+
+
+def prefill(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options: Any) -> AttentionOutput:
+    """`PrefillOps.prefill`."""
+    scoring, rounding = taken(Scoring, options), taken(Rounding, options)
+    return ops_like(q, backend).prefill(q, k, v, scoring, rounding, **options)
+
+
+def quantize_operands(k: Tensor, v: Tensor, *, backend: str = "auto", **options: Any) -> Operands:
+    """`PrefillOps.quantize_operands`."""
+    return ops_like(k, backend).quantize_operands(k, v, taken(Rounding, options), **options)
+
+
+def decode(q: Tensor, store: KVStore, *, mode: str = "turbo", backend: str = "auto", **options: Any) -> AttentionOutput:
+    """`DecodeOps.decode`."""
+    return ops_like(q, backend, store, mode=mode).decode(q, store, taken(Scoring, options), **options)
+
+
+def latent_decode(
+    q_latent: Tensor, q_rotary: Tensor, store: KVStore, scaling: float, *, backend: str = "auto", **options: Any
+) -> AttentionOutput:
+    """`LatentOps.latent_decode`."""
+    return ops_like(q_latent, backend, store).latent_decode(q_latent, q_rotary, store, scaling, **options)
 
 
 def sparse_decode(
-    q: Tensor, store: KVStore, buckets: Tensor | None, visited: Tensor | None, **options: Any
+    q: Tensor,
+    store: KVStore,
+    buckets: Tensor | None,
+    visited: Tensor | None,
+    *,
+    mode: str = "turbo",
+    backend: str = "auto",
+    **options: Any,
 ) -> AttentionOutput:
-    """`ops.sparse_decode`; buckets and visited: both or neither."""
+    """`SparseOps.sparse_decode`; buckets and visited: both or neither."""
     scoring, always = taken(Scoring, options), taken(AlwaysRead, options)
     visits = taken(Visits, options | {"buckets": buckets, "visited": visited})
     options = {name: x for name, x in options.items() if name not in Visits._fields}
-    return sparse_op.sparse_decode(q, store, scoring, None if buckets is None else visits, always, **options)
+    ops = ops_like(q, backend, store, mode=mode)
+    return ops.sparse_decode(q, store, scoring, None if buckets is None else visits, always, **options)
+
+
+def assign(keys: Tensor, centroids: Tensor, *, rotary: Rotary | None = None, backend: str = "auto") -> Tensor:
+    """`SparseOps.assign`."""
+    return ops_like(keys, backend).assign(keys, centroids, rotary=rotary)
+
+
+def assign_and_score(
+    keys: Tensor,
+    queries: Tensor,
+    centroids: Tensor,
+    classifier: Mapping[str, Tensor] | None = None,
+    *,
+    rotary: Rotary | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`SparseOps.assign_and_score`."""
+    return ops_like(keys, backend).assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
+
+
+def score(queries: Tensor, centroids: Tensor, **options: Any) -> Tensor:
+    """The logits of `assign_and_score`, without a classifier."""
+    return assign_and_score(queries[:, :, :, 0], queries, centroids, **options)[1]
+
+
+def classify(queries: Tensor, classifier: Mapping[str, Tensor], **options: Any) -> Tensor:
+    """The logits of `assign_and_score`, with a classifier."""
+    centroids = classifier["weight_1"].mT[:, :1]
+    return assign_and_score(queries[:, :, :, 0], queries, centroids, classifier, **options)[1]
+
+
+def visit(logits: Tensor, *, probes: int, backend: str = "auto") -> Tensor:
+    """`SparseOps.visit`."""
+    return ops_like(logits.new_empty(16), backend).visit(logits, probes=probes)

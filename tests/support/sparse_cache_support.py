@@ -30,10 +30,10 @@ def sparse(selector: str, **options: Any) -> TurboConfig:
     return TurboConfig(sparse=SparseConfig(**chosen), block_size=32, attention="fp16")
 
 
-def bucketed(config: SparseConfig, buckets: int = 16, layer: int = 0, backend: str = "auto") -> Centroids:
+def bucketed(config: SparseConfig, buckets: int = 16, layer: int = 0) -> Centroids:
     """A selector with random centroids, for 2 heads of 16 channels."""
     centroids = torch.randn(2, buckets, 16, generator=torch.Generator().manual_seed(5), device="cpu")
-    return Centroids(config, layer, torch.nn.functional.normalize(centroids, dim=-1), False, backend)
+    return Centroids(config, layer, torch.nn.functional.normalize(centroids, dim=-1), False)
 
 
 def answers(model: Any, config: TurboConfig, tokens: int = 20, calibration: Any = None, **options: Any) -> Tensor:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models import SHAPE
+from op_calls import ops_like
 from stores import tokens
 from torch import Tensor
 from transformers import LlamaConfig
@@ -52,7 +53,7 @@ def filled(config: TurboConfig, window: int | None = None, lengths: list[int] | 
 
 
 def buckets_of(layer: TurboLayer, k: Tensor) -> Tensor | None:
-    return layer.selector.buckets(k) if isinstance(layer.selector, Centroids) else None
+    return layer.selector.buckets(ops_like(k), k) if isinstance(layer.selector, Centroids) else None
 
 
 def new_tokens(rows: int = len(LENGTHS)) -> list[tuple[Tensor, Tensor]]:

@@ -13,10 +13,9 @@ import torch
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
-from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import KVStore, Scoring
-from turbo_hf.ops.latent.contract import latent_decode
+from turbo_hf.ops.latent.contract import LatentOps
 from turbo_hf.ops.store.quantize import dequantize
 from turbo_hf.patches.latent import expanded, up_weight, why_not_absorbed
 
@@ -62,13 +61,13 @@ def latent_step(
     q, latent, rotary = (new.align(x) for x in qkv)
     up = up_projections(module, q.dtype)
     layer.append(latent, rotary, new, check_later=True)
-    out = absorbed_attention(layer.config, up, q, layer.kv_store(), new.starts_on(q.device), scoring)
+    out = absorbed_attention(layer.ops, up, q, layer.kv_store(), new.starts_on(q.device), scoring)
     layer.commit(check_later=True)
     return out
 
 
 def absorbed_attention(
-    config: TurboConfig,
+    ops: LatentOps,
     up: UpProjections,
     q: torch.Tensor,
     store: KVStore,
@@ -77,11 +76,11 @@ def absorbed_attention(
 ) -> torch.Tensor:
     """Attention [B, H, M, Dv] of the newest tokens over the latents of a store, which holds theirs already.
 
-    q: [B, H, M, nope + R]. starts: as in `latent_decode`.
+    q: [B, H, M, nope + R]. starts: as in `LatentOps.latent_decode`.
     """
     q_nope, q_rotary = q.split((up.keys.shape[1], store.v_open.shape[2]), -1)
     absorbed = _by_head(q_nope, up.keys)
-    out = latent_decode(absorbed, q_rotary, store, scoring.scaling, starts=starts, backend=config.backend).out
+    out = ops.latent_decode(absorbed, q_rotary, store, scoring.scaling, starts=starts).out
     return _by_head(out, up.values.mT)
 
 
@@ -103,13 +102,12 @@ def latent_prompt(
     # what padding holds is arbitrary, and 0 times NaN is NaN
     given = NewQKV(q, *expanded(module, new.blank(latent), new.blank(rotary)))
     past = layer.kv_store() if layer.seen else None
-    out = expanded_attention(layer.config, module, given, past, new.starts_on(q.device), scoring)
+    out = expanded_attention(module, given, past, new.starts_on(q.device), scoring)
     cache.store_prompt(layer, latent, rotary, new, None)
     return out
 
 
 def expanded_attention(
-    config: TurboConfig,
     module: Any,
     qkv: NewQKV,
     past: KVStore | None,

@@ -13,7 +13,7 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import KVStore, Rounding, Scoring, narrowed
 from turbo_hf.ops.maths import balanced_keys, balanced_queries
-from turbo_hf.ops.prefill.contract import prefill
+from turbo_hf.ops.prefill.contract import PrefillOps
 from turbo_hf.ops.tuning import in_tiles, prefill_mode
 from turbo_hf.parallel.context import WHOLE, ContextRanks
 
@@ -40,13 +40,14 @@ def attend_prompt(
         # the model may have been moved since the patch
         "balance": None if layer.balance is None else layer.balance.to(q.device),
     }
-    out = prompt_attention(layer.config, *given, **how)
+    out = prompt_attention(layer.config, layer.ops, *given, **how)
     cache.store_prompt(layer, k, v, new, buckets)
     return out
 
 
 def prompt_attention(
     config: TurboConfig,
+    ops: PrefillOps,
     qkv: NewQKV,
     past: KVStore | None,
     starts: torch.Tensor | None,
@@ -78,18 +79,7 @@ def prompt_attention(
     if past is None:
         context = WHOLE
     past, scoring = context.own_part(past, scoring)
-    found = prefill(
-        q,
-        k,
-        v,
-        scoring,
-        rounding,
-        past=past,
-        starts=starts,
-        window=window,
-        own=context.counts_open,
-        backend=config.backend,
-    )
+    found = ops.prefill(q, k, v, scoring, rounding, past=past, starts=starts, window=window, own=context.counts_open)
     return context.merged(found, starts)
 
 

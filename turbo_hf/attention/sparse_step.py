@@ -8,7 +8,6 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.layout import AlwaysRead, AttentionOutput, Rotary, Scoring, Visits
 from turbo_hf.ops.maths import balanced_queries
-from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.sparse.selectors import Centroids
 from turbo_hf.sparse.undo_rotary import turns_by_halves, undo_rotary
 
@@ -53,7 +52,7 @@ def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, new: NewCo
     parts = []
     for first in range(0, key.shape[2], PART):
         part = key[:, :, first : first + PART]
-        parts.append(selector.buckets(*(source.pre_rotary(part, first) if selector.pre_rotary else (part,))))
+        parts.append(selector.buckets(layer.ops, *(source.pre_rotary(part, first) if selector.pre_rotary else (part,))))
     buckets = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     return buckets if new.gather is None else torch.take_along_dim(buckets, new.gather[:, None], 2)
 
@@ -74,7 +73,7 @@ def new_buckets_and_logits(
         fused = new.gather is None
         (query, rotary), (key, _) = source.pre_rotary(query, fused=fused), source.pre_rotary(key, fused=fused)
     grouped = new.align(query).unflatten(1, (layer.heads, -1)).transpose(2, 3)
-    return selector.buckets_and_logits(new.align(key), grouped, rotary)
+    return selector.buckets_and_logits(layer.ops, new.align(key), grouped, rotary)
 
 
 def attend_sparse(
@@ -99,15 +98,13 @@ def attend_sparse(
     visits = None
     if isinstance(selector, Centroids) and logits is not None:
         # nothing may come between it and attention: their launches overlap
-        visits = Visits(index.buckets, selector.visited(logits), index.spans)
-    return sparse_decode(
+        visits = Visits(index.buckets, selector.visited(layer.ops, logits), index.spans)
+    return layer.ops.sparse_decode(
         q,
         layer.kv_store(),
         scoring,
         visits,
         AlwaysRead(selector.config.sink_tokens, selector.window),
         starts=starts,
-        mode=layer.config.decode_attention,
         read=selector.tally.counter(query.device),
-        backend=layer.config.backend,
     )

@@ -271,7 +271,7 @@ def compressed(
     scoring: Scoring,
 ) -> torch.Tensor:
     """Attention over the compressed cache, which the new tokens join."""
-    layer.require_same_rows(qkv.key)
+    layer.require_same_rows(qkv.key, qkv.value)
     layer.seal_leftovers(qkv.key.shape[2], check_later=True)
     if mask is not None and len(mask) != len(qkv.query):
         raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(qkv.query)}. Pass one row for each.")
@@ -300,7 +300,7 @@ def _step(
 ) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
     q, k, v = qkv if new.gather is None else (new.align(x) for x in qkv)
-    starts, config = new.starts_on(q.device), layer.config
+    starts = new.starts_on(q.device)
     if layer.selector is not None:
         buckets, logits = new_buckets_and_logits(layer, source, qkv.query, qkv.key, new)
         layer.append(k, v, new, buckets, check_later=True)
@@ -312,8 +312,7 @@ def _step(
     queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
     assert queries is not None
     store, repeat = layer.to_repeat(key)
-    how: dict[str, Any] = {"starts": starts, "mode": config.decode_attention, "backend": config.backend}
-    out = layer.state.context.decode(queries, store, scoring, window=layer.window, repeat=repeat, **how)
+    out = layer.state.context.decode(layer.ops, queries, store, scoring, starts, layer.window, repeat)
     layer.commit(check_later=True)
     return out
 

@@ -15,10 +15,9 @@ from turbo_hf.cache.pass_mark import PassMark, storing
 from turbo_hf.cache.rows import DeviceCounts, RowState, SharedStates
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED, KVStore, Scoring, type_16bit
-from turbo_hf.ops.backend import uses_triton, why_no_kernel, why_no_latent_kernel
 from turbo_hf.ops.host_device import require_finite, shared
+from turbo_hf.ops.layer_ops import LayerOps, ops_of
 from turbo_hf.ops.repeat import Repeat, repeat_key
-from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.store.quantize import check_float
 from turbo_hf.sparse.bucket_index import BucketIndex
 from turbo_hf.sparse.selectors import Selector
@@ -38,7 +37,7 @@ class ReplayState(NamedTuple):
 
     sealed: blocks of each row once the step has sealed those that are due.
     plans: as in `KVStore`.
-    arrived: int32 [B], zeros, as in `ops.store.append.append_step`.
+    arrived: int32 [B], zeros, as in `StoreOps.append_step`.
     seals: whether the step itself seals what is due, and stores one token per row; else any number, and blocks wait.
     """
 
@@ -97,6 +96,8 @@ class LayerStorage:
     """
 
     is_initialized: bool
+    # chosen by the first keys (`require_same_rows`)
+    ops: LayerOps
 
     def __init__(
         self,
@@ -127,6 +128,8 @@ class LayerStorage:
         # set while the pass is a step that may be replayed
         self.replay: ReplayState | None = None
         self._repeats = _Repeats()
+        # the dtype for which `ops` were chosen
+        self.chosen_for: torch.dtype | None = None
 
     @ordinary
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -141,13 +144,8 @@ class LayerStorage:
         check_float("keys", key_states)
         rows, self.heads, _, self.dim = key_states.shape
         self.rotary_dim = value_states.shape[-1] if self.latent else None
-        self.dtype, self.device, self.why_no_kernel = key_states.dtype, key_states.device, why_no_kernel(key_states)
-        if self.rotary_dim is not None:
-            self.why_no_kernel = why_no_latent_kernel(
-                key_states, self.rotary_dim, self.config.bits, self.config.block_size
-            )
-            if self.config.buffer_scale == "universal":
-                self.why_no_kernel = "latents with a universal scale have no kernel"
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.require_same_rows(key_states, value_states)
         self.in_place = self.appends_in_place()
         order = list(range(self.heads) if self.head_order is None else self.head_order)
         if sorted(order) != list(range(self.heads)):
@@ -175,7 +173,7 @@ class LayerStorage:
 
     def appends_in_place(self) -> bool:
         """Whether a kernel stores new tokens."""
-        return uses_triton(self.config.backend, self.device, self.why_no_kernel)
+        return self.ops.store_kernels
 
     @property
     def rows(self) -> int:
@@ -285,14 +283,20 @@ class LayerStorage:
             tensors.append(self.order)
         return tensors if self.universal is None else [*tensors, self.universal]
 
-    def require_same_rows(self, k: torch.Tensor) -> None:
-        """ValueError unless new keys [B, Hkv, M, D] have the rows, heads and channels that the cache holds."""
+    def require_same_rows(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """ValueError unless new keys [B, Hkv, M, D] have the rows, heads and channels that the cache holds.
+
+        The first ones choose the layer's ops; another dtype, as under autocast, chooses anew.
+        """
         if self.is_initialized and (*k.shape[:2], k.shape[3]) != (self.rows, self.heads, self.dim):
             raise ValueError(
                 f"layer {self.index}: the cache holds {self.rows} rows of {self.heads} heads of {self.dim} channels; "
                 f"this pass brings {k.shape[0]} of {k.shape[1]} of {k.shape[3]}. Use a new TurboCache, or reset() this "
                 "one."
             )
+        if k.dtype != self.chosen_for:
+            self.ops = ops_of(self.config, k, self.config.head_groups(k.shape[1]), v.shape[-1] if self.latent else None)
+            self.chosen_for = k.dtype
 
     def seal_leftovers(self, tokens: int, check_later: bool = False) -> None:
         """Seal the blocks that replayed steps have filled, unless another replayed step follows, which does it.
@@ -328,7 +332,7 @@ class LayerStorage:
         Raises:
             ValueError: other rows or heads than the cache holds, NaN or Inf, or a broken cache.
         """
-        self.require_same_rows(k)
+        self.require_same_rows(k, v)
         if not self.is_initialized:
             # columns before the longest row's first token are padding in every row
             first = min(new.starts or [0])
@@ -361,14 +365,12 @@ class LayerStorage:
         queries: torch.Tensor | None = None,
         key: Any = None,
     ) -> torch.Tensor | None:
-        backend = self.config.backend if self.in_place else "reference"
-        how: dict[str, Any] = {"nonfinite": self.nonfinite, "backend": backend, "queries": queries}
-        how["balance"] = self.balance
+        how: dict[str, Any] = {"nonfinite": self.nonfinite, "queries": queries, "balance": self.balance}
         if self.replay is not None:
             how |= {"given_scale": self.universal, "arrived": self.replay.arrived}
             if self.replay.seals:
-                return append_step(k, v, self.kv_store(), noted=self.bucket_index.noted(buckets), **how)
-            return append_tokens(k, v, self.kv_store(), **how)
+                return self.ops.append_step(k, v, self.kv_store(), noted=self.bucket_index.noted(buckets), **how)
+            return self.ops.append_tokens(k, v, self.kv_store(), **how)
         state, decoding = self.state, self.is_decoding(new.tokens)
         after = self.states.stored(state, new.tokens, new.starts, decoding)
         if self.selector is not None:
@@ -383,7 +385,7 @@ class LayerStorage:
         starts = new.starts_on(self.device)
         how |= {"starts": starts, "given_scale": given_scale, "max_scale": max_scale}
         store, repeat = self.to_repeat(key)
-        balanced = append_tokens(k, v, store, repeat=repeat, **how)
+        balanced = self.ops.append_tokens(k, v, store, repeat=repeat, **how)
         self.device_counts.counted(state, after)
         if new.valid is not None:
             valid = self.valid
@@ -467,7 +469,7 @@ class LayerStorage:
                 store = store._replace(open_len=shared([row.whole * block for row in rows], self.device))
             store, most = after.context.own_blocks(store, before.sealed, [row.whole for row in rows])
             if most:
-                seal_open(store, most, backend=self.config.backend)
+                self.ops.seal_open(store, most)
         if any(row.whole for row in rows):
             state, gone = self.state, [row.whole * block for row in rows]
             opened = [held - count for held, count in zip(state.open, gone, strict=True)]

@@ -167,7 +167,7 @@ def _selector(config: TurboConfig, index: int, found: Calibration | None) -> Sel
     sparse = config.sparse
     assert sparse is not None
     if sparse.selector in UNTRAINED:
-        made: Selector = UNTRAINED[sparse.selector](sparse, index, config.backend)
+        made: Selector = UNTRAINED[sparse.selector](sparse, index)
         return made
     assert found is not None
     layer = found.layers[index]
@@ -176,5 +176,5 @@ def _selector(config: TurboConfig, index: int, found: Calibration | None) -> Sel
     if centroids is None:
         return layer.note.removeprefix(NO_INDEX) or "the calibration has no index of it"
     if sparse.selector == "saap":
-        return Classifier(sparse, index, centroids, layer.classifier, config.backend)
-    return Centroids(sparse, index, centroids, not rotated, config.backend)
+        return Classifier(sparse, index, centroids, layer.classifier)
+    return Centroids(sparse, index, centroids, not rotated)

@@ -25,10 +25,7 @@ from turbo_hf.cache.storage import ReplayState
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED
-from turbo_hf.ops.decode.contract import why_no_step_kernel
 from turbo_hf.ops.host_device import require_finite, shared
-from turbo_hf.ops.store.append import seal_open
-from turbo_hf.ops.store.select_rows import select_rows
 
 AHEAD = 8
 """Maximum number of blocks per row for which pages are reserved at a time: once used up, a step is captured again."""
@@ -132,11 +129,8 @@ def why_never_replayed(cache: TurboCache) -> str | None:
             continue
         if not layer.in_place:
             return f"layer {index} runs without kernels"
-        if layer.latent:
-            # `in_place` tells of all its kernels
-            continue
-        q = torch.empty(0, 0, 0, layer.dim, dtype=layer.dtype, device=layer.device)
-        limit = why_no_step_kernel(q, layer.config.block_size, layer.config.decode_attention)
+        # of latents, `in_place` tells of all kernels
+        limit = None if layer.latent else layer.ops.why_no_step_kernel()
         if limit is not None:
             return limit
     return None
@@ -429,7 +423,7 @@ class ReplayableSteps:
                 store = store._replace(open_len=shared(gone, device))
             store, most = before.context.own_blocks(store, before.sealed, whole)
             if most:
-                seal_open(store, most, backend=layer.config.backend)
+                layer.ops.seal_open(store, most)
             layer.buffer.drop_front_in_place(gone, after.open)
         group.open.sub_(shared(gone, device))
         group.become(after)
@@ -456,7 +450,7 @@ class ReplayableSteps:
                     masks[id(mask)] = mask, mask[shared(rows, mask.device)]
                 layer.valid_prefix = masks[id(mask)][1]
         for own in self._by_device().values():
-            select_rows([x for layer in own for x in layer.row_tensors()], rows, backend=own[0].config.backend)
+            own[0].ops.select_rows([x for layer in own for x in layer.row_tensors()], rows)
         return True
 
     def cancel(self) -> None:

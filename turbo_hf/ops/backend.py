@@ -1,9 +1,12 @@
-"""Choice of an op's implementation: the Triton kernel or the reference in plain torch."""
+"""Which ops of a layer run as Triton kernels, and which in plain torch."""
+
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from turbo_hf.config.turbo_config import BACKENDS
-from turbo_hf.layout import MODES
+from turbo_hf.layout import MODES, UNQUANTIZED, power_of_two
 from turbo_hf.ops import gpu
 
 LATENT_BLOCK = 64
@@ -51,44 +54,100 @@ def uses_triton(backend: str, device: torch.device, reason: str | None = None) -
     return False
 
 
-def why_no_kernel(x: torch.Tensor, mode: str = "fp16") -> str | None:
-    """Why no kernel serves tensors like x in this mode; None if one does."""
-    if x.dtype == torch.float64:
-        return "float64 has no kernel"
-    if x.shape[-1] > 256:
-        return f"head dim {x.shape[-1]} is above 256"
-    reason: str | None = gpu.why_no_kernels_on(x.device)
-    if reason is not None:
-        return reason
-    fp8 = MODES[mode].v_type == torch.float8_e4m3fn
-    if fp8 and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 9):
-        return f"{torch.cuda.get_device_name(x.device)} has no FP8; modes turbo, int8, half and fp16 run"
-    if mode == "half" and x.dtype == torch.float32 and x.shape[-1] > 128 and gpu.shared_memory(x.device) < WIDE_HALF:
-        return (
-            f'mode "half" takes {WIDE_HALF >> 10} KiB of shared memory in float32 above head dim 128, and this GPU has '
-            f"{gpu.shared_memory(x.device) >> 10}; modes turbo, int8 and fp16 run"
-        )
-    return None
+@dataclass(frozen=True)
+class Choice:
+    """What the ops of one layer run as. The properties choose once, when they are first read.
 
-
-def why_no_latent_kernel(latent: torch.Tensor, rotary_dim: int, bits: int, block: int) -> str | None:
-    """Why no kernel serves latents like `latent` [..., rank], new ones or open ones, beside rotary parts of so many
-    channels; None if one does.
-
-    bits, block: width and tokens of the blocks that hold them.
+    Args:
+        backend: as in `uses_triton`.
+        device, dtype: of new keys, or latents. dim: their channels.
+        rotary_dim: channels of the rotary parts beside latents; None: the layer holds keys and values.
+        block: tokens per block.
+        bits: the widest bits of its pages.
+        mode: of decode steps: "turbo" computes on the INT8 values with queries in INT8, one scale per token and head;
+            "fp16" on the dequantized ones. What is stored in 16 bit is computed in 16 bit in both.
+        universal: whether open tokens may have given scales.
     """
-    rank = latent.shape[-1]
-    reason: str | None = gpu.why_no_kernels_on(latent.device)
-    if reason is not None:
-        return reason
-    known = torch.float16, torch.bfloat16, torch.int8
-    if latent.dtype not in known and (latent.is_cuda or latent.dtype == torch.float64):
-        return f"latent attention has kernels for 16-bit models, and this is {latent.dtype}"
-    if block != LATENT_BLOCK:
-        return f"latents in blocks of {block} tokens have no kernel; blocks of {LATENT_BLOCK} have"
-    if bits not in (16, 8, 4):
-        return f"latents of {bits} bit have no kernel; 4, 8 and 16 have"
-    for name, size, least in (("latent", rank, 32), ("rotary part", rotary_dim, 16)):
-        if size & (size - 1) or not least <= size <= 512:
-            return f"a {name} of {size} channels has no kernel, which needs a power of two from {least} to 512"
-    return None
+
+    backend: str
+    device: torch.device
+    dtype: torch.dtype
+    dim: int
+    rotary_dim: int | None = None
+    block: int = 64
+    bits: int = 4
+    mode: str = "turbo"
+    universal: bool = False
+
+    @cached_property
+    def store_kernels(self) -> bool:
+        """Whether kernels store new tokens, seal blocks, and find buckets. ValueError as in `uses_triton`."""
+        reason = self.why_no_kernel() if self.rotary_dim is None else self.why_no_latent_kernel()
+        if self.rotary_dim is not None and self.universal:
+            reason = "latents with a universal scale have no kernel"
+        return uses_triton(self.backend, self.device, reason)
+
+    @cached_property
+    def step_kernels(self) -> bool:
+        """Whether a kernel attends to keys and values in decode steps. ValueError as in `uses_triton`."""
+        return uses_triton(self.backend, self.device, self.why_no_step_kernel())
+
+    @cached_property
+    def latent_kernels(self) -> bool:
+        """Whether a kernel attends to latents in decode steps. ValueError as in `uses_triton`."""
+        return uses_triton(self.backend, self.device, self.why_no_latent_kernel())
+
+    def prompt_kernels(self, mode: str) -> bool:
+        """Whether kernels attend in prompts of this mode. ValueError as in `uses_triton`."""
+        return uses_triton(self.backend, self.device, self.why_no_kernel(mode))
+
+    def why_no_kernel(self, mode: str = "fp16") -> str | None:
+        """Why no kernel serves such keys in this mode of prompts; None if one does."""
+        if self.dtype == torch.float64:
+            return "float64 has no kernel"
+        if self.dim > 256:
+            return f"head dim {self.dim} is above 256"
+        device = self.device
+        reason: str | None = gpu.why_no_kernels_on(device)
+        if reason is not None:
+            return reason
+        fp8 = MODES[mode].v_type == torch.float8_e4m3fn
+        if fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            return f"{torch.cuda.get_device_name(device)} has no FP8; modes turbo, int8, half and fp16 run"
+        if mode == "half" and self.dtype == torch.float32 and self.dim > 128 and gpu.shared_memory(device) < WIDE_HALF:
+            return (
+                f'mode "half" takes {WIDE_HALF >> 10} KiB of shared memory in float32 above head dim 128, and this '
+                f"GPU has {gpu.shared_memory(device) >> 10}; modes turbo, int8 and fp16 run"
+            )
+        return None
+
+    def why_no_step_kernel(self) -> str | None:
+        """Why no kernel serves decode steps over such keys and values; None if one does."""
+        reason = self.why_no_kernel()
+        if reason is not None:
+            return reason
+        numbers, shared = power_of_two(self.dim) * self.block, gpu.shared_memory(self.device)
+        exact = self.mode == "fp16" or self.bits == UNQUANTIZED
+        if exact and (numbers > 128 * 64 if self.dtype == torch.float32 else numbers * 4 > shared):
+            return (
+                f"blocks of {self.block} tokens of {self.dim} channels do not fit in {str(self.dtype)[6:]}; smaller "
+                "ones do"
+            )
+        return None
+
+    def why_no_latent_kernel(self) -> str | None:
+        """Why no kernel serves such latents and their rotary parts; None if one does."""
+        reason: str | None = gpu.why_no_kernels_on(self.device)
+        if reason is not None:
+            return reason
+        narrow = self.dtype in (torch.float16, torch.bfloat16)
+        if not narrow and (self.device.type == "cuda" or self.dtype == torch.float64):
+            return f"latent attention has kernels for 16-bit models, and this is {self.dtype}"
+        if self.block != LATENT_BLOCK:
+            return f"latents in blocks of {self.block} tokens have no kernel; blocks of {LATENT_BLOCK} have"
+        if self.bits not in (16, 8, 4):
+            return f"latents of {self.bits} bit have no kernel; 4, 8 and 16 have"
+        for name, size, least in (("latent", self.dim, 32), ("rotary part", self.rotary_dim or 0, 16)):
+            if size & (size - 1) or not least <= size <= 512:
+                return f"a {name} of {size} channels has no kernel, which needs a power of two from {least} to 512"
+        return None

@@ -22,10 +22,11 @@ import torch.distributed as dist
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring, power_of_two
-from turbo_hf.ops.decode.contract import decode
+from turbo_hf.ops.decode.contract import DecodeOps
 from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.maths import checksum
+from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ranks import ALONE, Ranks, ranks_of
 
 COMPARED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
@@ -172,19 +173,27 @@ class ContextRanks(Ranks):
             return store, scoring
         return store._replace(open_len=torch.zeros_like(store.open_len)), scoring._replace(sinks=None)
 
-    def decode(self, q: torch.Tensor, store: KVStore, scoring: Scoring, **how: Any) -> torch.Tensor:
-        """`ops.decode.contract.decode` over the blocks of all ranks: out [B, Hq, M, D], the same bits on each."""
+    def decode(
+        self,
+        ops: DecodeOps,
+        q: torch.Tensor,
+        store: KVStore,
+        scoring: Scoring,
+        starts: torch.Tensor | None,
+        window: int | None,
+        repeat: Repeat | None,
+    ) -> torch.Tensor:
+        """`DecodeOps.decode` over the blocks of all ranks: out [B, Hq, M, D], the same bits on each."""
         if not self:
-            return decode(q, store, scoring, **how).out
-        starts = how.pop("starts")
+            return ops.decode(q, store, scoring, starts=starts, window=window, repeat=repeat).out
         store, scoring = self.own_part(store, scoring)
         if self.counts_open:
-            return self.merged(decode(q, store, scoring, starts=starts, **how), starts)
+            return self.merged(ops.decode(q, store, scoring, starts=starts, window=window), starts)
         # All new tokens are open, so that each query sees every sealed token: queries become heads, which have no
         # order. Rounded up, as a kernel is compiled for each number of them.
         tokens = q.shape[2]
         wide = q if tokens == 1 else torch.nn.functional.pad(q, (0, 0, 0, power_of_two(tokens) - tokens))
-        out, lse = decode(wide.reshape(q.shape[0], -1, 1, q.shape[3]), store, scoring, **how)
+        out, lse = ops.decode(wide.reshape(q.shape[0], -1, 1, q.shape[3]), store, scoring, window=window)
         out, lse = out.reshape(wide.shape), lse.reshape(wide.shape[:3])
         return self.merged(AttentionOutput(out[:, :, :tokens], lse[:, :, :tokens]), starts)
 

@@ -17,8 +17,7 @@ from turbo_hf.models.quantized_weights import refuse_fused_attention
 from turbo_hf.models.sources import generates_by
 from turbo_hf.models.versions import version_problem
 from turbo_hf.ops import gpu
-from turbo_hf.ops.backend import why_no_kernel, why_no_latent_kernel
-from turbo_hf.ops.decode.contract import why_no_step_kernel
+from turbo_hf.ops.backend import Choice
 from turbo_hf.patches.balance import UNEVEN, KeyBias, key_bias, parents
 from turbo_hf.patches.families import Family
 from turbo_hf.patches.generic import is_latent
@@ -324,7 +323,8 @@ def forecast_latent(
     if config.backend == "reference":
         return
     for rank, rotary in sorted(sizes) if cuda else ():
-        why = why_no_latent_kernel(_example(rank, dtype, cuda[0]), rotary, config.bits, config.block_size)
+        shape = (cuda[0], dtype, rank, rotary, config.block_size, config.bits)
+        why = Choice(config.backend, *shape).why_no_latent_kernel()
         if why is not None and config.backend == "triton":
             raise Unsupported(f'backend "triton": {why}. Choose backend "auto" or "reference".')
         if why is not None:
@@ -338,13 +338,9 @@ def _lines(config: TurboConfig, device: torch.device, dtype: torch.dtype, dims: 
         return
     mode = "fp16" if config.bits == UNQUANTIZED or config.dense_layers else config.decode_attention
     for dim in sorted(dims):
-        x = _example(dim, dtype, device)
-        prompts = None if config.prompt_attention == "auto" else why_no_kernel(x, config.prompt_attention)
-        steps = why_no_step_kernel(x, config.block_size, mode)
+        ops = Choice(config.backend, device, dtype, dim, block=config.block_size, mode=mode)
+        prompts = None if config.prompt_attention == "auto" else ops.why_no_kernel(config.prompt_attention)
+        steps = ops.why_no_step_kernel()
         for part, why in (("prompts", prompts), ("decode steps", steps)):
             if why is not None:
                 yield f"{part} run in plain torch, which is slow: {why}."
-
-
-def _example(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, 0, 0, dim, dtype=dtype, device=device)

@@ -282,7 +282,7 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         self.read_cache_limit: int | None = 0
         self.max_tokens_read = self.num_sectors * shape.block
         self.storage = Storage(
-            shape, serving.config, self.cache_tensor, planner.slots, serving.orders, serving.balances
+            shape, serving.config, self.cache_tensor, dtype, planner.slots, serving.orders, serving.balances
         )
         self._coming: list[Row] = []
         self.now = Pass([], [])

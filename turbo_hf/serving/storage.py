@@ -7,7 +7,7 @@ attention store latents in the place of keys, and rotary parts in that of values
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,10 +20,8 @@ from turbo_hf.cache.open_buffer import Tokens, ranked_heads
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import KVStore, PagedHeads, Scoring, empty_pages
-from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.host_device import shared
-from turbo_hf.ops.store.append import append_tokens, seal_open
-from turbo_hf.ops.store.exchange import exchange_open
+from turbo_hf.ops.layer_ops import ops_of
 from turbo_hf.patches.latent import expanded
 from turbo_hf.serving.rows import Blocks, Pass, Prompts, Shape, StepRows, gathered
 
@@ -32,6 +30,7 @@ class Storage:
     """The tensors, and what a pass does with them, layer by layer.
 
     pool: uint8, the bytes of all blocks.
+    dtype: of new keys and values.
     slots: how many requests may have open tokens at once.
     balances: for each layer, what stored keys are divided by, float32 [Hkv, D]; None: by nothing.
     orders: for each layer, KV heads by their need of bits, where a calibration decides; None: each request's first
@@ -43,6 +42,7 @@ class Storage:
         shape: Shape,
         config: TurboConfig,
         pool: torch.Tensor,
+        dtype: torch.dtype,
         slots: int,
         orders: list[tuple[int, ...] | None],
         balances: list[torch.Tensor | None],
@@ -53,13 +53,18 @@ class Storage:
         self.balances = [None if x is None else x.to(self.device) for x in balances]
         self.paged = _carve(pool, self.blocks, shape)
         layers, heads, dim, room = shape.layers, shape.heads, shape.dim, shape.room
+        like = torch.empty(0, dim, dtype=dtype, device=self.device)
+        self.ops = [ops_of(config, like, groups, shape.rotary_dim) for groups in shape.groups]
         # of what is stored in the place of values
         self._channels = shape.rotary_dim or dim
         # and one of no request
         self.spare, every = slots, slots + 1
-        self.k_open = torch.empty(layers, every, heads, room, dim, dtype=shape.opened, device=self.device)
-        self.v_open = torch.empty(layers, every, heads, self._channels, room, dtype=shape.opened, device=self.device)
-        self.k_scale, self.v_scale = torch.empty(2, layers, every, heads, room, device=self.device)
+        # the slots of all layers: k, v, k_scale and v_scale
+        self.opened = (
+            torch.empty(layers, every, heads, room, dim, dtype=shape.opened, device=self.device),
+            torch.empty(layers, every, heads, self._channels, room, dtype=shape.opened, device=self.device),
+            *torch.empty(2, layers, every, heads, room, device=self.device),
+        )
         self.nonfinite = torch.zeros(layers, dtype=torch.int32, device=self.device)
         plain = torch.arange(heads, device=self.device)
         given = [plain if order is None else torch.tensor(order, device=self.device) for order in orders]
@@ -151,9 +156,22 @@ class Storage:
         given = self._given[layer]
         return given[: len(table)] if len(table) <= len(given) else given[:1].expand(len(table), -1)
 
-    def _opened(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The slots: k, v, k_scale and v_scale of all layers."""
-        return self.k_open, self.v_open, self.k_scale, self.v_scale
+    def _view(
+        self,
+        layer: int,
+        first: torch.Tensor,
+        table: torch.Tensor,
+        sealed: torch.Tensor,
+        opened: Iterable[torch.Tensor],
+        open_len: torch.Tensor,
+        sealed_host: tuple[int, ...] | None = None,
+        plans: dict[Any, Any] | None = None,
+    ) -> KVStore:
+        """Rows of one layer as ops see them. first: as of `_order`; the rest as in `KVStore`."""
+        k, v, k_scale, v_scale = opened
+        places = (self._order(layer, first), table, sealed)
+        opens = (k, v, k_scale, v_scale, open_len)
+        return KVStore(self.paged[layer], *places, *opens, self.shape.block, sealed_host, plans)
 
     def _steps(
         self, rows: StepRows, module: Any, qkv: NewQKV, scoring: Scoring, window: int | None, fixed: bool
@@ -163,37 +181,18 @@ class Storage:
         The tensors of `rows` alone determine what it does where nobody's first block ranks its heads, so that it can be
         replayed.
         """
-        config, layer, latent = self.config, module.layer_idx, self.shape.rotary_dim is not None
-        k, v, k_scale, v_scale = (x[layer, : rows.size] for x in self._opened())
-        store = KVStore(
-            self.paged[layer],
-            self._order(layer, rows.table),
-            rows.table,
-            rows.sealed,
-            k,
-            v,
-            k_scale,
-            v_scale,
-            rows.open_len[layer],
-            self.shape.block,
-            # a capture must do for rows of any length
-            None if latent else rows.sealed_host,
-            rows.plans,
-        )
+        layer, latent = module.layer_idx, self.shape.rotary_dim is not None
+        ops, opened = self.ops[layer], (x[layer, : rows.size] for x in self.opened)
+        # a capture must do for rows of any length
+        planned = (None if latent else rows.sealed_host, rows.plans)
+        store = self._view(layer, rows.table, rows.table, rows.sealed, opened, rows.open_len[layer], *planned)
         balanced = self._append(rows, layer, qkv, store, rows.starts, None if latent else qkv.query)
         if latent:
             up = up_projections(module, qkv.query.dtype)
-            out = absorbed_attention(config, up, qkv.query, store, rows.starts, scoring)
+            out = absorbed_attention(ops, up, qkv.query, store, rows.starts, scoring)
         else:
-            out = decode(
-                qkv.query if balanced is None else balanced,
-                store,
-                scoring,
-                starts=rows.starts,
-                window=window,
-                mode=config.decode_attention,
-                backend=config.backend,
-            ).out
+            queries = qkv.query if balanced is None else balanced
+            out = ops.decode(queries, store, scoring, starts=rows.starts, window=window).out
         # a capture seals whenever it must
         if fixed or rows.sealing:
             store = store._replace(sealed=rows.after, sealed_host=None)
@@ -208,7 +207,7 @@ class Storage:
         for row in rows.sealing:
             behind = slice(block, row.past % block + row.new)
             to = slice(0, behind.stop - block)
-            k, v, k_scale, v_scale = (x[layer, row.slot] for x in self._opened())
+            k, v, k_scale, v_scale = (x[layer, row.slot] for x in self.opened)
             for x in (k.transpose(1, 2), v, k_scale, v_scale):
                 x[..., to] = x[..., behind]
 
@@ -216,19 +215,8 @@ class Storage:
         """What requests with chunks hold, their open tokens as copies; None: nothing."""
         if not prompts.past:
             return None
-        k, v, k_scale, v_scale = (x[layer].index_select(0, prompts.slots) for x in self._opened())
-        return KVStore(
-            self.paged[layer],
-            self._order(layer, prompts.table),
-            prompts.table,
-            prompts.sealed,
-            k,
-            v,
-            k_scale,
-            v_scale,
-            prompts.open_len,
-            self.shape.block,
-        )
+        opened = (x[layer].index_select(0, prompts.slots) for x in self.opened)
+        return self._view(layer, prompts.table, prompts.table, prompts.sealed, opened, prompts.open_len)
 
     def _prompts(
         self, prompts: Prompts, module: Any, qkv: NewQKV, past: KVStore | None, scoring: Scoring, window: int | None
@@ -236,35 +224,26 @@ class Storage:
         """Attention of prompts, or chunks of such, which reads the tokens as they come."""
         starts = prompts.starts if prompts.padded else None
         if self.shape.rotary_dim is not None:
-            return expanded_attention(self.config, module, qkv, past, starts, scoring)
-        balance = self.balances[module.layer_idx]
-        return prompt_attention(self.config, qkv, past, starts, window, scoring, balance=balance)
+            return expanded_attention(module, qkv, past, starts, scoring)
+        ops, balance = self.ops[module.layer_idx], self.balances[module.layer_idx]
+        return prompt_attention(self.config, ops, qkv, past, starts, window, scoring, balance=balance)
 
     def _store(self, blocks: Blocks, layer: int, qkv: NewQKV) -> None:
         """The new tokens of prompts: whole blocks are sealed, what is behind them goes to the slots."""
         count, heads, dim, block = blocks.count, self.shape.heads, self.shape.dim, self.shape.block
         how: dict[str, Any] = {"dtype": self.shape.opened, "device": self.device}
         k, v = (gathered(x, blocks.tokens, count) for x in qkv[1:])
-        k_open = torch.empty(count, heads, block, dim, **how)
-        v_open = torch.empty(count, heads, self._channels, block, **how)
-        k_scale, v_scale = torch.empty(2, count, heads, block, device=self.device)
-        # entry 0 of a row of the table is its block, which is sealed if `sealed` counts it
-        store = KVStore(
-            self.paged[layer],
-            self._order(layer, blocks.first[:, None]),
-            blocks.table,
-            blocks.sealed,
-            k_open,
-            v_open,
-            k_scale,
-            v_scale,
-            blocks.open_len[layer],
-            block,
+        opened = (
+            torch.empty(count, heads, block, dim, **how),
+            torch.empty(count, heads, self._channels, block, **how),
+            *torch.empty(2, count, heads, block, device=self.device),
         )
+        # entry 0 of a row of the table is its block, which is sealed if `sealed` counts it
+        store = self._view(layer, blocks.first[:, None], blocks.table, blocks.sealed, opened, blocks.open_len[layer])
         self._append(blocks, layer, NewQKV(qkv.query, k, v), store, None)
-        opened = (k_open, v_open, k_scale, v_scale)
-        slots = (self.k_open[layer], self.v_open[layer], self.k_scale[layer], self.v_scale[layer])
-        exchange_open(opened, slots, blocks.slots, blocks.begin, blocks.last, blocks.held, backend=self.config.backend)
+        k, v, k_scale, v_scale = (x[layer] for x in self.opened)
+        moved = (blocks.slots, blocks.begin, blocks.last, blocks.held)
+        self.ops[layer].exchange_open(opened, (k, v, k_scale, v_scale), *moved)
         if blocks.seals:
             self._seal(store, blocks.first_blocks, layer, blocks.first)
 
@@ -279,7 +258,7 @@ class Storage:
     ) -> torch.Tensor | None:
         """Store the new tokens. queries: are returned balanced, if the layer has a balance."""
         balance = self.balances[layer]
-        return append_tokens(
+        return self.ops[layer].append_tokens(
             qkv.key,
             qkv.value,
             store,
@@ -288,7 +267,6 @@ class Storage:
             arrived=rows.arrived,
             balance=balance,
             queries=None if balance is None else queries,
-            backend=self.config.backend,
         )
 
     def _seal(self, store: KVStore, new: list[int], layer: int, first: torch.Tensor) -> None:
@@ -303,7 +281,7 @@ class Storage:
             order = ranked_heads(Tokens(k, k_scale, v, v_scale), self.config, self.balances[layer])
             self._order_of_block[layer].index_copy_(0, store.table[at, 0], order)
             store = store._replace(order=self._order(layer, first[:, None]))
-        seal_open(store, 1, backend=self.config.backend)
+        self.ops[layer].seal_open(store, 1)
 
     def copy_blocks(self, source: list[int], target: list[int]) -> None:
         """Blocks `target` become copies of blocks `source`, in all layers."""
@@ -316,7 +294,7 @@ class Storage:
     def copy_slots(self, source: list[int], target: list[int]) -> None:
         """Slots `target` become copies of slots `source`."""
         old, new = shared(source, self.device), shared(target, self.device)
-        for x in self._opened():
+        for x in self.opened:
             x.index_copy_(1, new, x.index_select(1, old))
 
 

@@ -66,7 +66,7 @@ class BucketIndex:
         self.buckets[row, :, end + source - first] = new[row, :, source]
 
     def noted(self, new: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What `ops.store.append.append_step` takes to note one new token of each row; None without buckets."""
+        """What `StoreOps.append_step` takes to note one new token of each row; None without buckets."""
         return (self.buckets, self._known(new, 1)) if self.bucketed else None
 
     def _known(self, new: torch.Tensor | None, tokens: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from turbo_hf.config.turbo_config import SparseConfig
 from turbo_hf.layout import Rotary
-from turbo_hf.ops.sparse.select import assign, assign_and_score, visit
+from turbo_hf.ops.sparse.contract import SparseOps
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Tally:
         return Tally, ()
 
     def counter(self, device: torch.device) -> torch.Tensor:
-        """int64 [1] for `ops.sparse.decode.sparse_decode(read=...)`."""
+        """int64 [1] for `SparseOps.sparse_decode(read=...)`."""
         if device not in self.counts:
             # a cache may be used in inference mode first, and outside it later
             with torch.inference_mode(False):
@@ -81,8 +81,8 @@ class Selector:
     window: how many of the newest tokens are always read.
     """
 
-    def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
-        self.config, self.layer, self.backend = config, layer, backend
+    def __init__(self, config: SparseConfig, layer: int):
+        self.config, self.layer = config, layer
         self.window = config.window_tokens
         self.tally = Tally()
 
@@ -109,8 +109,8 @@ class Selector:
 class Full(Selector):
     """Reads every key: the baseline for the others, on the same code path."""
 
-    def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
-        super().__init__(config, layer, backend)
+    def __init__(self, config: SparseConfig, layer: int):
+        super().__init__(config, layer)
         self.window = 1 << 30
 
 
@@ -121,10 +121,8 @@ class Centroids(Selector):
     pre_rotary: whether it needs queries and keys before rotary embedding.
     """
 
-    def __init__(
-        self, config: SparseConfig, layer: int, centroids: torch.Tensor, pre_rotary: bool, backend: str = "auto"
-    ):
-        super().__init__(config, layer, backend)
+    def __init__(self, config: SparseConfig, layer: int, centroids: torch.Tensor, pre_rotary: bool):
+        super().__init__(config, layer)
         self.choices = centroids.shape[1]
         config.check_buckets(self.choices)
         self.pre_rotary = pre_rotary
@@ -141,12 +139,12 @@ class Centroids(Selector):
             self._moved[name] = held
         return held
 
-    def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor:
+    def buckets(self, ops: SparseOps, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor:
         """int16 [B, Hkv, M] of keys [B, Hkv, M, D]; rotary: what is undone first, if it is `pre_rotary`."""
-        return assign(keys, self._on("centroids", keys.device), rotary=rotary, backend=self.backend)
+        return ops.assign(keys, self._on("centroids", keys.device), rotary=rotary)
 
     def buckets_and_logits(
-        self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
+        self, ops: SparseOps, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Buckets of new keys, as `buckets` gives them, and logits [B, Hkv, M, C] for `visited`.
 
@@ -154,11 +152,11 @@ class Centroids(Selector):
         """
         weights = {name: self._on(name, keys.device) for name in self._weights}
         centroids = weights.pop("centroids")
-        return assign_and_score(keys, queries, centroids, weights or None, rotary=rotary, backend=self.backend)
+        return ops.assign_and_score(keys, queries, centroids, weights or None, rotary=rotary)
 
-    def visited(self, logits: torch.Tensor) -> torch.Tensor:
+    def visited(self, ops: SparseOps, logits: torch.Tensor) -> torch.Tensor:
         """bool [B, Hkv, M, C]: the `probes` best buckets of each query."""
-        return visit(logits, probes=self.config.count, backend=self.backend)
+        return ops.visit(logits, probes=self.config.count)
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         return self._weights
@@ -182,9 +180,8 @@ class Classifier(Centroids):
         layer: int,
         centroids: torch.Tensor,
         classifier: Mapping[str, torch.Tensor],
-        backend: str = "auto",
     ):
-        super().__init__(config, layer, centroids, True, backend)
+        super().__init__(config, layer, centroids, True)
         self._weights |= classifier
 
 

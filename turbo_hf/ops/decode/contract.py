@@ -2,9 +2,8 @@
 
 import torch
 
-from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore, Scoring, power_of_two
-from turbo_hf.ops import gpu
-from turbo_hf.ops.backend import uses_triton, why_no_kernel
+from turbo_hf.layout import AttentionOutput, KVStore, Scoring
+from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.decode.reference import reference_decode
 from turbo_hf.ops.decode.reference_repeat import repeated_decode
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
@@ -14,60 +13,61 @@ DECODE_MODES = ("turbo", "fp16")
 """On the INT8 values, or on dequantized ones."""
 
 
-def decode(
-    q: torch.Tensor,
-    store: KVStore,
-    scoring: Scoring,
-    *,
-    starts: torch.Tensor | None = None,
-    window: int | None = None,
-    mode: str = "turbo",
-    backend: str = "auto",
-    repeat: Repeat | None = None,
-) -> AttentionOutput:
-    """Causal attention of each row's M newest tokens, whose keys and values the cache already holds.
+class DecodeOps(Choice):
+    """A layer's op that attends in decode steps."""
 
-    Args:
-        q: float [B, Hq, M, D], the row's last M tokens (1 in plain decoding, more when drafts are verified); balanced
-            (`ops.maths.balanced_queries`) if the stored keys are.
-        store: one layer's cache, including the M tokens; Hq is a multiple of its Hkv.
-        scoring: scaling, softcap, sinks and SAS (`turbo_hf.layout.Scoring`).
-        starts: int64 [B], the first column of q that holds a token of the row; None: as many as the row has.
-        window: how many tokens a query sees, including itself; None: all.
-        mode: "turbo" computes on the INT8 values with q in INT8, one scale per token and head; "fp16" on the
-            dequantized ones. What is stored in 16 bit is computed in 16 bit in both.
-        backend: "auto", "triton" or "reference".
-        repeat: of this store and these arguments, as `repeat_key` tells of them; a launch on a GPU is then kept, and
-            made again without the checks. The next one overwrites `lse`.
+    def decode(
+        self,
+        q: torch.Tensor,
+        store: KVStore,
+        scoring: Scoring,
+        *,
+        starts: torch.Tensor | None = None,
+        window: int | None = None,
+        repeat: Repeat | None = None,
+    ) -> AttentionOutput:
+        """Causal attention of each row's M newest tokens, whose keys and values the cache already holds.
 
-    Returns:
-        out [B, Hq, M, D] in q's dtype, 0 where a row has no token; lse float32 [B, Hq, M], natural log, including
-        sinks, -inf where a row has no token.
+        Args:
+            q: float [B, Hq, M, D], the row's last M tokens (1 in plain decoding, more when drafts are verified);
+                balanced (`ops.maths.balanced_queries`) if the stored keys are.
+            store: one layer's cache, including the M tokens; Hq is a multiple of its Hkv.
+            scoring: scaling, softcap, sinks and SAS (`turbo_hf.layout.Scoring`).
+            starts: int64 [B], the first column of q that holds a token of the row; None: as many as the row has.
+            window: how many tokens a query sees, including itself; None: all.
+            repeat: of this store and these arguments, as `repeat_key` tells of them; a launch on a GPU is then kept,
+                and made again without the checks. The next one overwrites `lse`.
 
-    Raises:
-        ValueError: shapes, lengths or devices that do not agree, an unknown mode, a window below 1, a softcap or
-            sas_threshold of the wrong sign.
+        Returns:
+            out [B, Hq, M, D] in q's dtype, 0 where a row has no token; lse float32 [B, Hq, M], natural log, including
+            sinks, -inf where a row has no token.
 
-    Source: TurboAttention alg. 2 (P with one scale per query row and key block; exact exponential for the rescaling).
-    """
-    if repeat is not None and repeat.decode is not None:
-        return AttentionOutput(*repeat.decode(q, scoring.sas_threshold))
-    batch, kv_heads, _, dim = store.k_open.shape
-    check_queries(q, kv_heads, dim, mode, starts, DECODE_MODES)
-    check_scoring(scoring, q.shape[1], window)
-    if q.shape[0] != batch or q.device != store.k_open.device:
-        raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
-    check_lengths(store)
-    exact = mode == "fp16" or any(pages.bits == UNQUANTIZED for pages in store.paged)
-    if uses_triton(backend, q.device, why_no_step_kernel(q, store.block, "fp16" if exact else mode)):
-        from turbo_hf.ops.decode.launch import launch_decode  # noqa: PLC0415 - needs Triton
+        Raises:
+            ValueError: shapes, lengths or devices that do not agree, an unknown mode, a window below 1, a softcap or
+                sas_threshold of the wrong sign.
 
-        return launch_decode(q, store, scoring, starts, window, mode, repeat)
-    if repeat is not None and starts is None:
-        repeat.decode = repeated_decode(q, store, scoring, window, mode)
-        if repeat.decode is not None:
+        Source: TurboAttention alg. 2 (P with one scale per query row and key block; exact exponential for the
+        rescaling).
+        """
+        if repeat is not None and repeat.decode is not None:
             return AttentionOutput(*repeat.decode(q, scoring.sas_threshold))
-    return reference_decode(q, store, scoring, starts, window, mode)
+        batch, kv_heads, _, dim = store.k_open.shape
+        check_queries(q, kv_heads, dim, self.mode, starts, DECODE_MODES)
+        check_scoring(scoring, q.shape[1], window)
+        if q.shape[0] != batch or q.device != store.k_open.device:
+            raise ValueError(
+                f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}."
+            )
+        check_lengths(store)
+        if self.step_kernels:
+            from turbo_hf.ops.decode.launch import launch_decode  # noqa: PLC0415 - needs Triton
+
+            return launch_decode(q, store, scoring, starts, window, self.mode, repeat)
+        if repeat is not None and starts is None:
+            repeat.decode = repeated_decode(q, store, scoring, window, self.mode)
+            if repeat.decode is not None:
+                return AttentionOutput(*repeat.decode(q, scoring.sas_threshold))
+        return reference_decode(q, store, scoring, starts, window, self.mode)
 
 
 def check_lengths(store: KVStore) -> tuple[int, ...] | None:
@@ -87,14 +87,3 @@ def check_lengths(store: KVStore) -> tuple[int, ...] | None:
         blocks = store.table.shape[1]
         raise ValueError(f"store.sealed must give {batch} rows of 0 to {blocks} blocks, as the table has; got {known}.")
     return known
-
-
-def why_no_step_kernel(q: torch.Tensor, block: int, mode: str) -> str | None:
-    """Why no kernel can serve queries like q over blocks of `block` tokens; None if one can."""
-    reason = why_no_kernel(q)
-    if reason is not None:
-        return reason
-    numbers, shared = power_of_two(q.shape[3]) * block, gpu.shared_memory(q.device)
-    if mode == "fp16" and (numbers > 128 * 64 if q.dtype == torch.float32 else numbers * 4 > shared):
-        return f"blocks of {block} tokens of {q.shape[3]} channels do not fit in {str(q.dtype)[6:]}; smaller ones do"
-    return None

@@ -165,7 +165,7 @@ def launch_decode(
     mode: str = "turbo",
     repeat: Repeat | None = None,
 ) -> AttentionOutput:
-    """`ops.decode` by the Triton kernel; arguments as there, checked."""
+    """`DecodeOps.decode` by the Triton kernel; arguments as there, checked."""
     _, heads, tokens, dim = q.shape
     kv_heads = store.k_open.shape[1]
     group = heads // kv_heads

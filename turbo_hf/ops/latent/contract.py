@@ -3,60 +3,62 @@
 import torch
 
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops.backend import uses_triton, why_no_latent_kernel
+from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.latent.reference import reference_latent_decode
 from turbo_hf.ops.store.quantize import FLOATS
 
 
-def latent_decode(
-    q_latent: torch.Tensor,
-    q_rotary: torch.Tensor,
-    store: KVStore,
-    scaling: float,
-    *,
-    starts: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> AttentionOutput:
-    """Attention of a row's newest tokens over the latents of all its tokens, each up to its own place.
+class LatentOps(Choice):
+    """The op that attends in decode steps of a layer that keeps latents."""
 
-    Scores are (q_latent . latent + q_rotary . rotary part) * scaling; the output is the weighted mean of the latents,
-    which the caller multiplies by the up-projection of values.
+    def latent_decode(
+        self,
+        q_latent: torch.Tensor,
+        q_rotary: torch.Tensor,
+        store: KVStore,
+        scaling: float,
+        *,
+        starts: torch.Tensor | None = None,
+    ) -> AttentionOutput:
+        """Attention of a row's newest tokens over the latents of all its tokens, each up to its own place.
 
-    Args:
-        q_latent: float [B, H, M, rank], queries multiplied by the up-projection of keys.
-        q_rotary: float [B, H, M, R], the rotary part of the queries, in the same dtype.
-        store: one layer's cache of latents (`turbo_hf.layout`), which holds these M tokens already.
-        scaling: factor on the scores.
-        starts: int64 [B], the first of the M columns that holds a token of the row; None: all do.
-        backend: "auto", "triton" or "reference".
+        Scores are (q_latent . latent + q_rotary . rotary part) * scaling; the output is the weighted mean of the
+        latents, which the caller multiplies by the up-projection of values.
 
-    Returns:
-        out [B, H, M, rank] in q_latent's dtype, 0 at padding; lse float32 [B, H, M].
+        Args:
+            q_latent: float [B, H, M, rank], queries multiplied by the up-projection of keys.
+            q_rotary: float [B, H, M, R], the rotary part of the queries, in the same dtype.
+            store: one layer's cache of latents (`turbo_hf.layout`), which holds these M tokens already.
+            scaling: factor on the scores.
+            starts: int64 [B], the first of the M columns that holds a token of the row; None: all do.
 
-    Raises:
-        ValueError: dtypes that are not floating, or shapes that do not match the store's.
+        Returns:
+            out [B, H, M, rank] in q_latent's dtype, 0 at padding; lse float32 [B, H, M].
 
-    Source: DeepSeek-V2 (arXiv:2405.04434), sec. 2.1.2: the up-projections absorbed into queries and outputs.
-    """
-    batch, heads, _, rank = store.k_open.shape
-    rotary = store.v_open.shape[2]
-    if heads != 1:
-        raise ValueError(f"store must hold latents, of one head; got {heads} heads.")
-    for name, x, channels in (("q_latent", q_latent, rank), ("q_rotary", q_rotary, rotary)):
-        wanted = (batch, *q_latent.shape[1:3], channels)
-        if x.shape != wanted or x.dtype not in FLOATS or x.dtype != q_latent.dtype:
-            raise ValueError(
-                f"{name} must be float [{batch}, H, M, {channels}], both in one dtype; got {x.dtype} {tuple(x.shape)}."
-            )
-    if starts is not None and starts.shape != (batch,):
-        raise ValueError(f"starts must be int64 [{batch}]; got {tuple(starts.shape)}.")
-    bits = max(pages.bits for pages in store.paged)
-    if not uses_triton(backend, q_latent.device, why_no_latent_kernel(q_latent, rotary, bits, store.block)):
-        return reference_latent_decode(q_latent, q_rotary, store, scaling, starts)
-    from turbo_hf.ops.latent.launch import launch_latent_decode  # noqa: PLC0415 - needs Triton
+        Raises:
+            ValueError: dtypes that are not floating, or shapes that do not match the store's.
 
-    out, lse = launch_latent_decode(q_latent, q_rotary, store, scaling, starts, q_latent.device.type != "cuda")
-    if starts is None:
-        return AttentionOutput(out, lse)
-    hidden = (torch.arange(out.shape[2], device=out.device) < starts[:, None])[:, None]
-    return AttentionOutput(out.masked_fill(hidden[..., None], 0.0), lse.masked_fill(hidden, -torch.inf))
+        Source: DeepSeek-V2 (arXiv:2405.04434), sec. 2.1.2: the up-projections absorbed into queries and outputs.
+        """
+        batch, heads, _, rank = store.k_open.shape
+        rotary = store.v_open.shape[2]
+        if heads != 1:
+            raise ValueError(f"store must hold latents, of one head; got {heads} heads.")
+        for name, x, channels in (("q_latent", q_latent, rank), ("q_rotary", q_rotary, rotary)):
+            wanted = (batch, *q_latent.shape[1:3], channels)
+            if x.shape != wanted or x.dtype not in FLOATS or x.dtype != q_latent.dtype:
+                raise ValueError(
+                    f"{name} must be float [{batch}, H, M, {channels}], both in one dtype; got {x.dtype} "
+                    f"{tuple(x.shape)}."
+                )
+        if starts is not None and starts.shape != (batch,):
+            raise ValueError(f"starts must be int64 [{batch}]; got {tuple(starts.shape)}.")
+        if not self.latent_kernels:
+            return reference_latent_decode(q_latent, q_rotary, store, scaling, starts)
+        from turbo_hf.ops.latent.launch import launch_latent_decode  # noqa: PLC0415 - needs Triton
+
+        out, lse = launch_latent_decode(q_latent, q_rotary, store, scaling, starts, q_latent.device.type != "cuda")
+        if starts is None:
+            return AttentionOutput(out, lse)
+        hidden = (torch.arange(out.shape[2], device=out.device) < starts[:, None])[:, None]
+        return AttentionOutput(out.masked_fill(hidden[..., None], 0.0), lse.masked_fill(hidden, -torch.inf))

@@ -52,7 +52,7 @@ def launch_latent_decode(
     starts: torch.Tensor | None,
     interpreted: bool,
 ) -> AttentionOutput:
-    """`ops.latent.contract.latent_decode`, but for the output of padding, which is arbitrary."""
+    """`LatentOps.latent_decode`, but for the output of padding, which is arbitrary."""
     asked = q_latent.shape[2]
     more = power_of_two(asked) - asked
     if more:

@@ -4,80 +4,116 @@ from collections.abc import Sequence
 
 import torch
 
-from turbo_hf.config.turbo_config import ATTENTION_MODES
-from turbo_hf.layout import AttentionOutput, KVStore, Rounding, Scoring
-from turbo_hf.ops.backend import uses_triton, why_no_kernel
-from turbo_hf.ops.prefill.operands import check_rounding
+from turbo_hf.config.turbo_config import ATTENTION_MODES, V_SCALES
+from turbo_hf.layout import QUANTIZED_MODES, AttentionOutput, KVStore, Operands, Rounding, Scoring
+from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.prefill.reference import reference_prefill
-from turbo_hf.ops.store.quantize import check_float
+from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
+from turbo_hf.ops.store.quantize import check_block, check_float
 
 TURBO = Rounding()
 """Mode "turbo", in blocks of 128 tokens."""
 
 
-def prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scoring: Scoring,
-    rounding: Rounding = TURBO,
-    *,
-    past: KVStore | None = None,
-    starts: torch.Tensor | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    own: bool = True,
-    backend: str = "auto",
-) -> AttentionOutput:
-    """Attention of M new tokens over themselves and, optionally, over a compressed past.
+class PrefillOps(Choice):
+    """A layer's op that attends in prompts, and its first half alone."""
 
-    Args:
-        q: float [B, Hq, M, D]. k, v: float [B, Hkv, M, D], not yet in the cache; Hq is a multiple of Hkv.
-        scoring: scaling, softcap, sinks and SAS (`turbo_hf.layout.Scoring`).
-        rounding: mode, blocks, scales of V, and what prepares keys for rounding (`turbo_hf.layout.Rounding`).
-        past: the cache of the preceding tokens.
-        starts: int64 [B], the first real column of each row (left padding before it); None: no padding.
-        causal: query i sees no key after its own; its position follows the past.
-        window: how many tokens a query sees, including itself; None: all.
-        own: whether queries attend to the new tokens; if not, to the past alone.
-        backend: "auto", "triton" or "reference".
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scoring: Scoring,
+        rounding: Rounding = TURBO,
+        *,
+        past: KVStore | None = None,
+        starts: torch.Tensor | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        own: bool = True,
+    ) -> AttentionOutput:
+        """Attention of M new tokens over themselves and, optionally, over a compressed past.
 
-    Returns:
-        out [B, Hq, M, D] in q's dtype, 0 at padding; lse float32 [B, Hq, M], natural log, including sinks, -inf at
-        padding and for a query that sees no key.
+        Args:
+            q: float [B, Hq, M, D]. k, v: float [B, Hkv, M, D], not yet in the cache; Hq is a multiple of Hkv.
+            scoring: scaling, softcap, sinks and SAS (`turbo_hf.layout.Scoring`).
+            rounding: mode, blocks, scales of V, and what prepares keys for rounding (`turbo_hf.layout.Rounding`).
+            past: the cache of the preceding tokens.
+            starts: int64 [B], the first real column of each row (left padding before it); None: no padding.
+            causal: query i sees no key after its own; its position follows the past.
+            window: how many tokens a query sees, including itself; None: all.
+            own: whether queries attend to the new tokens; if not, to the past alone.
 
-    Raises:
-        ValueError: shapes, dtypes or devices that do not agree, an unknown mode or block, a window below 1, a softcap
-            or sas_threshold of the wrong sign.
+        Returns:
+            out [B, Hq, M, D] in q's dtype, 0 at padding; lse float32 [B, Hq, M], natural log, including sinks, -inf at
+            padding and for a query that sees no key.
 
-    Source: TurboAttention alg. 1 ("turbo"; exact exponential for the rescaling), INT-FlashAttention alg. 1 ("int8",
-    "half"; P scaled by tile instead of by 127 of the running maximum), SageAttention2 (FP8 products accumulated in
-    float32).
-    """
-    check_float("k", k)
-    check_float("v", v)
-    mode = rounding.mode
-    check_queries(q, k.shape[1], k.shape[3], mode, starts)
-    check_scoring(scoring, q.shape[1], window)
-    check_rounding(rounding)
-    for name, x in (("k", k), ("v", v)):
-        if x.shape != k.shape or x.shape[0] != q.shape[0] or x.shape[2] != q.shape[2]:
-            raise ValueError(
-                f"{name} must be [B, Hkv, M, D] with B, M and D of q {tuple(q.shape)}; got {tuple(x.shape)}."
-            )
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"{name} must be {q.dtype} on {q.device} like q; got {x.dtype} on {x.device}.")
-    if past is not None:
-        _check_past(past, k, mode)
-    elif not own:
-        raise ValueError("own=False leaves the past to attend to; got none.")
-    if mode == "fp16" and rounding.smooth_k:
-        raise ValueError('smooth_k prepares keys for rounding; mode "fp16" rounds none. Leave it out.')
-    if not uses_triton(backend, q.device, why_no_kernel(q, mode)):
-        return reference_prefill(q, k, v, scoring, rounding, past, starts, causal, window, own)
-    from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
+        Raises:
+            ValueError: shapes, dtypes or devices that do not agree, an unknown mode or block, a window below 1, a
+                softcap or sas_threshold of the wrong sign.
 
-    return launch_prefill(q, k, v, scoring, rounding, past, starts, causal, window, own)
+        Source: TurboAttention alg. 1 ("turbo"; exact exponential for the rescaling), INT-FlashAttention alg. 1 ("int8",
+        "half"; P scaled by tile instead of by 127 of the running maximum), SageAttention2 (FP8 products accumulated in
+        float32).
+        """
+        check_float("k", k)
+        check_float("v", v)
+        mode = rounding.mode
+        check_queries(q, k.shape[1], k.shape[3], mode, starts)
+        check_scoring(scoring, q.shape[1], window)
+        check_rounding(rounding)
+        for name, x in (("k", k), ("v", v)):
+            if x.shape != k.shape or x.shape[0] != q.shape[0] or x.shape[2] != q.shape[2]:
+                raise ValueError(
+                    f"{name} must be [B, Hkv, M, D] with B, M and D of q {tuple(q.shape)}; got {tuple(x.shape)}."
+                )
+            if x.dtype != q.dtype or x.device != q.device:
+                raise ValueError(f"{name} must be {q.dtype} on {q.device} like q; got {x.dtype} on {x.device}.")
+        if past is not None:
+            _check_past(past, k, mode)
+        elif not own:
+            raise ValueError("own=False leaves the past to attend to; got none.")
+        if mode == "fp16" and rounding.smooth_k:
+            raise ValueError('smooth_k prepares keys for rounding; mode "fp16" rounds none. Leave it out.')
+        if not self.prompt_kernels(mode):
+            return reference_prefill(q, k, v, scoring, rounding, past, starts, causal, window, own)
+        from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
+
+        return launch_prefill(q, k, v, scoring, rounding, past, starts, causal, window, own)
+
+    def quantize_operands(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rounding: Rounding,
+        *,
+        starts: torch.Tensor | None = None,
+    ) -> Operands:
+        """A chunk's keys in INT8 and its values in INT8 or FP8, in the layouts that the flash loop reads.
+
+        Args:
+            k, v: float [B, Hkv, M, D].
+            rounding: as in `ops.prefill.contract`, of any mode but "fp16".
+            starts: int64 [B], the first real column of each row.
+
+        Returns:
+            Operands, with T = M rounded up to whole blocks.
+
+        Raises:
+            ValueError: wrong dtype, rank, head dim, mode, block or v_scale, or a backend that cannot run.
+
+        Source: TurboAttention eq. 4 (blocks), INT-FlashAttention alg. 1 (tokens) and its outlook (V by block).
+        """
+        check_float("k", k)
+        check_float("v", v)
+        check_rounding(rounding)
+        if rounding.mode not in QUANTIZED_MODES:
+            raise ValueError(f"mode must be one of {', '.join(QUANTIZED_MODES)}; got {rounding.mode!r}.")
+        if self.prompt_kernels(rounding.mode):
+            from turbo_hf.ops.prefill.launch import launch_quantize_operands  # noqa: PLC0415 - needs Triton
+
+            return launch_quantize_operands(k, v, rounding, starts)
+        return reference_quantize_operands(k, v, rounding, starts)
 
 
 def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:
@@ -90,6 +126,13 @@ def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:
         )
     if held.dtype != torch.int8 and mode != "fp16":
         raise ValueError(f'a past with heads of 16 bit is read in mode "fp16", which rounds nothing; got {mode!r}.')
+
+
+def check_rounding(rounding: Rounding) -> None:
+    """ValueError unless the blocks and the scales of V exist."""
+    check_block(rounding.block)
+    if rounding.v_scale not in V_SCALES:
+        raise ValueError(f"v_scale must be one of {', '.join(V_SCALES)}; got {rounding.v_scale!r}.")
 
 
 def check_queries(

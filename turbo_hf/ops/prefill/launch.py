@@ -67,7 +67,7 @@ def _view(x: torch.Tensor) -> View:
 def launch_quantize_operands(
     k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None
 ) -> Operands:
-    """`ops.prefill.operands.quantize_operands`: one launch, and one more before it unless V is scaled per block."""
+    """`PrefillOps.quantize_operands`: one launch, and one more before it unless V is scaled per block."""
     broken = torch.empty(k.shape[0] * k.shape[1], dtype=torch.int32, device=k.device)
     return _quantize(k, v, rounding, starts, broken)[0]
 
@@ -189,7 +189,7 @@ def launch_prefill(
     window: int | None,
     own: bool = True,
 ) -> AttentionOutput:
-    """`ops.prefill.contract.prefill`: quantize keys and values, unpack the past, and one launch for the rest."""
+    """`PrefillOps.prefill`: quantize keys and values, unpack the past, and one launch for the rest."""
     batch, heads, tokens, dim = q.shape
     kv_heads, pairs = k.shape[1], batch * heads
     q, k, v = (_last_contiguous(x) for x in (q, k, v))

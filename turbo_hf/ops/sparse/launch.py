@@ -49,7 +49,7 @@ def _turns(rotary: Rotary | None, unused: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def launch_assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
-    """`ops.sparse.select.assign`."""
+    """`SparseOps.assign`."""
     batch, heads, tokens, dim = keys.shape
     out = torch.empty(batch, heads, tokens, dtype=torch.int16, device=keys.device)
     padded = max(16, power_of_two(dim))
@@ -113,7 +113,7 @@ def launch_classify(
     rotary: Rotary | None = None,
     new: NewKeys | None = None,
 ) -> torch.Tensor:
-    """`ops.sparse.select.classify`: one launch per layer. new: keys whose buckets the first launch finds too."""
+    """A classifier's logits of queries: one launch per layer. new: keys whose buckets the first launch finds too."""
     batch, heads, tokens, group, _ = queries.shape
     weight_1, bias_1, weight_2, bias_2 = (classifier[name].contiguous() for name in CLASSIFIER)
     hidden, buckets = weight_2.shape[1:]
@@ -133,7 +133,7 @@ def launch_classify(
 def launch_score(
     queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, new: NewKeys | None = None
 ) -> torch.Tensor:
-    """`ops.sparse.select.score`; new: as in `classify`."""
+    """Inner products of queries with centroids; new: as in `launch_classify`."""
     batch, heads, tokens, _, _ = queries.shape
     out = torch.empty(batch, heads, tokens, centroids.shape[1], dtype=torch.float32, device=queries.device)
     with torch.cuda.device_of(queries):
@@ -149,7 +149,7 @@ def launch_assign_and_score(
     *,
     rotary: Rotary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.sparse.select.assign_and_score`, with no more launches than for the logits alone."""
+    """`SparseOps.assign_and_score`, with no more launches than for the logits alone."""
     new = NewKeys(keys, centroids.contiguous(), torch.empty(keys.shape[:3], dtype=torch.int16, device=keys.device))
     if classifier is None:
         return new.out, launch_score(queries, centroids, rotary=rotary, new=new)
@@ -188,7 +188,7 @@ def _layer(
 
 
 def launch_visit(logits: torch.Tensor, probes: int) -> torch.Tensor:
-    """`ops.sparse.select.visit`."""
+    """`SparseOps.visit`."""
     buckets = logits.shape[-1]
     out = torch.empty(logits.shape, dtype=torch.bool, device=logits.device)
     with torch.cuda.device_of(logits):
@@ -232,7 +232,7 @@ def launch_sparse_decode(
     mode: str = "turbo",
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
-    """`ops.sparse.decode.sparse_decode`; arguments as there, already checked."""
+    """`SparseOps.sparse_decode`; arguments as there, already checked."""
     batch, heads, queries, dim = q.shape
     kv_heads = store.k_open.shape[1]
     group = heads // kv_heads

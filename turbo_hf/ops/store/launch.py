@@ -114,7 +114,7 @@ def launch_append_tokens(
     queries: torch.Tensor | None = None,
     repeat: Repeat | None = None,
 ) -> torch.Tensor | None:
-    """`ops.store.append.append_tokens`; counters: int32 [B], zeros. Programs before the others balance the queries."""
+    """`StoreOps.append_tokens`; counters: int32 [B], zeros. Programs before the others balance the queries."""
     batch, heads, tokens, dim = k.shape
     part = min(APPENDED, power_of_two(tokens))
     balanced, programs = _to_balance(queries)
@@ -153,7 +153,7 @@ def _again(
 
 
 def launch_seal_open(store: KVStore, blocks: int) -> None:
-    """`ops.store.append.seal_open`."""
+    """`StoreOps.seal_open`."""
     batch, heads, cap, dim = store.k_open.shape
     bits = tuple(pages.bits for pages in store.paged)
     held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
@@ -180,7 +180,7 @@ def launch_exchange_open(
     last: torch.Tensor,
     held: torch.Tensor,
 ) -> None:
-    """`ops.store.exchange.exchange_open`."""
+    """`StoreOps.exchange_open`."""
     (_, heads, block, dim), channels = blocks[0].shape, blocks[1].shape[2]
     part = min(EXCHANGED, power_of_two(max(dim, channels)))
     launch(
@@ -201,7 +201,7 @@ def launch_append_step(
     balance: torch.Tensor | None = None,
     queries: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """`ops.store.append.append_step`; queries and what is returned of them: as in `launch_append_tokens`."""
+    """`StoreOps.append_step`; queries and what is returned of them: as in `launch_append_tokens`."""
     batch, heads, _, dim = k.shape
     form = _form_of(store.paged, heads, dim, store.block)
     balanced, programs = _to_balance(queries)
@@ -217,7 +217,7 @@ def launch_append_step(
 
 
 def launch_select_rows(tensors: Sequence[torch.Tensor], words: Sequence[int], rows: Sequence[int]) -> None:
-    """`ops.store.select_rows`; words: those of a row of each tensor."""
+    """`StoreOps.select_rows`; words: those of a row of each tensor."""
     device, padded = tensors[0].device, power_of_two(len(rows))
     of_each = [number for x, count in zip(tensors, words, strict=True) for number in (x.data_ptr(), count)]
     part = max(16, MOVED // padded)

@@ -13,7 +13,7 @@ def launch_append_latents(
     starts: torch.Tensor | None,
     nonfinite: torch.Tensor,
 ) -> None:
-    """`ops.store.append.append_tokens` for latents. latent: [B, 1, M, rank]."""
+    """`StoreOps.append_tokens` for latents. latent: [B, 1, M, rank]."""
     batch, _, tokens, rank = latent.shape
     with torch.cuda.device_of(latent):
         if tokens:
@@ -29,7 +29,7 @@ def launch_append_latents(
 
 
 def launch_seal_latents(store: KVStore, blocks: int) -> None:
-    """`ops.store.append.seal_open` for latents."""
+    """`StoreOps.seal_open` for latents."""
     (pages,) = store.paged
     batch, _, cap, rank = store.k_open.shape
     with torch.cuda.device_of(store.k_open):
@@ -43,7 +43,7 @@ def launch_seal_latents(store: KVStore, blocks: int) -> None:
 
 
 def launch_latent_step(latent: torch.Tensor, rotary: torch.Tensor, store: KVStore, nonfinite: torch.Tensor) -> None:
-    """`ops.store.append.append_step` for latents. latent: [B, 1, 1, rank]."""
+    """`StoreOps.append_step` for latents. latent: [B, 1, 1, rank]."""
     (pages,) = store.paged
     with torch.cuda.device_of(latent):
         latent_step_kernel[(len(latent),)](

@@ -6,7 +6,7 @@ import torch
 
 from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.layout import BITS, BLOCK_SIZES, HEAD_DIM_MULTIPLE, UNQUANTIZED, WIDTHS, KVStore, PagedHeads, Width
-from turbo_hf.ops.backend import uses_triton, why_no_kernel
+from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 from turbo_hf.ops.store.reference_quantize import (
     reference_dequantize,
@@ -59,7 +59,7 @@ def quantize_tokens(
     check_float("x", x)
     if scale is not None and scale.shape != x.shape[:3]:
         raise ValueError(f"scale must be [B, H, M] = {tuple(x.shape[:3])}; got {tuple(scale.shape)}.")
-    if x.numel() and uses_triton(backend, x.device, why_no_kernel(x)):
+    if x.numel() and Choice(backend, x.device, x.dtype, x.shape[3]).store_kernels:
         from turbo_hf.ops.store.launch import launch_quantize_tokens  # noqa: PLC0415 - needs Triton
 
         return launch_quantize_tokens(x, scale)
@@ -103,7 +103,7 @@ def seal_blocks(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale.shape != k.shape[:3]:
             raise ValueError(f"{name} must be [P, S, b] = {tuple(k.shape[:3])}; got {tuple(scale.shape)}.")
-    if width != UNQUANTIZED and k.numel() and uses_triton(backend, k.device, why_no_kernel(k)):
+    if width != UNQUANTIZED and k.numel() and Choice(backend, k.device, k.dtype, k.shape[3]).store_kernels:
         from turbo_hf.ops.store.launch import launch_seal_blocks  # noqa: PLC0415 - needs Triton
 
         return launch_seal_blocks(k, k_scale, v, v_scale, width)

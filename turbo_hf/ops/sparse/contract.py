@@ -1,0 +1,243 @@
+"""Buckets of keys, which of them each query visits, and attention of the newest tokens over these buckets."""
+
+from collections.abc import Mapping
+
+import torch
+
+from turbo_hf.config.turbo_config import MOST_BUCKETS
+from turbo_hf.layout import CLASSIFIER, AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits
+from turbo_hf.ops.backend import Choice
+from turbo_hf.ops.decode.contract import DECODE_MODES, check_lengths
+from turbo_hf.ops.prefill.contract import check_queries, check_scoring
+from turbo_hf.ops.sparse.reference import reference_sparse_decode
+from turbo_hf.ops.sparse.reference_select import reference_assign, reference_assign_and_score, reference_visit
+
+
+class SparseOps(Choice):
+    """Ops of a layer whose decode steps read part of its keys."""
+
+    def assign(self, keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
+        """The bucket of each key: that of the centroid with the largest inner product, the first one in a tie.
+
+        Args:
+            keys: float [B, Hkv, M, D].
+            centroids: float [Hkv, C, D], of unit length.
+            rotary: cos and sin, [1 or B, M, r] with r up to D: the rotary embedding of the keys (half layout: channels
+                c and c + r/2 rotate together) is undone first. None: keys are used as they are.
+
+        Returns:
+            int16 [B, Hkv, M], in [0, C).
+
+        Raises:
+            ValueError: shapes or devices that do not agree, or more centroids than 16 bits can number.
+
+        Source: SAAP sec. 4 (spherical k-means).
+        """
+        _check_keys(keys, centroids)
+        dim = centroids.shape[2]
+        _check_rotary(rotary, keys.shape[0], keys.shape[2], dim)
+        if keys.numel() and self.store_kernels:
+            from turbo_hf.ops.sparse.launch import launch_assign  # noqa: PLC0415 - needs Triton
+
+            return launch_assign(keys, centroids, rotary=rotary)
+        return reference_assign(keys, centroids, rotary=rotary)
+
+    def assign_and_score(
+        self,
+        keys: torch.Tensor,
+        queries: torch.Tensor,
+        centroids: torch.Tensor,
+        classifier: Mapping[str, torch.Tensor] | None = None,
+        *,
+        rotary: Rotary | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a decode step asks of the index: buckets of its keys (`assign`), and logits of its queries, which
+        `visit` reads. On a GPU the first do not need a launch of their own.
+
+        Logits are inner products with the centroids, or those of the classifier: two linear layers with a ReLU in
+        between, one pair for each KV head. Both are summed over the query heads of a group.
+
+        Args:
+            keys: float [B, Hkv, M, D]. queries: float [B, Hkv, M, G, D], of the same tokens.
+            centroids, rotary: as in `assign`, the latter of both.
+            classifier: "weight_1" [Hkv, D, hidden], "bias_1" [Hkv, hidden], "weight_2" [Hkv, hidden, C], "bias_2"
+                [Hkv, C]; None: without one.
+
+        Returns:
+            Buckets int16 [B, Hkv, M], logits float32 [B, Hkv, M, C].
+
+        Raises:
+            ValueError: shapes or devices that do not agree, or more centroids than 16 bits can number.
+
+        Source: SAAP sec. 2 (inverted lists), sec. 4 (f_q), sec. 5 (outputs of a group added).
+        """
+        heads, _, dim = centroids.shape
+        _check_keys(keys, centroids)
+        if classifier is not None:
+            _check_classifier(classifier, keys.device)
+        weight = centroids if classifier is None else classifier["weight_1"].mT
+        if (
+            queries.dim() != 5
+            or (*queries.shape[:3], queries.shape[4]) != keys.shape
+            or weight.shape[::2] != (heads, dim)
+        ):
+            raise ValueError(
+                f"queries must be [{', '.join(map(str, keys.shape[:3]))}, G, {dim}], as keys are, and the classifier "
+                f"for {heads} heads of {dim}; got {tuple(queries.shape)} and {tuple(weight.mT.shape)}."
+            )
+        if not queries.device == weight.device == keys.device:
+            raise ValueError(
+                "keys, queries and centroids must be on one device; got "
+                f"{keys.device}, {queries.device} and {weight.device}."
+            )
+        _check_rotary(rotary, keys.shape[0], keys.shape[2], dim)
+        if queries.numel() and self.store_kernels:
+            from turbo_hf.ops.sparse.launch import launch_assign_and_score  # noqa: PLC0415 - needs Triton
+
+            return launch_assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
+        return reference_assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
+
+    def visit(self, logits: torch.Tensor, *, probes: int) -> torch.Tensor:
+        """Which buckets a step visits: the `probes` of the largest logits, for all query heads of a KV head.
+
+        Args:
+            logits: float [B, Hkv, M, C], finite: the output of the classifier, or of another selector.
+            probes: buckets to visit.
+
+        Returns:
+            bool [B, Hkv, M, C]; in a tie, the first bucket.
+
+        Raises:
+            ValueError: logits of another shape, or probes outside 1 to C.
+
+        Source: SAAP sec. 4, 5 (l buckets, the queries of a group together).
+        """
+        if logits.dim() != 4:
+            raise ValueError(f"logits must be [B, Hkv, M, C]; got {tuple(logits.shape)}.")
+        buckets = logits.shape[-1]
+        if not 1 <= probes <= buckets:
+            raise ValueError(f"probes must be from 1 to the {buckets} buckets; got {probes}.")
+        if logits.numel() and self.store_kernels:
+            from turbo_hf.ops.sparse.launch import launch_visit  # noqa: PLC0415 - needs Triton
+
+            return launch_visit(logits, probes)
+        return reference_visit(logits, probes)
+
+    def sparse_decode(
+        self,
+        q: torch.Tensor,
+        store: KVStore,
+        scoring: Scoring,
+        visits: Visits | None,
+        always: AlwaysRead,
+        *,
+        starts: torch.Tensor | None = None,
+        read: torch.Tensor | None = None,
+    ) -> AttentionOutput:
+        """Causal attention of each row's M newest tokens over some of the cached keys, reading each key once.
+
+        A query at position p of its row attends to the key at position t <= p if t < sink_tokens, or t > p -
+        window_tokens, or the query heads of its KV head visit the key's bucket. The M queries are independent: the
+        result for one does not depend on the others. Scores and sums are computed as in `ops.decode.contract`.
+
+        Args:
+            q: float [B, Hq, M, D], as in `ops.decode.contract`.
+            store: one layer's cache, including the M tokens.
+            scoring, starts: as in `ops.decode.contract`.
+            visits: buckets of keys, and which of them queries visit (`turbo_hf.layout.Visits`); None: no key has a
+                bucket, so that only those of `always` are read.
+            always: the first and newest tokens, which each query reads.
+            read: int64 [1], to which the number of keys read is added, over rows, KV heads and queries, counting a key
+                once if several query heads of a KV head read it; None: not counted.
+
+        Returns:
+            out [B, Hq, M, D] in q's dtype, 0 where a row has no token; lse float32 [B, Hq, M], natural log, over the
+            attended keys, including sinks, -inf where a row has no token.
+
+        Raises:
+            ValueError: shapes, lengths, dtypes or devices that do not agree, an unknown mode, a softcap or
+                sas_threshold of the wrong sign, an `always` without any token.
+
+        Source: SAAP sec. 4, appendix F.
+        """
+        batch, kv_heads, _, dim = store.k_open.shape
+        check_queries(q, kv_heads, dim, self.mode, starts, DECODE_MODES)
+        check_scoring(scoring, q.shape[1], None)
+        if q.shape[0] != batch or q.device != store.k_open.device:
+            raise ValueError(
+                f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}."
+            )
+        longest = max(check_lengths(store) or (0,)) * store.block
+        if always.sink_tokens < 0 or always.window_tokens < 1:
+            raise ValueError(
+                f"sink_tokens must be at least 0 and window_tokens at least 1; got {always.sink_tokens} and "
+                f"{always.window_tokens}."
+            )
+        if visits is not None:
+            _check_visits(visits, q, kv_heads, longest)
+        run = reference_sparse_decode
+        if self.step_kernels:
+            from turbo_hf.ops.sparse.launch import launch_sparse_decode  # noqa: PLC0415 - needs Triton
+
+            run = launch_sparse_decode
+        return run(q, store, scoring, visits, always, starts, self.mode, read)
+
+
+def _check_keys(keys: torch.Tensor, centroids: torch.Tensor) -> None:
+    heads, buckets, dim = centroids.shape
+    if keys.dim() != 4 or (keys.shape[1], keys.shape[3]) != (heads, dim) or keys.device != centroids.device:
+        raise ValueError(
+            f"keys must be [B, {heads}, M, {dim}] on {centroids.device}, as centroids are; got {tuple(keys.shape)} on "
+            f"{keys.device}."
+        )
+    if buckets > MOST_BUCKETS:
+        raise ValueError(f"centroids must be at most {MOST_BUCKETS} per head; got {buckets}.")
+
+
+def _check_classifier(classifier: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    names = CLASSIFIER
+    missing = [name for name in names if name not in classifier]
+    if missing:
+        raise ValueError(f"classifier must hold {', '.join(names)}; it lacks {', '.join(missing)}.")
+    layers = [classifier[name] for name in names]
+    shapes = [tuple(x.shape) for x in layers]
+    if len(shapes[0]) == len(shapes[2]) == 3 and all(x.device == device for x in layers):
+        (heads, _, hidden), buckets = shapes[0], shapes[2][2]
+        if shapes[1:] == [(heads, hidden), (heads, hidden, buckets), (heads, buckets)]:
+            return
+    raise ValueError(
+        f"classifier must be {', '.join(names)} of [Hkv, D, hidden], [Hkv, hidden], [Hkv, hidden, C], [Hkv, C] on "
+        f"{device}; got {', '.join(f'{tuple(x.shape)} on {x.device}' for x in layers)}."
+    )
+
+
+def _check_rotary(rotary: Rotary | None, rows: int, tokens: int, dim: int) -> None:
+    for part in rotary or ():
+        shape = part.shape
+        if part.dim() != 3 or shape[0] not in (1, rows) or shape[1] != tokens or shape[2] > dim or shape[2] % 2:
+            raise ValueError(
+                f"rotary must be cos and sin of [1 or {rows}, {tokens}, r], r even and at most {dim}; got "
+                f"{tuple(shape)}."
+            )
+
+
+def _check_visits(visits: Visits, q: torch.Tensor, kv_heads: int, longest: int) -> None:
+    """longest: tokens sealed in the longest row, as far as known."""
+    buckets, visited, spans = visits
+    batch = q.shape[0]
+    if buckets.shape[:-1] != (batch, kv_heads) or visited.shape[:-1] != (batch, kv_heads, q.shape[2]):
+        raise ValueError(
+            f"buckets must be [{batch}, {kv_heads}, cap] and visited [{batch}, {kv_heads}, {q.shape[2]}, C]; got "
+            f"{tuple(buckets.shape)} and {tuple(visited.shape)}."
+        )
+    if buckets.dtype != torch.int16 or visited.dtype != torch.bool or buckets.shape[2] < longest:
+        raise ValueError(
+            f"buckets must be torch.int16 with cap >= {longest}, the tokens sealed in the longest row, and visited "
+            f"torch.bool; got {buckets.dtype} with cap {buckets.shape[2]}, and {visited.dtype}."
+        )
+    if spans is None:
+        return
+    if spans.shape[:2] != (batch, kv_heads) or spans.shape[3:] != (2,) or spans.dtype != torch.int16:
+        raise ValueError(
+            f"spans must be torch.int16 [{batch}, {kv_heads}, n, 2]; got {spans.dtype} {list(spans.shape)}."
+        )

@@ -1,0 +1,342 @@
+"""Ops that store tokens: new ones into the open buffer, whole blocks into pages, rows and slots from place to place."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from turbo_hf.layout import KVStore
+from turbo_hf.ops import gpu
+from turbo_hf.ops.backend import Choice, uses_triton
+from turbo_hf.ops.host_device import shared
+from turbo_hf.ops.maths import balanced_keys, balanced_queries
+from turbo_hf.ops.repeat import Repeat
+from turbo_hf.ops.store.quantize import check_float
+from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
+from turbo_hf.ops.store.reference_repeat import repeated_append
+
+MOST_ROWS = 256
+"""Rows that a program of the kernel holds in registers; above them tensors are permuted one by one."""
+
+Opened = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""k, v, k_scale and v_scale of open tokens, as in `turbo_hf.layout.KVStore`."""
+
+
+class StoreOps(Choice):
+    """A layer's ops on its store. All take tensors of the layer alone."""
+
+    def append_tokens(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        store: KVStore,
+        *,
+        starts: torch.Tensor | None = None,
+        given_scale: torch.Tensor | None = None,
+        max_scale: torch.Tensor | None = None,
+        nonfinite: torch.Tensor,
+        arrived: torch.Tensor | None = None,
+        balance: torch.Tensor | None = None,
+        queries: torch.Tensor | None = None,
+        repeat: Repeat | None = None,
+    ) -> torch.Tensor | None:
+        """Quantize new tokens to INT8 after the open ones of `store`, in place; on a GPU in one launch, without
+        waiting.
+
+        In a store with 16-bit heads, they are appended unquantized, with scale 1.
+
+        Args:
+            k, v: float [B, Hkv, M, D]; of latent attention, latent and rotary part (`turbo_hf.layout`).
+            store: one layer's cache, with capacity for M more open tokens per row; k_open, v_open, their scales and
+                open_len change.
+            starts: int64 [B], the first column that holds a token of the row; None: all do.
+            given_scale: float32 [B, Hkv, 2], scales of K and V to use where they are above 0, which bfloat16 can hold;
+                codes are clamped to +-127.
+            max_scale: float32 [B, Hkv, 2], raised to the largest scales of K and V among the new tokens.
+            nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
+            arrived: int32 [B], zeros before and after: scratch space of a launch that will be replayed; None: that of
+                the stream.
+            balance: float32 [Hkv, D], what keys are divided by on the way (`layout`); not of latents. None: by nothing.
+            queries: float [B, Hq, M, D], of these tokens, to be multiplied by the balance in the same launch.
+            repeat: as in `ops.decode.contract.decode`. The next launch overwrites what this one returns.
+
+        Returns:
+            `queries` as `ops.maths.balanced_queries` leaves them; None without.
+
+        Raises:
+            ValueError: shapes or devices that do not match the store's; without `starts`, more tokens than there is
+                room for.
+
+        Source: TurboAttention sec. 3.3 (decode buffer); INT-FlashAttention alg. 1 (token-level scales).
+        """
+        if repeat is not None and repeat.append is not None:
+            return repeat.append(k, v, queries)
+        batch, heads, capacity, _ = store.k_open.shape
+        _check_new(k, v, store, "M", k.shape[2] if k.dim() == 4 else 0)
+        scales = (batch, heads, 2)
+        _check_beside(
+            store,
+            starts=(starts, (batch,)),
+            given_scale=(given_scale, scales),
+            max_scale=(max_scale, scales),
+            nonfinite=(nonfinite, (1,)),
+            arrived=(arrived, (batch,)),
+        )
+        if starts is None and k.shape[2] > capacity:
+            raise ValueError(
+                f"k brings {k.shape[2]} tokens per row; the store has room for {capacity}, open ones included."
+            )
+        _check_balance(balance, queries, store, k.shape[2])
+        if self.rotary_dim is not None and self.store_kernels:
+            from turbo_hf.ops.store.launch_latent import launch_append_latents  # noqa: PLC0415 - needs Triton
+
+            launch_append_latents(k, v, store, starts, nonfinite)
+            return None
+        if self.store_kernels:
+            from turbo_hf.ops.store.launch import launch_append_tokens  # noqa: PLC0415 - needs Triton
+
+            counters = _counters(batch, k.device, gpu.stream(k.device)) if arrived is None else arrived
+            return launch_append_tokens(
+                k, v, store, starts, given_scale, max_scale, nonfinite, counters, balance, queries, repeat
+            )
+        if repeat is not None and starts is None:
+            repeat.append = repeated_append(k, store, given_scale, balance)
+        k = balanced_keys(k, balance)
+        reference_append_tokens(
+            k, v, store, starts=starts, given_scale=given_scale, max_scale=max_scale, nonfinite=nonfinite
+        )
+        return None if queries is None else balanced_queries(queries, balance)
+
+    def append_step(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        store: KVStore,
+        *,
+        given_scale: torch.Tensor | None = None,
+        noted: tuple[torch.Tensor, torch.Tensor] | None = None,
+        nonfinite: torch.Tensor,
+        arrived: torch.Tensor,
+        balance: torch.Tensor | None = None,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Seal each row's open block if it is full, then append one token to each row; on a GPU in one launch.
+
+        The tensors alone determine what it does, so the launch can be replayed: the host only has to write the page of
+        a row's next block into the table.
+
+        Args:
+            k, v: float [B, Hkv, 1, D].
+            store: one layer's cache. A row has at most `block` open tokens; if it has that many, `table[row,
+                sealed[row]]` is a page of its own. The pages, the open tokens, their scales, sealed and open_len
+                change.
+            given_scale: float32 [B, Hkv, 2], as in `append_tokens`.
+            noted: the index int16 [B, Hkv, places], with a place for every token of a row, and the buckets of the new
+                tokens int16 [B, Hkv, 1], which are written to their place in it. None: tokens have no buckets.
+            nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
+            arrived: int32 [B], zeros before and after: scratch space of this launch.
+            balance, queries: as in `append_tokens`.
+
+        Returns:
+            As `append_tokens`.
+
+        Raises:
+            ValueError: shapes or devices that do not agree with the store's, room for less than a block, or a store
+                with 16-bit pages of keys and values.
+
+        Source: TurboAttention alg. 2 (decode: quantize, and compress the buffer once it is full).
+        """
+        batch, heads, capacity, _ = store.k_open.shape
+        _check_new(k, v, store, "1", 1)
+        if capacity < store.block:
+            raise ValueError(f"store must have room for {store.block} open tokens; it has {capacity}.")
+        if store.k_open.dtype != torch.int8 and self.rotary_dim is None:
+            raise ValueError(
+                f"store must have INT8 open tokens; got {store.k_open.dtype}. For 16-bit pages "
+                "use append_tokens and seal_open."
+            )
+        scales = (batch, heads, 2)
+        _check_beside(
+            store, given_scale=(given_scale, scales), nonfinite=(nonfinite, (1,)), arrived=(arrived, (batch,))
+        )
+        _check_balance(balance, queries, store, 1)
+        if noted is not None and (noted[0].shape[:-1] != (batch, heads) or noted[1].shape != (batch, heads, 1)):
+            raise ValueError(
+                f"noted must be an index [{batch}, {heads}, places] and buckets [{batch}, {heads}, 1]; got "
+                f"{tuple(noted[0].shape)} and {tuple(noted[1].shape)}."
+            )
+        if self.rotary_dim is not None and self.store_kernels:
+            from turbo_hf.ops.store.launch_latent import launch_latent_step  # noqa: PLC0415 - needs Triton
+
+            launch_latent_step(k, v, store, nonfinite)
+            return None
+        if self.store_kernels:
+            from turbo_hf.ops.store.launch import launch_append_step  # noqa: PLC0415 - needs Triton
+
+            return launch_append_step(k, v, store, given_scale, noted, nonfinite, arrived, balance, queries)
+        k = balanced_keys(k, balance)
+        reference_append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite, arrived=arrived)
+        return None if queries is None else balanced_queries(queries, balance)
+
+    def seal_open(self, store: KVStore, blocks: int) -> None:
+        """Seal the whole blocks of open tokens into the pages that the table names; on a GPU in one launch, without
+        waiting.
+
+        Args:
+            store: one layer's cache, whose table and `sealed` already count these blocks: the `open_len // block` of
+                row r are the last ones before entry `sealed[r]` of its row of the table; blocks that would lie before
+                entry 0 are left out. The pages change; `k_open` [B, Hkv, cap, D] and the other open tokens do not.
+            blocks: the largest number of whole blocks of any row.
+
+        Returns:
+            None.
+
+        Raises:
+            ValueError: "triton" where no kernel runs.
+
+        Source: as for `ops.store.quantize.seal_blocks`, which gives the same bits.
+        """
+        if not self.store_kernels:
+            reference_seal_open(store, blocks)
+        elif self.rotary_dim is not None:
+            from turbo_hf.ops.store.launch_latent import launch_seal_latents  # noqa: PLC0415 - needs Triton
+
+            launch_seal_latents(store, blocks)
+        else:
+            from turbo_hf.ops.store.launch import launch_seal_open  # noqa: PLC0415 - needs Triton
+
+            launch_seal_open(store, blocks)
+
+    def exchange_open(
+        self,
+        blocks: Opened,
+        slots: Opened,
+        slot: torch.Tensor,
+        first: torch.Tensor,
+        last: torch.Tensor,
+        held: torch.Tensor,
+    ) -> None:
+        """Each request's first block begins with the tokens that its slot holds; then the slot holds its last block.
+
+        Args:
+            blocks: k [N, Hkv, b, D] and v [N, Hkv, Dv, b] of any types, float32 scales [N, Hkv, b]; contiguous. The
+                first `held` tokens of each request's first block change.
+            slots: the same of S slots, with room for b tokens at least. Those of the requests change.
+            slot, first, last: int64 [R], of each request its slot, and its first and last row among `blocks`. Requests
+                without tokens may share a slot and a row.
+            held: int64 [R], the tokens that the slot holds: b - 1 at most.
+
+        Returns:
+            None.
+
+        Raises:
+            ValueError: shapes that do not agree.
+        """
+        heads, block, dim = blocks[0].shape[1:]
+        channels, room = blocks[1].shape[2], slots[0].shape[2]
+        types = [x.dtype for x in blocks]
+        for opened, tokens in ((blocks, block), (slots, room)):
+            count = len(opened[0])
+            wanted = [(count, heads, tokens, dim), (count, heads, channels, tokens), *[(count, heads, tokens)] * 2]
+            found = [tuple(x.shape) for x in opened]
+            alike = [x.dtype for x in opened] == types and all(x.is_contiguous() for x in opened)
+            if found != wanted or room < block or not alike:
+                raise ValueError(
+                    f"open tokens must be {wanted}, contiguous, of the types {types}, {block} of them at least; got "
+                    f"{found} of {[x.dtype for x in opened]}."
+                )
+        if {x.shape for x in (slot, first, last, held)} != {slot.shape}:
+            raise ValueError(f"slot, first, last and held must have an entry per request; got {len(slot)} slots.")
+        if self.store_kernels:
+            from turbo_hf.ops.store.launch import launch_exchange_open  # noqa: PLC0415 - needs Triton
+
+            launch_exchange_open(blocks, slots, slot, first, last, held)
+            return
+        here = torch.arange(block, device=slot.device) < held[:, None, None]
+        for x, y, is_codes in zip(_tokens_last(blocks), _tokens_last(slots), (True, True, False, False), strict=True):
+            before, new = y.index_select(0, slot)[..., :block], x.index_select(0, first)
+            x.index_copy_(0, first, torch.where(here[:, :, None] if is_codes else here, before, new))
+            y[..., :block].index_copy_(0, slot, x.index_select(0, last))
+
+    def select_rows(self, tensors: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
+        """Row i of each tensor becomes what its row `rows[i]` was, in place; on a GPU in one launch for all tensors.
+
+        Args:
+            tensors: [B, ...] each, contiguous, of any dtype, all on one device; none twice.
+            rows: B row numbers from 0 to B - 1; a row may be named several times, or not at all.
+
+        Returns:
+            None.
+
+        Raises:
+            ValueError: a tensor with another number of rows, on another device, or not contiguous; a backend that
+                cannot run.
+        """
+        if not tensors:
+            return
+        device = tensors[0].device
+        for x in tensors:
+            if len(x) != len(rows) or x.device != device or not x.is_contiguous():
+                raise ValueError(
+                    f"tensors must be contiguous on {device} with {len(rows)} rows; got {list(x.shape)} on {x.device}."
+                )
+        row_bytes = [x.nbytes // len(rows) for x in tensors]
+        reason = gpu.why_no_kernels_on(device)
+        if reason is None and (len(rows) > MOST_ROWS or any(size % 4 for size in row_bytes)):
+            reason = f"it serves at most {MOST_ROWS} rows of whole 32-bit words"
+        if uses_triton(self.backend, device, reason):
+            from turbo_hf.ops.store.launch import launch_select_rows  # noqa: PLC0415 - needs Triton
+
+            launch_select_rows(tensors, [size // 4 for size in row_bytes], rows)
+            return
+        index = shared(rows, device)
+        for x in tensors:
+            x.copy_(x[index])
+
+
+def _check_new(k: torch.Tensor, v: torch.Tensor, store: KVStore, count: str, tokens: int) -> None:
+    """ValueError unless new keys and values are `tokens` tokens of each row, called `count`."""
+    batch, heads, _, dim = store.k_open.shape
+    for name, x, channels in (("k", k, dim), ("v", v, store.v_open.shape[2])):
+        if x.shape != (batch, heads, tokens, channels):
+            wanted = f"[{batch}, {heads}, {count}, {channels}]"
+            raise ValueError(f"{name} must be {wanted} like the store; got {tuple(x.shape)}.")
+
+
+def _check_beside(store: KVStore, **tensors: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
+    """ValueError unless each tensor has its shape and is on the store's device; None: not given."""
+    device = store.k_open.device
+    for name, (x, shape) in tensors.items():
+        if x is not None and (x.shape != shape or x.device != device):
+            raise ValueError(f"{name} must be {list(shape)} on {device}; got {list(x.shape)} on {x.device}.")
+
+
+def _check_balance(balance: torch.Tensor | None, queries: torch.Tensor | None, store: KVStore, tokens: int) -> None:
+    """ValueError unless the balance is of the store's channels, and queries are of `tokens` new tokens of each row."""
+    batch, heads, _, dim = store.k_open.shape
+    _check_beside(store, balance=(balance, (heads, dim)))
+    if balance is not None and dim != store.v_open.shape[2]:
+        raise ValueError("latents have no balance. Pass none.")
+    if queries is None:
+        return
+    check_float("queries", queries)
+    shape, device = queries.shape, store.k_open.device
+    if shape[0] != batch or shape[1] % heads or shape[2:] != (tokens, dim) or queries.device != device:
+        raise ValueError(
+            f"queries must be [{batch}, a multiple of {heads}, {tokens}, {dim}] on {device}; got {list(shape)} on "
+            f"{queries.device}."
+        )
+    if balance is None:
+        raise ValueError("queries are multiplied by a balance; got none. Pass both, or no queries.")
+
+
+@lru_cache(maxsize=32)
+def _counters(rows: int, device: torch.device, stream: int) -> torch.Tensor:
+    """int32 [B], zeros before and after each launch. Launches on one stream run one after another."""
+    return torch.zeros(rows, dtype=torch.int32, device=device)
+
+
+def _tokens_last(opened: Opened) -> Opened:
+    """Their last dimension is then that of tokens."""
+    k, v, k_scale, v_scale = opened
+    return k.transpose(2, 3), v, k_scale, v_scale
