@@ -7,12 +7,11 @@ import torch
 from all_pairs import all_pairs, in_one_test, in_turn
 from append_support import GROUPS, cache, copy, expected, full_store, snapshot
 from choices import BACKENDS
-from op_calls import append_step, append_tokens, seal_open
+from op_calls import append_step, append_tokens, quantize_tokens, seal_blocks, seal_open
 from stores import make_store, tokens
 
 from turbo_hf.layout import HeadGroups, KVStore, empty_pages
 from turbo_hf.ops.maths import balanced_keys, balanced_queries
-from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -7,7 +7,7 @@ import torch
 from all_pairs import all_pairs, in_turn
 from append_support import GROUPS, expected, full_store, snapshot
 from choices import BACKENDS
-from op_calls import append_step, decode
+from op_calls import append_step, decode, seal_blocks
 from stores import tokens
 from torch import Tensor
 
@@ -15,7 +15,6 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import HeadGroups
-from turbo_hf.ops.store.quantize import seal_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -34,7 +34,7 @@ def judged(found: Counter[str]) -> None:
 @pytest.fixture
 def route(monkeypatch: pytest.MonkeyPatch) -> Route:
     """A model whose steps may be replayed without kernels."""
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
+    monkeypatch.setattr(TurboLayer, "in_place", True)
     model = tiny_llama()
     return Route("replayed", model, turbo_hf.patch(model, CONFIG).new_cache)
 

@@ -42,7 +42,6 @@ def test_kernels_compile_and_fit() -> None:
         "decode_kernel",
         "prefill_kernel",
         "quantize_operands_kernel",
-        "seal_kernel",
         "append_step_kernel",
         "sparse_decode_kernel",
     }

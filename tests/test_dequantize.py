@@ -5,18 +5,13 @@ import torch
 from all_pairs import in_one_test
 from hypothesis import given
 from hypothesis import strategies as st
-from quantize_support import ALL_BITS, STAGE_2, ones
+from op_calls import quantize_tokens
+from quantize_support import ALL_BITS, STAGE_2
 from stores import make_store, store_codes, tokens
 
+from turbo_hf.config.expected import FLOATS
 from turbo_hf.layout import BITS, HeadGroups, KVStore
-from turbo_hf.ops.store.quantize import (
-    FLOATS,
-    dequantize,
-    head_scores,
-    quantize_tokens,
-    seal_blocks,
-    unpack_blocks,
-)
+from turbo_hf.ops.store.quantize import check_float, dequantize, head_scores
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -132,69 +127,18 @@ def test_any_cache_reads_back(data: st.DataObject) -> None:
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_quantize_refuses_what_is_no_float() -> None:
-    with pytest.raises(ValueError, match=r"x must be float16, bfloat16, float32 or float64; got torch.int64"):
-        quantize_tokens(torch.zeros(1, 1, 1, 16, dtype=torch.int64))
-
-
-def test_quantize_refuses_another_rank() -> None:
-    with pytest.raises(ValueError, match=r"x must be \[B, H, M, D\]; got shape \(1, 1, 16\)"):
-        quantize_tokens(torch.zeros(1, 1, 16))
-
-
-@pytest.mark.parametrize("dim", [pytest.param(24, id="d24"), pytest.param(0, id="d0")])
-def test_quantize_refuses_head_dims_that_cannot_be_packed(dim: int) -> None:
-    with pytest.raises(ValueError, match=rf"x has head dim {dim}; .*multiple of 16.*uncompressed_layers"):
-        quantize_tokens(torch.zeros(1, 1, 1, dim))
-
-
-def test_quantize_refuses_a_scale_of_another_shape() -> None:
-    with pytest.raises(ValueError, match=r"scale must be \[B, H, M\] = \(1, 2, 3\); got \(1, 2\)"):
-        quantize_tokens(torch.zeros(1, 2, 3, 16), torch.ones(1, 2))
-
-
-@in_one_test("block", [pytest.param(b, id=f"b{b}") for b in (0, 48, 63, 256)])
-def test_seal_refuses_other_block_sizes(block: int) -> None:
-    codes, ones = torch.zeros(1, 1, block, 16, dtype=torch.int8), torch.ones(1, 1, block)
-    with pytest.raises(ValueError, match=rf"block must be one of 32, 64, 128 tokens; got {block}"):
-        seal_blocks(codes, ones, codes, ones, 4)
-
-
-def test_seal_refuses_other_bits() -> None:
-    codes = torch.zeros(1, 1, 64, 16, dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"width must be one of 16, 8, 4, 3, 2, or a pair .*; got 5"):
-        seal_blocks(codes, ones(codes), codes, ones(codes), 5)
-
-
 @in_one_test(
-    ("k", "v", "name"),
+    ("x", "message"),
     [
-        pytest.param(torch.zeros(1, 1, 64, 16), torch.zeros(1, 1, 64, 16, dtype=torch.int8), "k", id="float"),
-        pytest.param(torch.zeros(1, 64, 16, dtype=torch.int8), torch.zeros(1, 64, 16, dtype=torch.int8), "k", id="3d"),
-        pytest.param(
-            torch.zeros(1, 1, 64, 16, dtype=torch.int8), torch.zeros(1, 1, 64, 32, dtype=torch.int8), "v", id="unlike"
-        ),
+        (torch.zeros(1, 1, 1, 16, dtype=torch.int64), "must be float16, bfloat16, float32 or float64; got torch.int64"),
+        (torch.zeros(1, 1, 16), r"must be \[B, H, M, D\]; got shape \(1, 1, 16\)"),
+        (torch.zeros(1, 1, 1, 24), "has head dim 24; .*multiple of 16.*uncompressed_layers"),
+        (torch.zeros(1, 1, 1, 0), "has head dim 0; .*multiple of 16.*uncompressed_layers"),
     ],
 )
-def test_seal_refuses_codes_of_another_kind(k: torch.Tensor, v: torch.Tensor, name: str) -> None:
-    scale = torch.ones(1, 1, 64)
-    with pytest.raises(ValueError, match=rf"{name} must be int8 \[P, S, b, D\] like k; got"):
-        seal_blocks(k, scale, v, scale, 4)
-
-
-@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
-def test_seal_refuses_scales_of_another_shape(name: str) -> None:
-    codes = torch.zeros(1, 1, 64, 16, dtype=torch.int8)
-    scales = {"k_scale": ones(codes), "v_scale": ones(codes), name: torch.ones(1, 1)}
-    with pytest.raises(ValueError, match=rf"{name} must be \[P, S, b\] = \(1, 1, 64\); got \(1, 1\)"):
-        seal_blocks(codes, scales["k_scale"], codes, scales["v_scale"], 4)
-
-
-def test_unpack_refuses_other_bits() -> None:
-    codes = torch.zeros(1, 1, 64, 16, dtype=torch.int8)
-    pages = seal_blocks(codes, ones(codes), codes, ones(codes), 8)
-    with pytest.raises(ValueError, match=r"pages.bits must be one of 16, 8, 4, 3, 2; got 6"):
-        unpack_blocks(pages._replace(bits=6))
+def test_what_is_quantized_has_a_form(x: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=f"x {message}"):
+        check_float("x", x)
 
 
 def test_dequantize_refuses_integers() -> None:

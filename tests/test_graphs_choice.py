@@ -60,7 +60,7 @@ class Bench:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
+    monkeypatch.setattr(TurboLayer, "in_place", True)
     bench = Bench()
     yield bench
     bench.handle.remove()
@@ -141,7 +141,7 @@ def test_a_changed_mask_is_refused_as_ever(bench: Bench) -> None:
 
 
 def test_padding_that_changes_is_refused_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
+    monkeypatch.setattr(TurboLayer, "in_place", True)
     bench = Bench(padding=9)
     for _ in range(3):
         bench.step()
@@ -258,7 +258,7 @@ def test_another_cache_is_another_beginning(bench: Bench) -> None:
 
 
 def test_a_capture_that_fails_warns_once_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
+    monkeypatch.setattr(TurboLayer, "in_place", True)
     bench, plain = Bench(fails="no"), Bench()
     bench.step()
     with pytest.warns(UserWarning, match=r"cannot be captured in a CUDA graph \(no\)"):

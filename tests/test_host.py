@@ -14,7 +14,7 @@ from budgets import check, float_budget, largest
 from gpu_support import tensors_in
 from graphs_support import an_index
 from models import left_padded, prompts, tiny_llama
-from op_calls import append_step, classify, exchange_open, latent_decode, select_rows
+from op_calls import append_step, classify, exchange_open, latent_decode, quantize_tokens, select_rows
 from oracle import attend
 from sparse_cache_support import bucketed
 from stores import tokens
@@ -35,7 +35,6 @@ from turbo_hf.eval.without_cudnn_plans import without_plans
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.host_device import require_finite, send, shared
 from turbo_hf.ops.prefill.launch import unpack_tiles
-from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
 from turbo_hf.sparse.bucket_index import BucketIndex
 
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.unique", "tolist")
@@ -368,8 +367,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         shapes = {"weight_1": (2, 16, 8), "bias_1": (2, 8), "weight_2": (2, 8, 4), "bias_2": (2, 4)}
         weights = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
         classify(torch.zeros(1, 2, 1, 2, 16, device=device), weights, **KERNELS)
-        codes, scale = quantize_tokens(torch.zeros(1, 2, 64, 16, device=device), **KERNELS)
-        seal_blocks(codes, scale, codes, scale, 4, **KERNELS)
+        codes, _ = quantize_tokens(torch.zeros(1, 2, 64, 16, device=device), **KERNELS)
         select_rows([codes.new_zeros(2, 4)], [1, 0], **KERNELS)
         # the kernels on a GPU are for 16 bit
         latent = torch.zeros(1, 1, 70, 64, device=device, dtype=torch.bfloat16 if device.type == "cuda" else None)

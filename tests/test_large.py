@@ -3,11 +3,10 @@
 import pytest
 import torch
 from gpu_support import NO_FP8, has_fp8
-from op_calls import append_step, decode, prefill
+from op_calls import append_step, decode, prefill, quantize_tokens
 from stores import make_store, tokens
 
 from turbo_hf.layout import KVStore, PagedHeads, empty_pages
-from turbo_hf.ops.store.quantize import quantize_tokens
 
 FREE = 40 << 30
 """Bytes that the largest of these tests takes."""

@@ -181,6 +181,14 @@ def test_reference_imports_torch_and_layout_only() -> None:
             assert ours or target.split(".")[0] in allowed, f"{path.name} imports {target}"
 
 
+def test_no_function_but_the_choice_takes_a_backend() -> None:
+    for name, path in modules().items():
+        if name.split(".")[1:2] in (["ops"], ["sparse"], ["cache"], ["attention"], ["graphs"], ["serving"]):
+            taken = {arg.arg for node in nodes(path) if isinstance(node, ast.arguments) for arg in node.args}
+            taken |= {arg.arg for node in nodes(path) if isinstance(node, ast.arguments) for arg in node.kwonlyargs}
+            assert "backend" not in taken or name == "turbo_hf.ops.backend", name
+
+
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["eval"]]

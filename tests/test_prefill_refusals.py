@@ -86,6 +86,16 @@ def test_refuses_other_block_sizes() -> None:
         prefill(**zeros(), scaling=1.0, block=16)
 
 
+def test_refuses_an_unknown_scale_of_values() -> None:
+    with pytest.raises(ValueError, match=r"v_scale must be one of block, channel, tensor; got 'row'"):
+        prefill(**zeros(), scaling=1.0, v_scale="row")
+
+
+def test_refuses_an_unknown_backend() -> None:
+    with pytest.raises(ValueError, match=r"backend must be one of auto, triton, reference; got 'cuda'"):
+        prefill(**zeros(), scaling=1.0, backend="cuda")
+
+
 def test_refuses_starts_of_another_batch() -> None:
     with pytest.raises(ValueError, match=r"starts must be \[B\] = \[1\]; got \(2,\)"):
         prefill(**zeros(), scaling=1.0, starts=torch.zeros(2, dtype=torch.int64))

@@ -6,12 +6,14 @@ from itertools import permutations, product
 import pytest
 import torch
 from all_pairs import all_pairs, in_one_test, in_turn
+from op_calls import quantize_tokens, seal_blocks
 from quantize_support import ALL_BITS, DTYPES, STAGE_2
 from stores import CODE_MAX, page_codes, tokens, unpack
 
 from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.layout import BITS, VALUE_ORDER, PagedHeads, Width
-from turbo_hf.ops.store.quantize import head_scores, quantize_tokens, seal_blocks, unpack_blocks
+from turbo_hf.ops.store.quantize import head_scores
+from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 DIMS = [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)]
@@ -149,7 +151,7 @@ def test_zeros_and_spans_fit_their_bytes(bits: int, device: torch.device) -> Non
     assert int(zero.min()) >= -127
     assert int((zero + span).max()) <= 127
     assert int(span.max()) > 127, "no span needs its eighth bit: the test shows nothing"
-    for i, back in enumerate(unpack_blocks(pages)):
+    for i, back in enumerate(reference_unpack_blocks(pages)):
         assert bool(pages.size[:, :, i].isfinite().all())
         assert not (back * pages.size[:, :, i].float()[..., None])[x.abs().amax(-1) == 0].any()
 
@@ -167,7 +169,7 @@ def test_sealing_tokens_costs_half_a_step_of_their_channels(dim: int, bits: int,
         if bits != 8:
             span = (pages.meta[:, :, 2 * i + 1].double() % 256)[:, :, None]
             bound = bound + size * (span / (2 * (2**bits - 1)) + 256 * 4 * EPS)
-        got = unpack_blocks(pages)[i].double() * size
+        got = reference_unpack_blocks(pages)[i].double() * size
         assert bool(((got - want.double()).abs() <= bound + 4 * EPS * want.double().abs()).all())
 
 
@@ -182,7 +184,7 @@ def test_uneven_tokens_and_channels_cost_no_more_than_even_ones(bits: int, devic
         """Of keys and of values: the mean over channels and tokens of the error relative to the channel's size."""
         codes, scale = quantize_tokens(x)
         pages = seal_blocks(codes, scale, codes, scale, bits)
-        back = (back * pages.size[:, :, i].float()[..., None] for i, back in enumerate(unpack_blocks(pages)))
+        back = (back * pages.size[:, :, i].float()[..., None] for i, back in enumerate(reference_unpack_blocks(pages)))
         own = (x / x.norm(dim=-1, keepdim=True)).square().mean(-2, keepdim=True).sqrt() * x.norm(dim=-1, keepdim=True)
         return torch.stack([((each - x) / own).square().mean().sqrt() for each in back])
 
@@ -196,7 +198,7 @@ def test_8_bit_pages_keep_codes_and_scales(device: torch.device) -> None:
     k, v = (torch.randint(-CODE_MAX, CODE_MAX + 1, (3, 2, 64, 80), dtype=torch.int8, device=device) for _ in range(2))
     k_scale, v_scale = (torch.rand(3, 2, 64, device=device).bfloat16().float() for _ in range(2))
     pages = seal_blocks(k, k_scale, v, v_scale, 8)
-    for got, want in zip(unpack_blocks(pages), (k, v), strict=True):
+    for got, want in zip(reference_unpack_blocks(pages), (k, v), strict=True):
         assert torch.equal(got, want.float())
     assert torch.equal(pages.size.float(), torch.stack((k_scale, v_scale), 2))
     for position in range(64):
@@ -214,7 +216,7 @@ def test_sealing_takes_any_strides(bits: int, device: torch.device) -> None:
     for a, b in zip(got[1:], want[1:], strict=True):
         assert torch.equal(a, b)
     strided = PagedHeads(bits, *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in got[1:]))
-    for a, b in zip(unpack_blocks(strided), unpack_blocks(got), strict=True):
+    for a, b in zip(reference_unpack_blocks(strided), reference_unpack_blocks(got), strict=True):
         assert torch.equal(a, b)
 
 
@@ -223,7 +225,7 @@ def test_pages_unpack_to_what_the_drawing_says(bits: int, device: torch.device) 
     k = channels_of((2, 2, 32, 48)).to(device)
     v = channels_of((2, 2, 32, 48)).to(device)
     pages = seal_blocks(k, torch.rand(2, 2, 32, device=device), v, torch.rand(2, 2, 32, device=device), bits)
-    got_k, got_v = unpack_blocks(pages)
+    got_k, got_v = reference_unpack_blocks(pages)
     for page in range(2):
         for slot in range(2):
             want_k, want_v = page_codes(pages, page, slot)
@@ -237,7 +239,7 @@ def test_fewer_bits_cost_more(device: torch.device) -> None:
     errors = []
     for bits in BITS:
         pages = seal_blocks(codes, scale, codes, scale, bits)
-        errors.append(float((unpack_blocks(pages)[0] * pages.size[:, :, 0, :, None] - x).square().mean()))
+        errors.append(float((reference_unpack_blocks(pages)[0] * pages.size[:, :, 0, :, None] - x).square().mean()))
     assert errors == sorted(errors)
     assert len(set(errors)) == len(errors)
 

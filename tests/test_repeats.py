@@ -184,7 +184,7 @@ def test_a_step_with_nan_is_refused_before_it_is_stored() -> None:
             layer = caches[1].layers[0]
             bad = torch.full((1, layer.heads, 1, layer.dim), torch.nan)
             queries = torch.zeros(1, 2 * layer.heads, 1, layer.dim)
-            assert layer.repeat_step(queries, bad, bad, None, Scoring(1.0)) is None
+            assert layer.repeat_step(queries, bad, bad, Scoring(1.0)) is None
 
 
 def test_steps_repeat_outside_of_inference_mode() -> None:

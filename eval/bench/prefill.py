@@ -34,6 +34,7 @@ from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, pa
 from turbo_hf.eval.bench.timing import Call, Ceilings, Conditions, Stopwatch, ceilings, side_by_side
 from turbo_hf.layout import MODES, QUANTIZED_MODES, AttentionOutput, Rounding, Scoring
 from turbo_hf.ops.layer_ops import LayerOps
+from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
 
 HALVES = ("float16", "bfloat16")
 """What the other methods have kernels for."""
@@ -101,10 +102,19 @@ def run_case(
         if call is not None:
             calls[mode] = call
             if mode != "fp16":
-                calls[_apart(mode)] = partial(ops.quantize_operands, k, v, rounding)
+                calls[_apart(mode)] = partial(_quantized(ops, mode), k, v, rounding, None)
     how.tell(f"{case}: timing")
     times = side_by_side(calls, how.stopwatch, how.seconds) if calls else {}
     return [_timed(row, case, times, limits, dtype.itemsize) for row in rows]
+
+
+def _quantized(ops: LayerOps, mode: str) -> Callable[..., object]:
+    """What quantizes keys and values of a prompt, which `prefill` does first."""
+    if not ops.prompt_kernels(mode):
+        return reference_quantize_operands
+    from turbo_hf.ops.prefill.launch import launch_quantize_operands  # noqa: PLC0415 - needs Triton
+
+    return launch_quantize_operands
 
 
 def options_of(mode: str, options: dict[str, Any]) -> dict[str, Any]:

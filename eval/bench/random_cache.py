@@ -2,10 +2,10 @@
 
 import torch
 
-from turbo_hf.cache.open_buffer import Tokens, to_open
+from turbo_hf.cache.open_buffer import Tokens
 from turbo_hf.eval.bench.decode_cases import BLOCK, Case
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, KVStore, PagedHeads, Width, empty_pages
-from turbo_hf.ops.store.quantize import seal_blocks
+from turbo_hf.ops.store.reference_quantize import reference_quantize_tokens, reference_seal_blocks
 
 PIECE = 1 << 24
 """Random numbers quantized at a time: bounds the memory beside the cache at any length."""
@@ -85,7 +85,11 @@ def draw(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.flo
 
 
 def _tokens(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tokens:
-    return to_open(draw(generator, *shape), draw(generator, *shape), dtype, "auto")
+    k, v = draw(generator, *shape), draw(generator, *shape)
+    if dtype == torch.int8:
+        return Tokens(*reference_quantize_tokens(k), *reference_quantize_tokens(v))
+    one = torch.ones(shape[:-1], device=k.device)
+    return Tokens(k, one, v, one)
 
 
 def _pages(width: Width, pages: int, slots: int, dim: int, generator: torch.Generator) -> PagedHeads:
@@ -94,6 +98,6 @@ def _pages(width: Width, pages: int, slots: int, dim: int, generator: torch.Gene
     for start in range(0, pages, step):
         shape = (min(step, pages - start), slots, BLOCK, dim)
         tokens = _tokens(generator, shape, torch.float16 if width == UNQUANTIZED else torch.int8)
-        for target, source in zip(whole[1:], seal_blocks(*tokens, width)[1:], strict=True):
+        for target, source in zip(whole[1:], reference_seal_blocks(*tokens, width)[1:], strict=True):
             target[start : start + shape[0]] = source
     return whole

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from op_calls import quantize_tokens
 from stores import make_store, tokens
 from torch import Tensor
 
 from turbo_hf.layout import HeadGroups, KVStore, PagedHeads
-from turbo_hf.ops.store.quantize import quantize_tokens
 
 GROUPS = [
     *(pytest.param(((bits, 2),), id=f"{bits}bit") for bits in (8, 4, 3, 2)),

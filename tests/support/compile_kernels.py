@@ -107,7 +107,6 @@ def sparse(groups: HeadGroups, dim: int, dtype: torch.dtype, heads: int, **optio
     shapes = {"weight_1": (2, dim, 512), "bias_1": (2, 512), "weight_2": (2, 512, 1024), "bias_2": (2, 1024)}
     model = {name: torch.zeros(shape, dtype=torch.float16) for name, shape in shapes.items()}
     grouped, turn = q.unflatten(1, (2, -1)).transpose(2, 3), (torch.zeros(1, 1, dim), torch.zeros(1, 1, dim))
-    launch_sparse.launch_classify(grouped, model, rotary=turn)
     centroids = torch.zeros(2, 1024, dim, dtype=torch.float16)
     _, logits = launch_sparse.launch_assign_and_score(k[:, :, :1].to(dtype), grouped, centroids, model, rotary=turn)
     launch_sparse.launch_assign_and_score(k[:, :, :1].to(dtype), grouped, centroids)
@@ -201,10 +200,6 @@ def main(everything: bool) -> None:
     vars(gpu)["sms"] = few
     case[0] = "exchange open tokens"
     exchange()
-    x = torch.zeros(2, 2, 64, 80, dtype=torch.int8)
-    for width in (8, 4, 3, 2, (8, 3)):
-        case[0] = f"seal, {width} bit"
-        launch_store.launch_seal_blocks(x, torch.ones(2, 2, 64), x, torch.ones(2, 2, 64), width)
     for dim, store in stores.items():
         case[0] = f"append a step, d = {dim}"
         k = torch.zeros(2, 1, 2, dim, dtype=torch.bfloat16).transpose(1, 2)

@@ -87,7 +87,7 @@ def watch_runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
     if not torch.cuda.is_available():
         monkeypatch.setattr(generation, "cuda_device", Again)
         monkeypatch.setattr(graphs, "_why_no_replay_there", lambda *args: None)
-        monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
+        monkeypatch.setattr(TurboLayer, "in_place", True)
     return made
 
 

@@ -5,13 +5,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from op_calls import quantize_tokens, seal_blocks
 from torch import Tensor
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, columns_of
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import KVStore, PagedHeads
-from turbo_hf.ops.store.quantize import head_scores, quantize_tokens, seal_blocks, unpack_blocks
+from turbo_hf.ops.store.quantize import head_scores
+from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 
 CONFIGS = [
     pytest.param(TurboConfig(bits=8), id="8bit"),
@@ -111,7 +113,7 @@ class NaiveRow:
         slots = [(pages, slot) for pages in page for slot in range(pages.k.shape[1])]
         by_head = sorted(zip(self.order, slots, strict=True), key=lambda pair: pair[0])
         # in float32, as the layer has them; what they are is told by tests of pages
-        numbers = [[x[0, slot] for x in unpack_blocks(pages)] for _, (pages, slot) in by_head]
+        numbers = [[x[0, slot] for x in reference_unpack_blocks(pages)] for _, (pages, slot) in by_head]
         k, v = (torch.stack(x) for x in zip(*numbers, strict=True))
         k_size, v_size = torch.stack([pages.size[0, slot].float() for _, (pages, slot) in by_head]).unbind(1)
         return [Token(k[:, n], k_size[:, n], v[:, n], v_size[:, n]) for n in range(k.shape[1])]

@@ -6,8 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Operands, Rotary, Rounding, Scoring, Visits
+from turbo_hf.layout import (
+    AlwaysRead,
+    AttentionOutput,
+    KVStore,
+    Operands,
+    PagedHeads,
+    Rotary,
+    Rounding,
+    Scoring,
+    Visits,
+    Width,
+    empty_pages,
+)
 from turbo_hf.ops.layer_ops import LayerOps
+from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
+from turbo_hf.ops.store.reference_quantize import reference_quantize_tokens, reference_seal_blocks
 
 
 def ops_like(x: Tensor, backend: str = "auto", store: KVStore | None = None, **options: Any) -> LayerOps:
@@ -39,6 +53,30 @@ def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
     ops_like(store.k_open[0, 0, :1].half(), backend, store).seal_open(store, blocks)
 
 
+def quantize_tokens(x: Tensor, scale: Tensor | None = None, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """`reference_quantize_tokens`, or its kernel."""
+    if not ops_like(x, backend).store_kernels:
+        return reference_quantize_tokens(x, scale)
+    from turbo_hf.ops.store.launch import launch_quantize_tokens  # noqa: PLC0415 - needs Triton
+
+    return launch_quantize_tokens(x, scale)
+
+
+def seal_blocks(
+    k: Tensor, k_scale: Tensor, v: Tensor, v_scale: Tensor, width: Width, backend: str = "auto"
+) -> PagedHeads:
+    """`reference_seal_blocks`, or what `seal_open` makes of these blocks as rows of a cache."""
+    if not ops_like(k, backend).store_kernels:
+        return reference_seal_blocks(k, k_scale, v, v_scale, width)
+    pages, heads, block, dim = k.shape
+    held = empty_pages(width, pages, heads, dim, block, k.device, k.dtype)
+    order, row = torch.arange(heads, device=k.device).expand(pages, heads), torch.arange(pages, device=k.device)
+    opened = (k.contiguous(), v.mT.contiguous(), k_scale.contiguous(), v_scale.contiguous())
+    one = torch.ones_like(row)
+    seal_open(KVStore((held,), order, row[:, None], one, *opened, one * block, block), 1, backend=backend)
+    return held
+
+
 def exchange_open(blocks: Any, slots: Any, *at: Tensor, backend: str = "auto") -> None:
     """`StoreOps.exchange_open`."""
     ops_like(blocks[2], backend).exchange_open(blocks, slots, *at)
@@ -56,8 +94,13 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto", **options
 
 
 def quantize_operands(k: Tensor, v: Tensor, *, backend: str = "auto", **options: Any) -> Operands:
-    """`PrefillOps.quantize_operands`."""
-    return ops_like(k, backend).quantize_operands(k, v, taken(Rounding, options), **options)
+    """`reference_quantize_operands`, or its kernel."""
+    rounding, starts = taken(Rounding, options), options.get("starts")
+    if not ops_like(k, backend).prompt_kernels(rounding.mode):
+        return reference_quantize_operands(k, v, rounding, starts)
+    from turbo_hf.ops.prefill.launch import launch_quantize_operands  # noqa: PLC0415 - needs Triton
+
+    return launch_quantize_operands(k, v, rounding, starts)
 
 
 def decode(q: Tensor, store: KVStore, *, mode: str = "turbo", backend: str = "auto", **options: Any) -> AttentionOutput:

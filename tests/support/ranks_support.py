@@ -116,7 +116,7 @@ def stand_ins(device: str, fails: str = "") -> Iterator[list[Any]]:
             else (
                 (generation, "cuda_device", lambda device: Again(device, fails)),
                 (graphs, "_why_no_replay_there", lambda model: None),
-                (TurboLayer, "appends_in_place", lambda layer: True),
+                (TurboLayer, "in_place", True),
             )
         ),
     )

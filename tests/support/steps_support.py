@@ -29,7 +29,7 @@ CONFIGS = [
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps by the references: what is counted and kept in place is the same, and takes no interpreter."""
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
+    monkeypatch.setattr(TurboLayer, "in_place", True)
 
 
 def filled(config: TurboConfig, window: int | None = None, lengths: list[int] | None = None) -> TurboCache:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from op_calls import quantize_tokens, seal_blocks
 from oracle import Codes
 from torch import Tensor
 
 from turbo_hf.layout import UNQUANTIZED, VALUE_ORDER, HeadGroups, KVStore, PagedHeads, empty_pages, type_16bit
-from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
 
 CODE_MAX = 127
 """Largest INT8 code (TurboAttention sec. 3), said again so that a change of it in the package shows."""

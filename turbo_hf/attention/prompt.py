@@ -33,14 +33,11 @@ def attend_prompt(
     starts = new.starts_on(q.device)
     buckets = new_buckets(layer, source, qkv.key, new)
     past = layer.kv_store() if layer.seen else None
+    # the model may have been moved since the patch
+    balance = None if layer.balance is None else layer.balance.to(q.device)
+    held, context = None if past is None else layer.lengths(), layer.state.context
     given = (NewQKV(q, k, v), past, starts, layer.window, scoring)
-    how: dict[str, Any] = {
-        "held": None if past is None else layer.lengths(),
-        "context": layer.state.context,
-        # the model may have been moved since the patch
-        "balance": None if layer.balance is None else layer.balance.to(q.device),
-    }
-    out = prompt_attention(layer.config, layer.ops, *given, **how)
+    out = prompt_attention(layer.config, layer.ops, *given, held=held, context=context, balance=balance)
     cache.store_prompt(layer, k, v, new, buckets)
     return out
 

@@ -259,7 +259,7 @@ def _repeated(layer: TurboLayer, qkv: NewQKV, scoring: Scoring) -> torch.Tensor 
     threshold = sas_threshold(layer.config, layer.seen + qkv.query.shape[2])
     if threshold is not None:
         scoring = scoring._replace(sas_threshold=threshold)
-    return layer.repeat_step(*qkv, None, scoring)
+    return layer.repeat_step(*qkv, scoring)
 
 
 def compressed(
@@ -271,7 +271,7 @@ def compressed(
     scoring: Scoring,
 ) -> torch.Tensor:
     """Attention over the compressed cache, which the new tokens join."""
-    layer.require_same_rows(qkv.key, qkv.value)
+    layer.prepare_for(qkv.key, qkv.value)
     layer.seal_leftovers(qkv.key.shape[2], check_later=True)
     if mask is not None and len(mask) != len(qkv.query):
         raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(qkv.query)}. Pass one row for each.")

@@ -126,7 +126,7 @@ class DequantizedLayer(LayerStorage, CacheLayerMixin):
         """Store new tokens; return keys and values [B, Hkv, columns, D], 0 at padding (mask as in TurboCache)."""
         self.state.context.require_all(self.index)
         tokens = k.shape[2]
-        self.require_same_rows(k, v)
+        self.prepare_for(k, v)
         self.seal_leftovers(tokens)
         new = self._under_given_mask(given_mask, k)
         columns = self.get_mask_sizes(tokens)[0]

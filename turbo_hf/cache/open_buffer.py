@@ -9,7 +9,7 @@ import torch
 
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.ops.host_device import shared
-from turbo_hf.ops.store.quantize import head_scores, quantize_tokens
+from turbo_hf.ops.store.quantize import head_scores
 
 
 class Tokens(NamedTuple):
@@ -19,14 +19,6 @@ class Tokens(NamedTuple):
     k_scale: torch.Tensor
     v: torch.Tensor
     v_scale: torch.Tensor
-
-
-def to_open(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, backend: str) -> Tokens:
-    """New tokens [B, H, M, D] as open tokens of type `dtype`; a token with NaN or Inf gets a scale of NaN or Inf."""
-    if dtype == torch.int8:
-        return Tokens(*quantize_tokens(k, backend=backend), *quantize_tokens(v, backend=backend))
-    k, v = k.to(dtype), v.to(dtype)
-    return Tokens(k, 1 + (k.float() * 0).sum(-1), v, 1 + (v.float() * 0).sum(-1))
 
 
 def ranked_heads(first: Tokens, config: TurboConfig, balance: torch.Tensor | None) -> torch.Tensor:

@@ -11,8 +11,7 @@ from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.open_buffer import Tokens
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, Width, empty_pages, narrowed
 from turbo_hf.ops.host_device import nothing, shared
-from turbo_hf.ops.store.quantize import unpack_blocks
-from turbo_hf.ops.store.reference_pages import token_sizes
+from turbo_hf.ops.store.reference_pages import reference_unpack_blocks, token_sizes
 from turbo_hf.parallel.context import WHOLE, ContextRanks
 
 TABLE_GRAIN = 16
@@ -254,7 +253,7 @@ class PagePool:
         keys, values, sizes = [], [], []
         for pages in self.paged:
             page = PagedHeads(pages.bits, *(x[at : at + 1] for x in pages[1:]))
-            k, v = unpack_blocks(page)
+            k, v = reference_unpack_blocks(page)
             keys.append(k[0].float())
             values.append(v[0].float())
             sizes.append(token_sizes(page)[0])

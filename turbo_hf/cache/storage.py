@@ -96,7 +96,7 @@ class LayerStorage:
     """
 
     is_initialized: bool
-    # chosen by the first keys (`require_same_rows`)
+    # chosen by the first keys (`prepare_for`)
     ops: LayerOps
 
     def __init__(
@@ -145,8 +145,9 @@ class LayerStorage:
         rows, self.heads, _, self.dim = key_states.shape
         self.rotary_dim = value_states.shape[-1] if self.latent else None
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.require_same_rows(key_states, value_states)
-        self.in_place = self.appends_in_place()
+        self.prepare_for(key_states, value_states)
+        # an error of backend "triton" comes before anything is stored
+        _ = self.in_place
         order = list(range(self.heads) if self.head_order is None else self.head_order)
         if sorted(order) != list(range(self.heads)):
             raise ValueError(
@@ -171,7 +172,8 @@ class LayerStorage:
         self.state = self.state.with_rows(rows)
         self.is_initialized = True
 
-    def appends_in_place(self) -> bool:
+    @property
+    def in_place(self) -> bool:
         """Whether a kernel stores new tokens."""
         return self.ops.store_kernels
 
@@ -236,13 +238,11 @@ class LayerStorage:
             repeat = known[key] = Repeat()
         return store, repeat
 
-    def repeat_step(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring
-    ) -> torch.Tensor | None:
+    def repeat_step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor | None:
         """Store new tokens, none of which is padding, and attend: by launches that are kept. None: some are not, and
         nothing has been done.
 
-        q, k, v and result as in `compressed`. starts: None; it is part of the key.
+        q, k, v and result as in `compressed`.
         """
         kept, state = self._repeats, self.state
         # what changes the layer otherwise gives it another state
@@ -252,7 +252,7 @@ class LayerStorage:
         store = self.kv_store()
         if store is not kept.store:
             return None
-        repeat = kept.known.get(repeat_key(q, k, v, starts, scoring))
+        repeat = kept.known.get(repeat_key(q, k, v, None, scoring))
         if repeat is None or repeat.append is None or repeat.decode is None:
             return None
         if most + tokens > store.k_open.shape[2] or state.is_due() or not self.is_decoding(tokens):
@@ -283,10 +283,11 @@ class LayerStorage:
             tensors.append(self.order)
         return tensors if self.universal is None else [*tensors, self.universal]
 
-    def require_same_rows(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """ValueError unless new keys [B, Hkv, M, D] have the rows, heads and channels that the cache holds.
+    def prepare_for(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Choose the layer's ops by the first keys and values [B, Hkv, M, D]; anew by others of another dtype.
 
-        The first ones choose the layer's ops; another dtype, as under autocast, chooses anew.
+        Raises:
+            ValueError: other rows, heads or channels than the cache holds.
         """
         if self.is_initialized and (*k.shape[:2], k.shape[3]) != (self.rows, self.heads, self.dim):
             raise ValueError(
@@ -332,7 +333,7 @@ class LayerStorage:
         Raises:
             ValueError: other rows or heads than the cache holds, NaN or Inf, or a broken cache.
         """
-        self.require_same_rows(k, v)
+        self.prepare_for(k, v)
         if not self.is_initialized:
             # columns before the longest row's first token are padding in every row
             first = min(new.starts or [0])

@@ -1,2 +1,2 @@
-"""Ops. Each documents its contract (shapes, units, errors, source), checks its arguments, then runs the fastest
-backend."""
+"""Ops. Each documents its contract (shapes, units, errors, source), checks its arguments, then runs as its layer has
+chosen."""

@@ -186,7 +186,17 @@ class Storage:
         # a capture must do for rows of any length
         planned = (None if latent else rows.sealed_host, rows.plans)
         store = self._view(layer, rows.table, rows.table, rows.sealed, opened, rows.open_len[layer], *planned)
-        balanced = self._append(rows, layer, qkv, store, rows.starts, None if latent else qkv.query)
+        balance = self.balances[layer]
+        balanced = ops.append_tokens(
+            qkv.key,
+            qkv.value,
+            store,
+            starts=rows.starts,
+            nonfinite=self.nonfinite[layer : layer + 1],
+            arrived=rows.arrived,
+            balance=balance,
+            queries=None if balance is None else qkv.query,
+        )
         if latent:
             up = up_projections(module, qkv.query.dtype)
             out = absorbed_attention(ops, up, qkv.query, store, rows.starts, scoring)
@@ -240,34 +250,13 @@ class Storage:
         )
         # entry 0 of a row of the table is its block, which is sealed if `sealed` counts it
         store = self._view(layer, blocks.first[:, None], blocks.table, blocks.sealed, opened, blocks.open_len[layer])
-        self._append(blocks, layer, NewQKV(qkv.query, k, v), store, None)
+        ops, flag = self.ops[layer], self.nonfinite[layer : layer + 1]
+        ops.append_tokens(k, v, store, nonfinite=flag, arrived=blocks.arrived, balance=self.balances[layer])
         k, v, k_scale, v_scale = (x[layer] for x in self.opened)
         moved = (blocks.slots, blocks.begin, blocks.last, blocks.held)
-        self.ops[layer].exchange_open(opened, (k, v, k_scale, v_scale), *moved)
+        ops.exchange_open(opened, (k, v, k_scale, v_scale), *moved)
         if blocks.seals:
             self._seal(store, blocks.first_blocks, layer, blocks.first)
-
-    def _append(
-        self,
-        rows: StepRows | Blocks,
-        layer: int,
-        qkv: NewQKV,
-        store: KVStore,
-        starts: torch.Tensor | None,
-        queries: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """Store the new tokens. queries: are returned balanced, if the layer has a balance."""
-        balance = self.balances[layer]
-        return self.ops[layer].append_tokens(
-            qkv.key,
-            qkv.value,
-            store,
-            starts=starts,
-            nonfinite=self.nonfinite[layer : layer + 1],
-            arrived=rows.arrived,
-            balance=balance,
-            queries=None if balance is None else queries,
-        )
 
     def _seal(self, store: KVStore, new: list[int], layer: int, first: torch.Tensor) -> None:
         """Seal each row's block of open tokens; rows for which that is the first one (`new`) rank their heads.

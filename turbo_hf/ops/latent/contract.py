@@ -2,10 +2,10 @@
 
 import torch
 
+from turbo_hf.config.expected import FLOATS
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.latent.reference import reference_latent_decode
-from turbo_hf.ops.store.quantize import FLOATS
 
 
 class LatentOps(Choice):

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, V_SCALES
-from turbo_hf.layout import QUANTIZED_MODES, AttentionOutput, KVStore, Operands, Rounding, Scoring
+from turbo_hf.layout import AttentionOutput, KVStore, Rounding, Scoring
 from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.prefill.reference import reference_prefill
-from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
 from turbo_hf.ops.store.quantize import check_block, check_float
 
 TURBO = Rounding()
@@ -16,7 +15,7 @@ TURBO = Rounding()
 
 
 class PrefillOps(Choice):
-    """A layer's op that attends in prompts, and its first half alone."""
+    """A layer's op that attends in prompts."""
 
     def prefill(
         self,
@@ -80,40 +79,6 @@ class PrefillOps(Choice):
         from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
 
         return launch_prefill(q, k, v, scoring, rounding, past, starts, causal, window, own)
-
-    def quantize_operands(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rounding: Rounding,
-        *,
-        starts: torch.Tensor | None = None,
-    ) -> Operands:
-        """A chunk's keys in INT8 and its values in INT8 or FP8, in the layouts that the flash loop reads.
-
-        Args:
-            k, v: float [B, Hkv, M, D].
-            rounding: as in `ops.prefill.contract`, of any mode but "fp16".
-            starts: int64 [B], the first real column of each row.
-
-        Returns:
-            Operands, with T = M rounded up to whole blocks.
-
-        Raises:
-            ValueError: wrong dtype, rank, head dim, mode, block or v_scale, or a backend that cannot run.
-
-        Source: TurboAttention eq. 4 (blocks), INT-FlashAttention alg. 1 (tokens) and its outlook (V by block).
-        """
-        check_float("k", k)
-        check_float("v", v)
-        check_rounding(rounding)
-        if rounding.mode not in QUANTIZED_MODES:
-            raise ValueError(f"mode must be one of {', '.join(QUANTIZED_MODES)}; got {rounding.mode!r}.")
-        if self.prompt_kernels(rounding.mode):
-            from turbo_hf.ops.prefill.launch import launch_quantize_operands  # noqa: PLC0415 - needs Triton
-
-            return launch_quantize_operands(k, v, rounding, starts)
-        return reference_quantize_operands(k, v, rounding, starts)
 
 
 def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:

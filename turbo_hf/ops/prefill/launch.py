@@ -67,7 +67,7 @@ def _view(x: torch.Tensor) -> View:
 def launch_quantize_operands(
     k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None
 ) -> Operands:
-    """`PrefillOps.quantize_operands`: one launch, and one more before it unless V is scaled per block."""
+    """As `reference_quantize_operands`: one launch, and one more before it unless V is scaled per block."""
     broken = torch.empty(k.shape[0] * k.shape[1], dtype=torch.int32, device=k.device)
     return _quantize(k, v, rounding, starts, broken)[0]
 

@@ -201,7 +201,7 @@ def layer_kernel(
     """A linear layer on queries; and new keys, KEYS at a time, against NEAR centroids in programs of their own.
 
     tokens: of all rows. G: the group, padded. RELU: with a bias and a ReLU, the first layer of a classifier; otherwise
-    inner products, as with centroids. KEYS: 0 without keys. PDL: `pdl_wait`.
+    inner products, as with centroids. PDL: `pdl_wait`.
     """
     pdl_wait(PDL)
     tile, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -212,7 +212,7 @@ def layer_kernel(
                 tile, chunk, head, q_ptr, weight_ptr, bias_ptr, out_ptr, cos_ptr, sin_ptr, strides, weight_strides,
                 rotary_stride, tokens, queries, heads, units, GROUP, G, ROWS, D, DP, TILE, ROTARY, RELU,
             )  # fmt: skip
-    elif KEYS > 0:
+    else:
         chunks = tl.cdiv(tokens, KEYS)
         if chunk < chunks:
             _nearest(

@@ -106,14 +106,10 @@ def _bests(device: torch.device, stream: int, thread: int, chunks: int) -> tuple
         return least, torch.zeros(chunks, dtype=torch.int32, device=device)
 
 
-def launch_classify(
-    queries: torch.Tensor,
-    classifier: Mapping[str, torch.Tensor],
-    *,
-    rotary: Rotary | None = None,
-    new: NewKeys | None = None,
+def _classify(
+    queries: torch.Tensor, classifier: Mapping[str, torch.Tensor], rotary: Rotary | None, new: NewKeys
 ) -> torch.Tensor:
-    """A classifier's logits of queries: one launch per layer. new: keys whose buckets the first launch finds too."""
+    """A classifier's logits of queries: one launch per layer, of which the first finds the buckets of new keys too."""
     batch, heads, tokens, group, _ = queries.shape
     weight_1, bias_1, weight_2, bias_2 = (classifier[name].contiguous() for name in CLASSIFIER)
     hidden, buckets = weight_2.shape[1:]
@@ -130,17 +126,6 @@ def launch_classify(
     return out
 
 
-def launch_score(
-    queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, new: NewKeys | None = None
-) -> torch.Tensor:
-    """Inner products of queries with centroids; new: as in `launch_classify`."""
-    batch, heads, tokens, _, _ = queries.shape
-    out = torch.empty(batch, heads, tokens, centroids.shape[1], dtype=torch.float32, device=queries.device)
-    with torch.cuda.device_of(queries):
-        _layer(queries, centroids.mT, None, out, rotary, new)
-    return out
-
-
 def launch_assign_and_score(
     keys: torch.Tensor,
     queries: torch.Tensor,
@@ -151,9 +136,12 @@ def launch_assign_and_score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`SparseOps.assign_and_score`, with no more launches than for the logits alone."""
     new = NewKeys(keys, centroids.contiguous(), torch.empty(keys.shape[:3], dtype=torch.int16, device=keys.device))
-    if classifier is None:
-        return new.out, launch_score(queries, centroids, rotary=rotary, new=new)
-    return new.out, launch_classify(queries, classifier, rotary=rotary, new=new)
+    if classifier is not None:
+        return new.out, _classify(queries, classifier, rotary, new)
+    logits = torch.empty(*queries.shape[:3], centroids.shape[1], dtype=torch.float32, device=queries.device)
+    with torch.cuda.device_of(queries):
+        _layer(queries, centroids.mT, None, logits, rotary, new)
+    return new.out, logits
 
 
 def _layer(
@@ -162,28 +150,22 @@ def _layer(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     rotary: Rotary | None,
-    new: NewKeys | None,
+    new: NewKeys,
 ) -> None:
     """A layer on queries [B, Hkv, M, G, D], added over G. weight: [Hkv, D, units], any strides; bias: with a ReLU."""
     batch, heads, tokens, group, dim = queries.shape
     units, padded = weight.shape[2], power_of_two(group)
     rows = max(VECTORS, padded)
     cos, sin, stride, turned = _turns(rotary, queries)
-    tiles, chunks = triton.cdiv(units, UNITS), triton.cdiv(batch * tokens, rows // padded)
-    known: tuple[torch.Tensor, ...] = ()
-    strides: tuple[int, ...] = (0, 0, 0, 0)
-    buckets = 0
-    if new is not None:
-        buckets, strides = new.centroids.shape[1], new.keys.stride()
-        stream = gpu.stream(queries.device)
-        known = (*new, *_bests(queries.device, stream, get_ident(), heads * triton.cdiv(batch * tokens, KEYS)))
-        tiles += triton.cdiv(buckets, NEAR)
-        chunks = max(chunks, triton.cdiv(batch * tokens, KEYS))
+    buckets, stream = new.centroids.shape[1], gpu.stream(queries.device)
+    known = (*new, *_bests(queries.device, stream, get_ident(), heads * triton.cdiv(batch * tokens, KEYS)))
+    tiles = triton.cdiv(units, UNITS) + triton.cdiv(buckets, NEAR)
+    chunks = max(triton.cdiv(batch * tokens, rows // padded), triton.cdiv(batch * tokens, KEYS))
     layer_kernel[(tiles, heads, chunks)](
         queries, weight, weight if bias is None else bias, out, cos, sin, known, queries.stride(), weight.stride(),
-        strides, stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded, ROWS=rows, D=dim,
-        DP=max(16, power_of_two(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
-        KEYS=0 if new is None else KEYS, NEAR=NEAR, PDL=gpu.pdl(queries.device)["PDL"], num_warps=4, **gpu.FMA,
+        new.keys.stride(), stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded, ROWS=rows,
+        D=dim, DP=max(16, power_of_two(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None, KEYS=KEYS, NEAR=NEAR,
+        PDL=gpu.pdl(queries.device)["PDL"], num_warps=4, **gpu.FMA,
     )  # fmt: skip
 
 

@@ -23,25 +23,6 @@ def reference_visit(logits: torch.Tensor, probes: int) -> torch.Tensor:
     return torch.zeros_like(bucket, dtype=torch.bool).scatter(-1, bucket[..., :probes], True)
 
 
-def reference_classify(
-    queries: torch.Tensor,
-    classifier: Mapping[str, torch.Tensor],
-    *,
-    rotary: Rotary | None = None,
-) -> torch.Tensor:
-    group = queries.shape[3]
-    x = _pre_rotary(queries, rotary)
-    weight_1, bias_1, weight_2, bias_2 = (classifier[name].float() for name in CLASSIFIER)
-    hidden = (x @ weight_1[:, None] + bias_1[:, None, None]).relu()
-    # the second layer is linear: it runs on the sum
-    return hidden.sum(2) @ weight_2 + group * bias_2[:, None]
-
-
-def reference_score(queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
-    # inner products are linear: those of the sum
-    return torch.matmul(_pre_rotary(queries, rotary).sum(2), centroids.float().mT)
-
-
 def reference_assign_and_score(
     keys: torch.Tensor,
     queries: torch.Tensor,
@@ -50,9 +31,14 @@ def reference_assign_and_score(
     *,
     rotary: Rotary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    found, x = reference_assign(keys, centroids, rotary=rotary), _pre_rotary(queries, rotary)
     if classifier is None:
-        return reference_assign(keys, centroids, rotary=rotary), reference_score(queries, centroids, rotary=rotary)
-    return reference_assign(keys, centroids, rotary=rotary), reference_classify(queries, classifier, rotary=rotary)
+        # inner products are linear: those of the sum
+        return found, torch.matmul(x.sum(2), centroids.float().mT)
+    weight_1, bias_1, weight_2, bias_2 = (classifier[name].float() for name in CLASSIFIER)
+    hidden = (x @ weight_1[:, None] + bias_1[:, None, None]).relu()
+    # the second layer is linear: it runs on the sum
+    return found, hidden.sum(2) @ weight_2 + queries.shape[3] * bias_2[:, None]
 
 
 def _pre_rotary(queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:

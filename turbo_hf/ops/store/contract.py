@@ -58,7 +58,7 @@ class StoreOps(Choice):
                 the stream.
             balance: float32 [Hkv, D], what keys are divided by on the way (`layout`); not of latents. None: by nothing.
             queries: float [B, Hq, M, D], of these tokens, to be multiplied by the balance in the same launch.
-            repeat: as in `ops.decode.contract.decode`. The next launch overwrites what this one returns.
+            repeat: as in `DecodeOps.decode`. The next launch overwrites what this one returns.
 
         Returns:
             `queries` as `ops.maths.balanced_queries` leaves them; None without.
@@ -175,7 +175,7 @@ class StoreOps(Choice):
 
             return launch_append_step(k, v, store, given_scale, noted, nonfinite, arrived, balance, queries)
         k = balanced_keys(k, balance)
-        reference_append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite, arrived=arrived)
+        reference_append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite)
         return None if queries is None else balanced_queries(queries, balance)
 
     def seal_open(self, store: KVStore, blocks: int) -> None:
@@ -194,7 +194,8 @@ class StoreOps(Choice):
         Raises:
             ValueError: "triton" where no kernel runs.
 
-        Source: as for `ops.store.quantize.seal_blocks`, which gives the same bits.
+        Source: TurboAttention eq. 5, 6, alg. 1, over tokens that are divided by their root mean square first; a
+        channel's range is stored in whole units, its step is not rounded.
         """
         if not self.store_kernels:
             reference_seal_open(store, blocks)

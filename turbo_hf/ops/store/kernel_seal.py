@@ -5,7 +5,6 @@ import triton.language as tl
 
 from turbo_hf.layout import EDGE as OUTERMOST
 from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, counted, value_order
-from turbo_hf.ops.store.kernel_arguments import Block
 
 EDGE = tl.constexpr(float(OUTERMOST))
 
@@ -242,13 +241,3 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
             planes = _store_lane(
                 v_out, page, d[:, None], i[None, :], codes, inside, lane, planes, D, BLOCK, VALUE_BITS, LANES
             )
-
-
-@triton.jit
-def seal_kernel(k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, pages, FORM: tl.constexpr):
-    """One block of one head to the page of the same number. pages: (k, v, meta, size) of the only width."""
-    page = tl.program_id(0).to(tl.int64)
-    base = page * FORM.block * FORM.dim
-    scales = page * FORM.block
-    tokens = Block(k_ptr + base, v_ptr + base, k_scale_ptr + scales, v_scale_ptr + scales, FORM.dim, 1)
-    seal_block(tokens, pages, page, 0, FORM)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, Width, empty_pages, power_of_two
+from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, power_of_two
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.kernel_launch import Launch, launch
@@ -16,7 +16,7 @@ from turbo_hf.ops.store.kernel_append import QUERIES, append_kernel, append_step
 from turbo_hf.ops.store.kernel_arguments import NewQueries, NewTokens, Noted, StoreForm
 from turbo_hf.ops.store.kernel_exchange import exchange_open_kernel
 from turbo_hf.ops.store.kernel_rows import select_rows_kernel
-from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel, seal_kernel
+from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel
 
 TOKENS = 64
 """Tokens per program."""
@@ -63,7 +63,7 @@ def _form_of(paged: Sequence[PagedHeads], heads: int, dim: int, block: int) -> S
 
 
 def launch_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.store.quantize.quantize_tokens`."""
+    """As `reference_quantize_tokens`."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     codes = torch.empty(batch, heads, tokens, dim, dtype=torch.int8, device=x.device)
@@ -74,21 +74,6 @@ def launch_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple
         BLOCK=TOKENS, GIVEN=scale is not None, enable_fp_fusion=False,
     )  # fmt: skip
     return codes, own
-
-
-def launch_seal_blocks(
-    k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, width: Width
-) -> PagedHeads:
-    """`ops.store.quantize.seal_blocks`."""
-    pages, slots, block, dim = k.shape
-    sealed = empty_pages(width, pages, slots, dim, block, k.device)
-    k, k_scale, v, v_scale = (x.contiguous() for x in (k, k_scale, v, v_scale))
-    # products must round as the reference's do, so that a block has the same bits wherever it is sealed
-    launch(
-        seal_kernel, k, (pages * slots,),
-        k, k_scale, v, v_scale, sealed[1:], FORM=_form_of([sealed], slots, dim, block), enable_fp_fusion=False,
-    )  # fmt: skip
-    return sealed
 
 
 def _to_balance(queries: torch.Tensor | None) -> tuple[NewQueries | None, int]:
@@ -162,7 +147,7 @@ def launch_seal_open(store: KVStore, blocks: int) -> None:
         # narrower heads in a layer whose open tokens are in 16 bit
         (k, k_scale), (v, v_scale) = (launch_quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
         codes = (k, v, k_scale, v_scale, dim, 1)
-    # as in `seal_blocks`, products must round as the reference's do
+    # products must round as the reference's do, so that a block has the same bits wherever it is sealed
     launch(
         seal_open_kernel, store.k_open, (blocks, pairs_of(batch, heads)),
         tuple(pages[1:] for pages in store.paged), tuple(held if width == UNQUANTIZED else codes for width in bits),

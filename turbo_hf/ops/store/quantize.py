@@ -1,21 +1,11 @@
-"""FlashQ: full precision to INT8 codes, INT8 codes to sealed blocks, and back."""
-
-from itertools import product
+"""What quantization takes, and what is read back of it in full precision."""
 
 import torch
 
+from turbo_hf.config.expected import FLOATS
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.layout import BITS, BLOCK_SIZES, HEAD_DIM_MULTIPLE, UNQUANTIZED, WIDTHS, KVStore, PagedHeads, Width
-from turbo_hf.ops.backend import Choice
-from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
-from turbo_hf.ops.store.reference_quantize import (
-    reference_dequantize,
-    reference_head_scores,
-    reference_quantize_tokens,
-    reference_seal_blocks,
-)
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from turbo_hf.layout import BLOCK_SIZES, HEAD_DIM_MULTIPLE, KVStore, narrowed
+from turbo_hf.ops.store.reference_pages import expand
 
 
 def check_float(name: str, x: torch.Tensor) -> None:
@@ -35,98 +25,6 @@ def check_block(block: int) -> None:
     """ValueError unless the layout supports blocks of this many tokens."""
     if block not in BLOCK_SIZES:
         raise ValueError(f"block must be one of {', '.join(map(str, BLOCK_SIZES))} tokens; got {block}.")
-
-
-def quantize_tokens(
-    x: torch.Tensor, scale: torch.Tensor | None = None, backend: str = "auto"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """INT8 codes with one scale per token and head; the format of the decode buffer.
-
-    Args:
-        x: float [B, H, M, D].
-        scale: float32 [B, H, M] to use instead of the token's own max|x| / 127, rounded up to bfloat16; codes are then
-            clamped to +-127.
-        backend: "auto", "triton" or "reference".
-
-    Returns:
-        codes int8 [B, H, M, D] in [-127, 127] and scale float32 [B, H, M], with x ~ codes * scale.
-
-    Raises:
-        ValueError: wrong dtype, rank, head dim or scale shape.
-
-    Source: INT-FlashAttention alg. 1 (token-level scales); TurboAttention sec. 3.3 (given, universal scale).
-    """
-    check_float("x", x)
-    if scale is not None and scale.shape != x.shape[:3]:
-        raise ValueError(f"scale must be [B, H, M] = {tuple(x.shape[:3])}; got {tuple(scale.shape)}.")
-    if x.numel() and Choice(backend, x.device, x.dtype, x.shape[3]).store_kernels:
-        from turbo_hf.ops.store.launch import launch_quantize_tokens  # noqa: PLC0415 - needs Triton
-
-        return launch_quantize_tokens(x, scale)
-    return reference_quantize_tokens(x, scale)
-
-
-def seal_blocks(
-    k: torch.Tensor,
-    k_scale: torch.Tensor,
-    v: torch.Tensor,
-    v_scale: torch.Tensor,
-    width: Width,
-    backend: str = "auto",
-) -> PagedHeads:
-    """Seal whole blocks of INT8 tokens into pages of one width, packed as described in `turbo_hf.layout`.
-
-    Args:
-        k, v: int8 [P, S, b, D], one block per page and head, tokens in time order; float16 or bfloat16 at 16 bit.
-        k_scale, v_scale: float32 [P, S, b], one per token and head; ones at 16 bit.
-        width: bits per code: 16 (a copy), 8, 4, 3 or 2; or a pair of the last four, of keys and of values.
-        backend: "auto", "triton" or "reference".
-
-    Returns:
-        PagedHeads of P pages.
-
-    Raises:
-        ValueError: wrong width, dtype, block or shapes that do not agree.
-
-    Source: TurboAttention eq. 5, 6, alg. 1, over tokens that are divided by their root mean square first; a channel's
-    range is stored in whole units, its step is not rounded.
-    """
-    if width not in (*WIDTHS, *product(BITS, BITS)):
-        single, paired = (", ".join(map(str, each)) for each in (WIDTHS, BITS))
-        raise ValueError(f"width must be one of {single}, or a pair (keys, values) of {paired}; got {width}.")
-    types = (torch.float16, torch.bfloat16) if width == UNQUANTIZED else (torch.int8,)
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype not in types or x.dtype != k.dtype or x.dim() != 4 or x.shape != k.shape:
-            wanted = "float16 or bfloat16" if width == UNQUANTIZED else "int8"
-            raise ValueError(f"{name} must be {wanted} [P, S, b, D] like k; got {x.dtype} {tuple(x.shape)}.")
-    check_block(k.shape[2])
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale.shape != k.shape[:3]:
-            raise ValueError(f"{name} must be [P, S, b] = {tuple(k.shape[:3])}; got {tuple(scale.shape)}.")
-    if width != UNQUANTIZED and k.numel() and Choice(backend, k.device, k.dtype, k.shape[3]).store_kernels:
-        from turbo_hf.ops.store.launch import launch_seal_blocks  # noqa: PLC0415 - needs Triton
-
-        return launch_seal_blocks(k, k_scale, v, v_scale, width)
-    return reference_seal_blocks(k, k_scale, v, v_scale, width)
-
-
-def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of sealed blocks in units of their sizes (`pages.size`), which still have to be applied.
-
-    Args:
-        pages: P pages of S heads.
-
-    Returns:
-        k and v, float32 [P, S, b, D] in [-127, 127], tokens in time order; at 16 bit, the stored numbers themselves.
-
-    Raises:
-        ValueError: bits that no layout supports.
-
-    Source: TurboAttention alg. 2 (K_q1 = K_q2 * s + z).
-    """
-    if pages.bits not in WIDTHS:
-        raise ValueError(f"pages.bits must be one of {', '.join(map(str, WIDTHS))}; got {pages.bits}.")
-    return reference_unpack_blocks(pages)
 
 
 def dequantize(
@@ -149,7 +47,11 @@ def dequantize(
     """
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be float16, bfloat16, float32 or float64; got {dtype}.")
-    return reference_dequantize(store, dtype, balance)
+    codes_k, k_scale, codes_v, v_scale, _ = expand(store)
+    k, v = codes_k * k_scale[..., None], codes_v * v_scale[..., None]
+    k = k if balance is None else k * balance[:, None]
+    # rounded codes may take a value near the end of float16's range beyond it
+    return narrowed(k, dtype), narrowed(v, dtype)
 
 
 def head_scores(k: torch.Tensor, v: torch.Tensor, metric: str) -> torch.Tensor:
@@ -172,4 +74,21 @@ def head_scores(k: torch.Tensor, v: torch.Tensor, metric: str) -> torch.Tensor:
     check_float("v", v)
     if metric not in HEAD_METRICS:
         raise ValueError(f"metric must be one of {', '.join(HEAD_METRICS)}; got {metric!r}.")
-    return reference_head_scores(k, v, metric)
+    return _head_score(k.float(), metric) * _head_score(v.float(), metric)
+
+
+def _head_score(x: torch.Tensor, metric: str) -> torch.Tensor:
+    gaps = x.amax(-2) - x.amin(-2)
+    span = x.amax((-1, -2)) - x.amin((-1, -2))
+    if metric == "priority":
+        return span * gaps.std(-1, correction=0)
+    if metric == "min_max":
+        return span
+    if metric == "variation":
+        return gaps.std(-1, correction=0)
+    total = gaps.sum(-1, keepdim=True)
+    # gaps that are all 0 count as flat
+    share = torch.where(total > 0, gaps / total, 1 / gaps.shape[-1])
+    # flat gaps have the highest entropy and quantize best, so the score falls with it
+    entropy: torch.Tensor = torch.special.entr(share).sum(-1)
+    return 1 / (1 + entropy)

@@ -64,7 +64,6 @@ def reference_append_step(
     given_scale: torch.Tensor | None = None,
     noted: tuple[torch.Tensor, torch.Tensor] | None = None,
     nonfinite: torch.Tensor,
-    arrived: torch.Tensor,
 ) -> None:
     if noted is not None:
         index, buckets = noted

@@ -78,7 +78,7 @@ def by_index(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def reference_unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of each page in units of their token's size, tokens in time order: float32 [P, S, b, D] twice.
 
-    At 16 bit, the stored numbers themselves. Inverse of `seal_blocks`."""
+    At 16 bit, the stored numbers themselves. Inverse of `reference_seal_blocks`."""
     if pages.bits == UNQUANTIZED:
         return pages.k, pages.v.mT
     k, v = _numbers(pages.k, pages.meta[..., :2, :], pages.bits, -2), pages.v

@@ -1,4 +1,4 @@
-"""FlashQ in plain torch: INT8 codes, sealed blocks of 4, 3 or 2 bit, and back (TurboAttention sec. 3).
+"""FlashQ in plain torch: INT8 codes, and sealed blocks of 4, 3 or 2 bit (TurboAttention sec. 3).
 
 Unlike the paper's, a block has no scale: each of its tokens keeps a size of its own."""
 
@@ -10,19 +10,21 @@ from turbo_hf.layout import (
     CODE_MAX,
     EDGE,
     UNQUANTIZED,
-    KVStore,
     PagedHeads,
     Width,
     half_split,
-    narrowed,
     value_order,
     widths_of,
 )
 from turbo_hf.ops.maths import counted, ratio
-from turbo_hf.ops.store.reference_pages import expand
 
 
 def reference_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """INT8 codes of x [B, H, M, D] in [-127, 127], and one scale for each token and head, float32 [B, H, M]: the format
+    of open tokens (INT-FlashAttention alg. 1).
+
+    scale: to use instead of the token's own max|x| / 127, rounded up to bfloat16 (TurboAttention sec. 3.3).
+    """
     own = rounded_up(ratio(counted(x.abs().amax(-1).float()), CODE_MAX)) if scale is None else scale
     return _codes(x, own[..., None]), own
 
@@ -45,6 +47,11 @@ def reference_seal_blocks(
     v_scale: torch.Tensor,
     width: Width,
 ) -> PagedHeads:
+    """Whole blocks of open tokens as pages of one width (`turbo_hf.layout`; TurboAttention eq. 5, 6, alg. 1).
+
+    k, v: int8 [P, S, b, D], one block for each page and head, tokens in time order; in 16 bit at width 16, a copy.
+    k_scale, v_scale: float32 [P, S, b].
+    """
     if width == UNQUANTIZED:
         none = torch.empty(*k.shape[:2], 0, k.shape[-1], dtype=torch.int8, device=k.device)
         no_size = torch.empty(*k.shape[:2], 0, k.shape[-2], dtype=torch.bfloat16, device=k.device)
@@ -88,34 +95,3 @@ def _by_channel(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor,
     span = top - zero
     code = torch.round((x - zero) * levels / span.clamp(min=1)).clamp(0, levels)
     return code.to(torch.uint8), zero.squeeze(-2).to(torch.int8), span.squeeze(-2).to(torch.uint8).view(torch.int8)
-
-
-def reference_dequantize(
-    store: KVStore, dtype: torch.dtype, balance: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    codes_k, k_scale, codes_v, v_scale, _ = expand(store)
-    k, v = codes_k * k_scale[..., None], codes_v * v_scale[..., None]
-    k = k if balance is None else k * balance[:, None]
-    # rounded codes may take a value near the end of float16's range beyond it
-    return narrowed(k, dtype), narrowed(v, dtype)
-
-
-def reference_head_scores(k: torch.Tensor, v: torch.Tensor, metric: str) -> torch.Tensor:
-    return _head_score(k.float(), metric) * _head_score(v.float(), metric)
-
-
-def _head_score(x: torch.Tensor, metric: str) -> torch.Tensor:
-    gaps = x.amax(-2) - x.amin(-2)
-    span = x.amax((-1, -2)) - x.amin((-1, -2))
-    if metric == "priority":
-        return span * gaps.std(-1, correction=0)
-    if metric == "min_max":
-        return span
-    if metric == "variation":
-        return gaps.std(-1, correction=0)
-    total = gaps.sum(-1, keepdim=True)
-    # gaps that are all 0 count as flat
-    share = torch.where(total > 0, gaps / total, 1 / gaps.shape[-1])
-    # flat gaps have the highest entropy and quantize best, so the score falls with it
-    entropy: torch.Tensor = torch.special.entr(share).sum(-1)
-    return 1 / (1 + entropy)
