@@ -54,12 +54,12 @@ def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
 
 
 def quantize_tokens(x: Tensor, scale: Tensor | None = None, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """`reference_quantize_tokens`, or its kernel."""
-    if not ops_like(x, backend).store_kernels:
+    """`reference_quantize_tokens`, or its kernel, which gives each token its own scale."""
+    if scale is not None or not ops_like(x, backend).store_kernels:
         return reference_quantize_tokens(x, scale)
     from turbo_hf.ops.store.launch import launch_quantize_tokens  # noqa: PLC0415 - needs Triton
 
-    return launch_quantize_tokens(x, scale)
+    return launch_quantize_tokens(x)
 
 
 def seal_blocks(

@@ -285,19 +285,29 @@ def compressed(
     threshold = sas_threshold(layer.config, layer.seen + new.tokens)
     if threshold is not None:
         scoring = scoring._replace(sas_threshold=threshold)
-    attend = _step if layer.is_decoding(new.tokens) else attend_prompt
-    if layer.latent:
-        attend = _latent
     if not torch.is_grad_enabled():
-        return new.restore(attend(cache, layer, source, qkv, new, scoring))
+        return new.restore(_attend(cache, layer, source, qkv, new, scoring))
     with torch.no_grad():
-        out = new.restore(attend(cache, layer, source, qkv, new, scoring))
+        out = new.restore(_attend(cache, layer, source, qkv, new, scoring))
     return _NoGradient.apply(qkv.query, out) if qkv.query.requires_grad else out
 
 
-def _step(
+def _attend(
     cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
+    """A step or a prompt, over keys and values or over latents."""
+    decoding = layer.is_decoding(new.tokens)
+    if layer.latent:
+        require_plain(layer.index, scoring)
+        if decoding:
+            return latent_step(layer, source.module, qkv, new, scoring)
+        return latent_prompt(cache, layer, source.module, qkv, new, scoring)
+    if decoding:
+        return _step(layer, source, qkv, new, scoring)
+    return attend_prompt(cache, layer, source, qkv, new, scoring)
+
+
+def _step(layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
     q, k, v = qkv if new.gather is None else (new.align(x) for x in qkv)
     starts = new.starts_on(q.device)
@@ -315,16 +325,6 @@ def _step(
     out = layer.state.context.decode(layer.ops, queries, store, scoring, starts, layer.window, repeat)
     layer.commit(check_later=True)
     return out
-
-
-def _latent(
-    cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
-) -> torch.Tensor:
-    """Attention of a layer that keeps latents."""
-    require_plain(layer.index, scoring)
-    if layer.is_decoding(new.tokens):
-        return latent_step(layer, source.module, qkv, new, scoring)
-    return latent_prompt(cache, layer, source.module, qkv, new, scoring)
 
 
 def sas_threshold(config: TurboConfig, tokens: int) -> float | None:

@@ -85,7 +85,7 @@ def require_layer(layer: Any, held: Any, rows: int, columns: int) -> None:
         require(held, _of_other(layer, held, rows, columns), "")
         return
     require(held, _counts(layer, rows, columns), "")
-    require(held, _of_turbo(layer, held, rows, columns), "")
+    require(held, _of_turbo(layer, held, rows), "")
     if not held["table"].is_meta:
         _require_numbers(layer, held, columns)
 
@@ -107,7 +107,7 @@ def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
     }
 
 
-def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
+def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int) -> dict[str, Any]:
     """What a saved compressed layer must be, by what `_counts` has found right."""
     config, dtype, state, opened = layer.config, held["dtype"], RowState(**held["state"]), held["open"]
     block, (heads, dim), lengths = config.block_size, opened[0].shape[1::2], state.lengths()

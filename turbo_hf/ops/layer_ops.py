@@ -20,15 +20,14 @@ def ops_of(config: TurboConfig, like: torch.Tensor, groups: HeadGroups, rotary_d
 
     groups: width and number of heads of each width. rotary_dim: as of `Choice`.
     """
-    bits = max(widths_of(width)[0] for width, _ in groups)
     return LayerOps(
         config.backend,
         like.device,
         like.dtype,
         like.shape[-1],
         rotary_dim,
-        config.block_size,
-        bits,
-        config.decode_attention,
-        config.buffer_scale == "universal",
+        block=config.block_size,
+        bits=max(widths_of(width)[0] for width, _ in groups),
+        mode=config.decode_attention,
+        universal=config.buffer_scale == "universal",
     )

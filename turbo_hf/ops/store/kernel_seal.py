@@ -31,10 +31,10 @@ def codes_of(x, scale):
 
 @triton.jit
 def quantize_tokens_kernel(
-    x_ptr, given_ptr, codes_ptr, scale_ptr, stride_b, stride_h, stride_n, tokens,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GIVEN: tl.constexpr,
+    x_ptr, codes_ptr, scale_ptr, stride_b, stride_h, stride_n, tokens,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tokens of one head to INT8, one scale per token: its own, or a given one."""
+    """BLOCK tokens of one head to INT8, one scale per token."""
     pair = tl.program_id(1).to(tl.int64)
     row, head = pair // HEADS, pair % HEADS
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -43,11 +43,8 @@ def quantize_tokens_kernel(
     at = row * stride_b + head * stride_h + n.to(tl.int64)[:, None] * stride_n + d[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     place = pair * tokens + n
-    if GIVEN:
-        scale = tl.load(given_ptr + place, mask=n < tokens, other=1.0)
-    else:
-        scale = scale_of(x, 1)
-        tl.store(scale_ptr + place, scale, mask=n < tokens)
+    scale = scale_of(x, 1)
+    tl.store(scale_ptr + place, scale, mask=n < tokens)
     codes = codes_of(x, tl.broadcast_to(scale[:, None], x.shape))
     tl.store(codes_ptr + place[:, None] * D + d[None, :], codes, mask=inside)
 

@@ -62,18 +62,18 @@ def _form_of(paged: Sequence[PagedHeads], heads: int, dim: int, block: int) -> S
     return _form(groups, heads, dim, block)
 
 
-def launch_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `reference_quantize_tokens`."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     codes = torch.empty(batch, heads, tokens, dim, dtype=torch.int8, device=x.device)
-    own = torch.empty(batch, heads, tokens, device=x.device) if scale is None else scale.float().contiguous()
+    scale = torch.empty(batch, heads, tokens, device=x.device)
     launch(
         quantize_tokens_kernel, x, (-(-tokens // TOKENS), pairs_of(batch, heads)),
-        x, own, codes, own, *x.stride()[:3], tokens, HEADS=heads, D=dim, DP=power_of_two(dim),
-        BLOCK=TOKENS, GIVEN=scale is not None, enable_fp_fusion=False,
+        x, codes, scale, *x.stride()[:3], tokens, HEADS=heads, D=dim, DP=power_of_two(dim), BLOCK=TOKENS,
+        enable_fp_fusion=False,
     )  # fmt: skip
-    return codes, own
+    return codes, scale
 
 
 def _to_balance(queries: torch.Tensor | None) -> tuple[NewQueries | None, int]:
@@ -145,7 +145,7 @@ def launch_seal_open(store: KVStore, blocks: int) -> None:
     codes = held
     if store.k_open.dtype != torch.int8 and min(bits) < UNQUANTIZED:
         # narrower heads in a layer whose open tokens are in 16 bit
-        (k, k_scale), (v, v_scale) = (launch_quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
+        (k, k_scale), (v, v_scale) = (launch_quantize_tokens(x) for x in (store.k_open, store.v_open.mT))
         codes = (k, v, k_scale, v_scale, dim, 1)
     # products must round as the reference's do, so that a block has the same bits wherever it is sealed
     launch(
