@@ -8,11 +8,10 @@ from models import prompts, tiny_llama
 
 import turbo_hf
 from turbo_hf import TurboConfig
-from turbo_hf.attention import prompt
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.layout import Rounding, Scoring
 from turbo_hf.models.versions import CACHE
-from turbo_hf.parallel import context
+from turbo_hf.ops.layer_ops import LayerOps
 
 CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0, "v_scale": "channel", "smooth_k": True}
 THRESHOLD: dict[str, Any] = {"sas_threshold": -5.0}
@@ -36,18 +35,20 @@ def test_options_reach_the_ops(
 ) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
 
-    def spied(module: Any, name: str) -> Any:
-        real = getattr(module, name)
+    def spied(name: str) -> Any:
+        real = getattr(LayerOps, name)
 
-        def spy(*args: Any, **options: Any) -> Any:
+        def spy(ops: LayerOps, *args: Any, **options: Any) -> Any:
             tuples = [x._asdict() for x in (*args, *options.values()) if isinstance(x, (Scoring, Rounding))]
-            asked.append((name, {**options, **dict(item for each in tuples for item in each.items())}))
-            return real(*args, **options)
+            asked.append(
+                (name, {"mode": ops.mode, **options, **dict(item for each in tuples for item in each.items())})
+            )
+            return real(ops, *args, **options)
 
         return spy
 
-    for module, name in ((prompt, "prefill"), (context, "decode")):
-        monkeypatch.setattr(module, name, spied(module, name))
+    for name in ("prefill", "decode"):
+        monkeypatch.setattr(LayerOps, name, spied(name))
     model = tiny_llama(num_hidden_layers=1)
     with turbo_hf.patch(model, TurboConfig(attention=mode, block_size=32, **CHOSEN)) as handle:
         cache = handle.new_cache()
