@@ -12,6 +12,7 @@ import torch
 from transformers import QuantizedCache
 
 from turbo_hf.calibration.artifacts import Calibration
+from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.config.file import names_a_file
 from turbo_hf.config.turbo_config import (
     ATTENTION_MODES,
@@ -313,7 +314,9 @@ def applied(model: Any, method: Method, calibration: Calibration | str | None = 
     calibration: for methods that need one: itself, a folder or a Hub id; "auto": beside the checkpoint.
     """
     if method.config is not None:
-        with patch(model, method.config, calibration=calibration) as handle:
+        # what a config does not use may be refused beside it
+        used = calibration if uses_calibration(method.config) else None
+        with patch(model, method.config, calibration=used) as handle:
             yield handle
         return
     before = model.config.get_text_config(decoder=True)._attn_implementation
