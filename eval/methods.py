@@ -16,6 +16,7 @@ from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.config.file import names_a_file
 from turbo_hf.config.turbo_config import (
     ATTENTION_MODES,
+    BY_CALIBRATION,
     NATIVE,
     PRESETS,
     SparseConfig,
@@ -109,6 +110,7 @@ EXPLAINED = (
     (BASELINE, "the unpatched model; always runs, twice: what differs between the two runs is noise"),
     (EAGER, "the unpatched model with Transformers' eager attention"),
     (", ".join(PRESETS), "the patched model with a preset; a JSON or YAML file of options may stand in its place"),
+    (BY_CALIBRATION, "the patched model with the widths of a calibration (turbo-hf calibrate --budget)"),
     ("PRESET/MODE", f"a preset with another attention: {', '.join(ATTENTION_MODES)}"),
     ("PRESET+FIELD=VALUE", "a preset with other fields of TurboConfig: turbo4+block_size=32+sas=True"),
     (

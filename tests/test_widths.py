@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from all_pairs import in_one_test
-from calibration_support import HEADS, TEXTS, lab
+from calibration_support import HEADS, MIXED, TEXTS, lab
 from models import LAB_MODEL, lab_model, prompts, tiny_llama
 from typer.testing import CliRunner
 
@@ -237,6 +237,8 @@ def test_widths_and_other_bits_exclude_each_other() -> None:
     for config in ("turbo4", TurboConfig(bits=8), TurboConfig(layer_bits=PAIRS)):
         with pytest.raises(ValueError, match=r"has widths of its own, and this config has others\. Leave out"):
             turbo_hf.patch(model, config, calibration=with_widths())
+    with turbo_hf.patch(model, MIXED, calibration=with_widths()) as handle:
+        assert handle.report().heads.endswith("(this process); its widths are not used, for this config has others")
     with pytest.raises(ValueError, match="layer_bits does not go with value_bits"):
         TurboConfig(layer_bits="calibrated", value_bits=3)
     with pytest.raises(ValueError, match="needs a calibration of this model with widths, and that of 'this process'"):
@@ -283,6 +285,11 @@ def test_the_command_writes_widths(tmp_path: Path) -> None:
     assert [list(pair) for pair in found.widths.layers] == facts["layers"]
     with turbo_hf.patch(lab_model()[0], calibration=out) as handle:
         assert "widths: by calibration" in handle.report().heads
+    others = ("--lengths", "64", "--tail", "17", "--count", "2", "--methods", "turbo4,calibrated", "--calibration", out)
+    read = CliRunner().invoke(app, ["fidelity", str(LAB_MODEL), "--device", "cpu", "--json", *others])
+    assert read.exit_code == 0, read.output
+    rows = json.loads(read.stdout.strip().splitlines()[-1])["table"]
+    assert {row["method"] for row in rows if row["kl"] is not None} >= {"turbo4", "calibrated"}
     assert "Name another folder, or pass overwrite=True" in " ".join(command("--budget", "60", *few, code=1).split())
     command("--budget", "60", *few, "--overwrite")
     again = Calibration.from_pretrained(out).widths

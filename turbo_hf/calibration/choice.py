@@ -123,13 +123,16 @@ def _looked_up(
             f'Leave out the config, or pass "{BY_CALIBRATION}" (layer_bits="{BY_CALIBRATION}"), or leave out the '
             "calibration."
         )
+    apart = found.widths is not None and config.layer_bits != BY_CALIBRATION
+    others = "its widths are not used, for this config has others" if apart else ""
     if not low:
-        unused = "" if wanted else "calibration: not used, for all heads of this config have the same bits"
-        return HeadChoice(config, {}, unused, found)
+        unused = others if wanted else "not used, for all heads of this config have the same bits"
+        return HeadChoice(config, {}, unused and f"calibration: {unused}", found)
     orders = found.head_orders(config.head_metric)
     missing = [layer.index for layer in found.layers if layer.index not in orders]
     rest = f"; layers {', '.join(map(str, missing))} by each row's first block" if missing else ""
     words = f"{low}: by calibration over {found.tokens:,} tokens ({found.source or 'this process'}){rest}"
+    words += others and f"; {others}"
     return HeadChoice(config, orders, words, found)
 
 

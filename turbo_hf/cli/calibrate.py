@@ -71,8 +71,10 @@ def calibrate_command(
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
-    """Learn from a model's own keys and queries which heads need their bits, and build an index for sparse decoding; or
-    which widths lose least within a budget."""
+    """Learn from a model's own keys and queries which heads need their bits, and build an index for sparse decoding.
+
+    With --budget learn instead which widths of keys and values lose least within so many bytes or bits.
+    """
     own = {"window": window, "windows": windows, "seed": seed}
     of_index = {"clusters": clusters, "steps": steps, "local": local, "far": far}
     with mistakes_end_the_command():
