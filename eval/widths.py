@@ -167,7 +167,10 @@ def measure_widths(
     ]
     with torch.enable_grad():
         log_p = _log_probabilities(model, rest, changed)
-    costs, seeded = torch.zeros(len(exact), len(BITS), dtype=torch.float64), torch.Generator(ids.device).manual_seed(0)
+    costs, seeded = (
+        torch.zeros(len(exact), len(BITS), dtype=torch.float64),
+        torch.Generator(log_p.device).manual_seed(0),
+    )
     for n in range(samples):
         drawn = torch.multinomial(log_p.detach().exp().flatten(0, 1), 1, generator=seeded).view(*rest.shape, 1)
         gradients = torch.autograd.grad(log_p.gather(-1, drawn).sum(), exact, retain_graph=n < samples - 1)
@@ -178,14 +181,17 @@ def measure_widths(
         advance(1)
     costs = (costs - costs[:, :1]).clamp(min=0)
     for side, name in enumerate(("keys", "values")):
-        for w in range(1, len(BITS)):
+        together = []
+        for w in range(len(BITS)):
             changed = copy.deepcopy(held)
             for n, both in stored.items():
                 setattr(changed.layers[n], name, both[side][w])
             with torch.no_grad():
-                all_together = divergences(_log_probabilities(model, rest, changed), log_p.detach()).mean().item()
-            if (alone := costs[side::2, w].sum().item()) > 0:
-                costs[side::2, w] *= all_together / alone
+                together.append(divergences(_log_probabilities(model, rest, changed), log_p.detach()).mean())
+        # in 16 bit, 8-bit pages already move a model by its own rounding
+        beyond = (torch.stack(together) - together[0]).clamp(min=0).cpu()
+        alone = costs[side::2].sum(0)
+        costs[side::2] *= torch.where(alone > 0, beyond / alone, 1.0)
     parts = []
     for at, (x, own) in enumerate(zip(exact, costs.tolist(), strict=True)):
         _, heads, _, dim = x.shape
@@ -217,7 +223,10 @@ def _stored(model: Any, held: Any) -> tuple[dict[int, list[list[torch.Tensor]]],
                 for part, x in enumerate(pages.layers[at.index].dequantized(own.keys.shape[2])):
                     stored.setdefault(at.index, [[], []])[part].append(x)
     # a layer that is kept at 8 bit was stored once
-    return {n: both for n, both in stored.items() if len(both[0]) == len(BITS)}, len(report.layers)
+    stored = {n: both for n, both in stored.items() if len(both[0]) == len(BITS)}
+    if not stored:
+        raise ValueError("every layer of this model is kept at 8 bit: there is nothing to choose. Patch it without.")
+    return stored, len(report.layers)
 
 
 def _log_probabilities(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
