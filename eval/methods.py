@@ -12,9 +12,11 @@ import torch
 from transformers import QuantizedCache
 
 from turbo_hf.calibration.artifacts import Calibration
+from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.config.file import names_a_file
 from turbo_hf.config.turbo_config import (
     ATTENTION_MODES,
+    BY_CALIBRATION,
     NATIVE,
     PRESETS,
     SparseConfig,
@@ -108,6 +110,7 @@ EXPLAINED = (
     (BASELINE, "the unpatched model; always runs, twice: what differs between the two runs is noise"),
     (EAGER, "the unpatched model with Transformers' eager attention"),
     (", ".join(PRESETS), "the patched model with a preset; a JSON or YAML file of options may stand in its place"),
+    (BY_CALIBRATION, "the patched model with the widths of a calibration (turbo-hf calibrate --budget)"),
     ("PRESET/MODE", f"a preset with another attention: {', '.join(ATTENTION_MODES)}"),
     ("PRESET+FIELD=VALUE", "a preset with other fields of TurboConfig: turbo4+block_size=32+sas=True"),
     (
@@ -313,7 +316,9 @@ def applied(model: Any, method: Method, calibration: Calibration | str | None = 
     calibration: for methods that need one: itself, a folder or a Hub id; "auto": beside the checkpoint.
     """
     if method.config is not None:
-        with patch(model, method.config, calibration=calibration) as handle:
+        # what a config does not use may be refused beside it
+        used = calibration if uses_calibration(method.config) else None
+        with patch(model, method.config, calibration=used) as handle:
             yield handle
         return
     before = model.config.get_text_config(decoder=True)._attn_implementation

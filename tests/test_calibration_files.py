@@ -71,7 +71,7 @@ def spoil(folder: Path, how: str) -> None:
         ("format", "does not say that it is a turbo_hf calibration"),
         ("bytes", f"{TENSORS} is not the file that {FACTS} was written with"),
         ("cut", f"{TENSORS} is not the file that {FACTS} was written with"),
-        ("schema", "has schema 1; this version reads 2"),
+        ("schema", "has schema 1; this version reads 3"),
         ("number", f"{FACTS} is not as it was written"),
         ("layers", r"damaged: layers\.0 lacks 'index', and should hold"),
         ("fingerprint", "damaged: fingerprint is .*, and should be a dict"),

@@ -21,7 +21,7 @@ from turbo_hf.config.turbo_config import (
     of_layer,
     resolve_config,
 )
-from turbo_hf.layout import HeadGroups, Width
+from turbo_hf.layout import HeadGroups
 
 
 @in_one_test(
@@ -33,7 +33,8 @@ from turbo_hf.layout import HeadGroups, Width
         *(pytest.param({"block_size": b}, id=f"b{b}") for b in (32, 64, 128)),
         *(pytest.param({"buffer_scale": s}, id=s) for s in ("token", "universal")),
         pytest.param({"recent_tokens": 1024}, id="recent"),
-        pytest.param({"layer_bits": (2, (4, 2), 8)}, id="depths"),
+        pytest.param({"layer_bits": (2, (4, 2), 8)}, id="layers"),
+        pytest.param({"layer_bits": "calibrated"}, id="calibrated"),
         *(pytest.param({"attention": a}, id=a) for a in ("auto", "turbo", "int8", "half", "fp8", "fp16")),
         *(pytest.param({"cuda_graphs": g}, id=f"graphs-{g}") for g in ("auto", True, False)),
         pytest.param({"compile": True}, id="compile"),
@@ -178,24 +179,18 @@ def test_values_have_bits_of_their_own() -> None:
     assert TurboConfig.from_dict(mixed.to_dict()) == mixed
 
 
-@pytest.mark.parametrize(
-    ("layers", "widths"),
-    [
-        pytest.param(3, [8, 2, (8, 4)], id="as-many"),
-        pytest.param(7, [8, 8, 2, 2, (8, 4), (8, 4), (8, 4)], id="more"),
-        pytest.param(2, [2, (8, 4)], id="fewer"),
-        pytest.param(1, [(8, 4)], id="one"),
-    ],
-)
-def test_layers_have_the_bits_of_their_depth(layers: int, widths: list[Width]) -> None:
+def test_layers_have_bits_of_their_own() -> None:
     config = TurboConfig.from_dict({"layer_bits": [8, 2, [8, 4]], "block_size": 32})
     assert config == TurboConfig(layer_bits=((8, 8), (2, 2), (8, 4)), block_size=32)
     assert TurboConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    each = [of_layer(config, index, layers) for index in range(layers)]
-    assert [own.head_groups(4) for own in each] == [((width, 4),) for width in widths]
+    each = [of_layer(config, index, 3) for index in range(3)]
+    assert [own.head_groups(4) for own in each] == [((width, 4),) for width in (8, 2, (8, 4))]
     assert {own.block_size for own in each} == {32}
     assert at_8_bit(config).head_groups(4) == ((8, 4),)
-    assert of_layer(TurboConfig(), 0, layers) == TurboConfig()
+    assert of_layer(TurboConfig(), 0, 3) == TurboConfig()
+    for layers in (2, 4):
+        with pytest.raises(ValueError, match=rf"the bits of 3 layers, and the model has {layers}\. Name them for each"):
+            of_layer(config, 0, layers)
 
 
 def test_every_preset_is_tested_and_the_default_is_turbo4() -> None:

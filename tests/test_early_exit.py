@@ -57,7 +57,8 @@ def test_drafts_give_the_greedy_tokens(kind: str) -> None:
                 assert torch.equal(answer(model, ids), want), "another call does not see the draft"
             assert own.get_seq_length() == 87
             assert len(handle.memory().layers) == 3
-    with turbo_hf.patch(model, "turbo4", strict="warn") as handle:
+    # a draft's cache has the bits of the first layers
+    with turbo_hf.patch(model, TurboConfig(layer_bits=(4, (8, 4), 4)), strict="warn") as handle:
         plain, own = answer(model, ids), handle.new_cache()
         assert answer(model, ids, assistant_early_exit=2, **{CACHE: own}).shape == (1, 88)
         assert [layer.lengths() for layer in own.turbo_layers()][-1] == [87]

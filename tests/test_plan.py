@@ -77,7 +77,7 @@ def test_figures_are_those_of_a_real_cache(case: Case) -> None:
     "config",
     [
         pytest.param(TurboConfig(bits=2, int8_layers=(0,), dense_layers=(2,)), id="layers"),
-        pytest.param(TurboConfig(layer_bits=(2, (8, 4))), id="depths"),
+        pytest.param(TurboConfig(layer_bits=(2, (8, 4), 3)), id="layers-by-hand"),
         pytest.param(TurboConfig(bits=16, low_bits=4, low_heads=0.5, block_size=32), id="full"),
     ],
 )

@@ -184,7 +184,7 @@ def test_what_differs_is_named(change: Any, options: dict[str, Any], said: str, 
 def test_another_version_and_another_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved_in(tmp_path)
     # the same pages, said in another way
-    for said in ({"value_bits": 4}, {"layer_bits": (4,)}, {"layer_bits": ((4, 4), 4)}):
+    for said in ({"value_bits": 4}, {"layer_bits": (4, 4)}, {"layer_bits": ((4, 4), 4)}):
         TurboCache.from_pretrained(tmp_path, llama(**said)()[0])
     cache = TurboCache.from_pretrained(tmp_path, model)
     run(model, cache, prompts(1, 1))

@@ -27,7 +27,9 @@ import turbo_hf
 from turbo_hf import Calibration, SparseConfig, TurboConfig
 from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import Checkpoint
+from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.calibration.run import calibrate
+from turbo_hf.calibration.widths import Widths
 from turbo_hf.cli.main import app
 from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.models.versions import CACHE
@@ -40,6 +42,7 @@ CONFIGS = {
     "turbo2": TurboConfig(bits=2, block_size=32),
     "turbo-k4v3": TurboConfig(value_bits=3, block_size=32),
     "turbo-k4v2": TurboConfig(value_bits=2, block_size=32),
+    "calibrated": TurboConfig(layer_bits="calibrated", block_size=32),
     "saap": TurboConfig(block_size=32, sparse=SparseConfig(sink_tokens=4, window_tokens=16, probes=2)),
 }
 NEW = 24
@@ -59,12 +62,13 @@ def calibration_of(model: Any, seed: int = 5) -> Calibration:
         scores = {metric: torch.tensor([3.0, 1.0, 4.0, 2.0][:heads]) for metric in HEAD_METRICS}
         classifier = {name: drawn(*shape) for name, shape in shapes.items()}
         layers.append(LayerCalibration(index, scores, drawn(16, dim), classifier, rotated_centroids=drawn(16, dim)))
-    return Calibration(fingerprint(model, Checkpoint("")), {}, tuple(layers), 0)
+    widths = Widths(tuple(((8, 3), (3, 4))[at.index % 2] for at in layers), 4.5, 0.0, 0)
+    return Calibration(fingerprint(model, Checkpoint("")), {}, tuple(layers), 0, widths)
 
 
 def answer(model: Any, config: TurboConfig, **options: Any) -> tuple[list[Any], Any, Any]:
     """Tokens of one patched `generate` over two rows; the report and the memory of the patch."""
-    calibration = calibration_of(model) if config.low_heads or config.sparse else None
+    calibration = calibration_of(model) if uses_calibration(config) else None
     ids = prompts(2, 70).to(model.device)
     with turbo_hf.patch(model, config, calibration=calibration, **options) as handle:
         tokens = model.generate(ids, max_new_tokens=NEW, do_sample=False)[:, 70:]

@@ -19,6 +19,8 @@ from transformers.utils.hub import cached_file
 
 from turbo_hf.calibration.checkpoint import Checkpoint, names_a_folder, tokenizer_hash
 from turbo_hf.calibration.heads import head_order
+from turbo_hf.calibration.widths import WRITTEN as WIDTHS
+from turbo_hf.calibration.widths import Widths, widths_from
 from turbo_hf.config.expected import FINITE, Each, OneOf, Stored, Whole, require
 from turbo_hf.config.turbo_config import HEAD_METRICS, MOST_BUCKETS
 from turbo_hf.config.whole_files import (
@@ -33,7 +35,7 @@ from turbo_hf.config.whole_files import (
 from turbo_hf.layout import CLASSIFIER
 from turbo_hf.models.model_layers import shape_field
 
-SCHEMA = 2
+SCHEMA = 3
 FORMAT = "turbo_hf calibration"
 FACTS, TENSORS, CARD = "turbo_calibration.json", "turbo_calibration.safetensors", "turbo_calibration.md"
 LOCK, WAIT = f"{FACTS}.lock", 60.0
@@ -128,6 +130,7 @@ class Calibration:
     settings: those of the run.
     layers: one for each layer of the model.
     tokens: number of tokens that were run.
+    widths: those of keys and values of each layer, for `TurboConfig.layer_bits="calibrated"`; None: it chooses none.
     source: the folder or repository it was read from; "" if made in this process.
     """
 
@@ -135,6 +138,7 @@ class Calibration:
     settings: Mapping[str, Any]
     layers: tuple[LayerCalibration, ...]
     tokens: int
+    widths: Widths | None = None
     source: str = ""
 
     def head_orders(self, metric: str) -> dict[int, tuple[int, ...]]:
@@ -199,6 +203,7 @@ class Calibration:
             "settings": dict(self.settings),
             "tokens": self.tokens,
             "layers": [layer.facts() for layer in self.layers],
+            "widths": None if self.widths is None else self.widths.facts(),
             "sha256": hashlib.sha256(tensors).hexdigest(),
         }
         facts[CALIBRATED.digest] = facts_hash(facts, CALIBRATED.digest)
@@ -211,16 +216,17 @@ class Calibration:
             "",
             f"Made from {self.tokens:,} tokens. `turbo_hf.patch(model, ...)` finds these files beside the checkpoint.",
             "",
-            f"- `{FACTS}`: fingerprint, settings, quality",
+            f"- `{FACTS}`: fingerprint, settings, quality, bits of each layer",
             f"- `{TENSORS}`: head priorities, centroids, query classifiers",
             "",
-            "| layer | priorities | centroids | note |",
-            "|---|---|---|---|",
+            "| layer | keys/values | priorities | centroids | note |",
+            "|---|---|---|---|---|",
         ]
-        for layer in self.layers:
+        pairs = ["-"] * len(self.layers) if self.widths is None else [f"{k}/{v}" for k, v in self.widths.layers]
+        for layer, bits in zip(self.layers, pairs, strict=True):
             scores = ", ".join(f"{x:.3g}" for x in layer.scores["priority"].tolist()) if layer.scores else "-"
             count = "-" if layer.centroids is None else str(layer.centroids.shape[1])
-            lines.append(f"| {layer.index} | {scores} | {count} | {layer.note} |")
+            lines.append(f"| {layer.index} | {bits} | {scores} | {count} | {layer.note} |")
         return "\n".join(lines) + "\n"
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
@@ -305,6 +311,9 @@ def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
         require(settings, {**dict.fromkeys(settings, object), **_known(settings, SETTINGS)}, "settings")
         tensors = load(content)
         require(tensors, _parts(facts["layers"], tensors, fingerprint), "")
+        widths = None if facts["widths"] is None else widths_from(facts["widths"])
+        if widths is not None and len(widths.layers) != len(facts["layers"]):
+            raise ValueError(f"it has widths of {len(widths.layers)} layers, and {len(facts['layers'])} layers")
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{damaged}{error}.{AGAIN}") from error
     if settings.get("architecture", "mlp") != "mlp":
@@ -313,7 +322,7 @@ def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
             "this version has the MLP alone. Calibrate again."
         )
     layers = tuple(layer_from(each, tensors) for each in facts["layers"])
-    return Calibration(fingerprint, settings, layers, facts["tokens"], source)
+    return Calibration(fingerprint, settings, layers, facts["tokens"], widths, source)
 
 
 NUMBER, TEXT = Whole(1, 2**31), OneOf((str, None))
@@ -329,6 +338,7 @@ SETTINGS = {"local": OneOf((Whole(0, 2**31), None)), "architecture": str}
 WRITTEN = {
     **{"format": str, "schema": int, "fingerprint": dict, "settings": dict, "tokens": Whole(0, 2**63)},
     "layers": Each({"index": Whole(0, 2**16), "note": str, "quality": dict}),
+    "widths": OneOf((None, WIDTHS)),
     **{"sha256": str, CALIBRATED.digest: str},
 }
 

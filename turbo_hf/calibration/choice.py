@@ -1,4 +1,5 @@
-"""What a patch takes from a calibration: which heads get the low bits, and what sparse decoding selects keys by."""
+"""What a patch takes from a calibration: the bits of each layer, which heads get the low ones, and what sparse decoding
+selects keys by."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,20 +10,33 @@ from transformers import PreTrainedModel
 
 from turbo_hf.calibration.artifacts import NO_INDEX, Calibration, find
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
-from turbo_hf.config.turbo_config import CALIBRATED, TurboConfig
+from turbo_hf.config.turbo_config import (
+    BY_CALIBRATION,
+    CALIBRATED,
+    DEFAULT_PRESET,
+    ConfigLike,
+    TurboConfig,
+    not_recommended,
+    resolve_config,
+)
 from turbo_hf.errors import Notices
 from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Classifier, Selector
+
+LARGE = 0.01
+"""Predicted mean KL in nats above which `patch` warns, as its `check` does."""
 
 
 class HeadChoice(NamedTuple):
     """What `patch` takes from a calibration.
 
+    config: that of the patch, with the calibration's widths if it asks for them.
     orders: KV heads ordered by their need of bits, for each layer that a calibration covers.
     words: what decided, for the report; "" if all heads have the same width.
     found: the calibration, if one was wanted.
     refused: why the one that "auto" found is not used.
     """
 
+    config: TurboConfig
     orders: Mapping[int, tuple[int, ...]]
     words: str
     found: Calibration | None = None
@@ -40,35 +54,56 @@ class HeadChoice(NamedTuple):
 def uses_calibration(config: TurboConfig) -> bool:
     """Whether a calibration decides anything under this config."""
     sparse = config.sparse
-    return bool(config.low_heads) or (sparse is not None and sparse.selector in CALIBRATED)
+    by_heads = bool(config.low_heads) or config.layer_bits == BY_CALIBRATION
+    return by_heads or (sparse is not None and sparse.selector in CALIBRATED)
 
 
 def load_calibration(
     model: PreTrainedModel,
-    config: TurboConfig,
+    config: ConfigLike | None,
     calibration: Calibration | str | Path | None,
     notices: Notices,
     revision: str | None = None,
 ) -> HeadChoice:
-    """What `patch(calibration=..., revision=...)` refers to, looked up and checked against the model.
+    """What `patch(config, calibration=..., revision=...)` refers to, looked up and checked against the model.
+
+    config: None: the widths of the calibration that is named, if it has any, else the default preset.
 
     Raises:
-        ValueError: a calibration that is damaged or belongs to another model (one that "auto" found: only under strict
-            "raise"); a revision that is not the model's.
+        ValueError: a config that `resolve_config` refuses; a calibration that is damaged or belongs to another model
+            (one that "auto" found: only under strict "raise"), or has no widths where they are asked for, or only
+            widths where the config has others; a revision that is not the model's.
         OSError: there is no calibration in the named place.
         TypeError: something else.
     """
+    made = None if calibration is None or calibration == "auto" else _named(calibration)
+    if config is None:
+        config = DEFAULT_PRESET if made is None or made.widths is None else BY_CALIBRATION
+    chosen = resolve_config(config)
+    _note(notices, not_recommended(chosen))
+    heads = _looked_up(model, chosen, calibration if made is None else made, notices, revision)
+    return _with_widths(heads, notices) if chosen.layer_bits == BY_CALIBRATION else heads
+
+
+def _looked_up(
+    model: PreTrainedModel,
+    config: TurboConfig,
+    calibration: Calibration | str | Path | None,
+    notices: Notices,
+    revision: str | None,
+) -> HeadChoice:
+    """`load_calibration`, without widths."""
     low = f"{config.low_bits}-bit heads" if config.low_heads else ""
     by_prompt = f"{low}: chosen by each row's first {config.block_size} tokens" if low else ""
     wanted = uses_calibration(config)
     checkpoint = checkpoint_of(model, revision) if revision is not None else None
     if calibration is None or (calibration == "auto" and not wanted):
-        return HeadChoice({}, by_prompt)
+        return HeadChoice(config, {}, by_prompt)
     checkpoint = checkpoint or checkpoint_of(model)
     try:
-        found = find(checkpoint) if calibration == "auto" else _named(calibration)
+        found = calibration if isinstance(calibration, Calibration) else find(checkpoint)
         if found is None:
-            return HeadChoice({}, f"{by_prompt} (no calibration beside the checkpoint)" if low else "")
+            return HeadChoice(config, {}, f"{by_prompt} (no calibration beside the checkpoint)" if low else "")
         # made with the tokenizer beside the checkpoint, or with one that is not available here
         wrong = found.mismatch(
             model, own_tokenizer(checkpoint, notices.note) if found.fingerprint.get("tokenizer") else None
@@ -80,16 +115,45 @@ def load_calibration(
         if calibration != "auto":
             raise
         notices.refuse(str(error), "To go without it, pass calibration=None.")
-        return HeadChoice({}, by_prompt, refused=str(error))
+        return HeadChoice(config, {}, by_prompt, refused=str(error))
     _note(notices, found.other_revision(checkpoint), _nearer(config, found))
+    if not wanted and found.widths is not None:
+        raise ValueError(
+            f"the calibration of {found.source or 'this process'!r} has widths of its own, and this config has others. "
+            f'Leave out the config, or pass "{BY_CALIBRATION}" (layer_bits="{BY_CALIBRATION}"), or leave out the '
+            "calibration."
+        )
+    apart = found.widths is not None and config.layer_bits != BY_CALIBRATION
+    others = "its widths are not used, for this config has others" if apart else ""
     if not low:
-        unused = "" if wanted else "calibration: not used, for all heads of this config have the same bits"
-        return HeadChoice({}, unused, found)
+        unused = others if wanted else "not used, for all heads of this config have the same bits"
+        return HeadChoice(config, {}, unused and f"calibration: {unused}", found)
     orders = found.head_orders(config.head_metric)
     missing = [layer.index for layer in found.layers if layer.index not in orders]
     rest = f"; layers {', '.join(map(str, missing))} by each row's first block" if missing else ""
     words = f"{low}: by calibration over {found.tokens:,} tokens ({found.source or 'this process'}){rest}"
-    return HeadChoice(orders, words, found)
+    words += others and f"; {others}"
+    return HeadChoice(config, orders, words, found)
+
+
+def _with_widths(heads: HeadChoice, notices: Notices) -> HeadChoice:
+    """The choice with the calibration's widths in its config. ValueError: there are none."""
+    found = heads.found
+    if found is None or found.widths is None:
+        of = "there is none beside the checkpoint"
+        if found is not None:
+            of = f"that of {found.source or 'this process'!r} has none"
+        raise ValueError(
+            f'layer_bits="{BY_CALIBRATION}" needs a calibration of this model with widths, and {heads.refused or of}. '
+            "Make one with turbo-hf calibrate --budget, and pass it as patch(calibration=...) or save it beside the "
+            "checkpoint."
+        )
+    widths = found.widths
+    said = f"{widths.bits_per_number:.2f} bits per number, predicted KL {widths.kl:.4f} nats to 16 bit"
+    if widths.kl > LARGE:
+        notices.note(f"the calibration's widths are not like 16 bit: {said}. Evaluate on your tasks.")
+    words = f"widths: by calibration over {widths.tokens:,} tokens ({found.source or 'this process'}): {said}"
+    return heads._replace(config=replace(heads.config, layer_bits=widths.layers), words=words)
 
 
 def _note(notices: Notices, *sentences: str | None) -> None:

@@ -18,6 +18,7 @@ from turbo_hf.console import (
     Device,
     GgufFile,
     Json,
+    counting,
     err,
     load,
     mistakes_end_the_command,
@@ -26,20 +27,29 @@ from turbo_hf.console import (
     remark,
     show_table,
 )
+from turbo_hf.eval.widths import COUNT, PROMPT, SAMPLES, calibrate_widths, require_budget
 
 
 def calibrate_command(
     model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
-    texts: Annotated[
-        str,
-        typer.Option(
-            help="A .txt or .jsonl file, a folder of them, or a Hub dataset (owner/name, owner/name:configuration), "
-            "whose `text` column is streamed; preferably long texts, such as books."
-        ),
-    ],
     out_folder: Annotated[
         Path, typer.Option("--out", help="Folder for the result; patch looks in the checkpoint's own folder.")
     ],
+    texts: Annotated[
+        str | None,
+        typer.Option(
+            help="A .txt or .jsonl file, a folder of them, or a Hub dataset (owner/name, owner/name:configuration), "
+            "whose `text` column is streamed; preferably long texts, such as books. With --budget four books by "
+            "default."
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Choose the widths of keys and values of each layer instead: bytes per token and KV head (104), bits "
+            "per number ('3.25 bit'), or 'like 16 bit'."
+        ),
+    ] = None,
     preset: Annotated[str, typer.Option(help="fast or full.")] = "fast",
     heads_only: Annotated[
         bool, typer.Option("--heads-only", help="Head priorities alone, without an index: takes seconds.")
@@ -61,10 +71,26 @@ def calibrate_command(
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
-    """Learn from a model's own keys and queries which heads need their bits, and build an index for sparse decoding."""
+    """Learn from a model's own keys and queries which heads need their bits, and build an index for sparse decoding.
+
+    With --budget learn instead which widths of keys and values lose least within so many bytes or bits.
+    """
     own = {"window": window, "windows": windows, "seed": seed}
     of_index = {"clusters": clusters, "steps": steps, "local": local, "far": far}
     with mistakes_end_the_command():
+        if budget is not None:
+            given = {**of_index, "seed": seed or None, "preset": None if preset == "fast" else preset}
+            _refuse_beside_budget(given | {"heads_only": heads_only or None})
+            require_budget(budget)
+            sizes = {"count": windows or COUNT, "tokens": window or PROMPT}
+            place = {"out": out_folder, "overwrite": overwrite, "revision": revision}
+            loaded, tokenizer = load(model, device, revision, gguf_file)
+            facts = _widths(loaded, tokenizer, budget, texts, **sizes, **place)
+            if json_line:
+                print(json.dumps(facts))  # noqa: T201
+            return
+        if texts is None:
+            raise ValueError("--texts names what to calibrate with; only --budget has texts of its own. Pass it.")
         chosen = _settings(preset, own, of_index, heads_only)
         # before the model is loaded
         if processes()[0] == 0:
@@ -73,6 +99,38 @@ def calibrate_command(
         facts = _run(loaded, tokenizer, _cut(chosen, loaded, window), texts, out_folder, overwrite, revision)
     if json_line:
         print(json.dumps(facts))  # noqa: T201
+
+
+def _refuse_beside_budget(given: dict[str, Any]) -> None:
+    unused = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+    if unused:
+        raise ValueError(f"no effect beside --budget, which chooses widths alone: {', '.join(unused)}. Leave that out.")
+
+
+def _widths(model: Any, tokenizer: Any, budget: str, texts: str | None, **options: Any) -> dict[str, Any]:
+    begun = time.perf_counter()
+    with counting("draws of next tokens", SAMPLES) as advance:
+        found, measured, rows = calibrate_widths(model, tokenizer, budget, texts, **options, advance=advance)
+    widths, seconds = found.widths, time.perf_counter() - begun
+    assert widths is not None
+    cells = []
+    for keys, values in zip(measured.parts[::2], measured.parts[1::2], strict=True):
+        each = [f"{1e3 * part.costs[bits]:.3f}" for part in (keys, values) for bits in (4, 3, 2)]
+        cells.append([str(keys.layer), "/".join(map(str, widths.layers[keys.layer])), *each])
+    title = f"{found.fingerprint['model']}: {widths.tokens:,} tokens in {seconds:.0f} s"
+    headings = ("layer", "K/V", *(f"{side} {bits}" for side in ("keys", "values") for bits in (4, 3, 2)))
+    show_table(title, headings, cells, words=2, box=SIMPLE)
+    remark("Keys and values of one layer alone at 4, 3 and 2 bit: mean KL to 16 bit, thousandths of a nat.")
+    held = {row.method: row.figures.kl if row.figures is not None else None for row in rows}
+    kl = " and ".join(f"{name} {'failed' if x is None else f'{x:.5f}'}" for name, x in held.items())
+    said = f"{widths.bits_per_number:.3f} bits per number; predicted KL {widths.kl:.5f} nats; on texts held out: {kl}."
+    out.print(said, markup=False, highlight=False)
+    folder = options["out"]
+    out.print(f"Written to {folder}. turbo_hf.patch(model, calibration={str(folder)!r}) uses it.", markup=False)
+    parts = [
+        {"layer": part.layer, "side": ("keys", "values")[part.side], "costs": part.costs} for part in measured.parts
+    ]
+    return {"out": str(folder), "seconds": round(seconds, 1), **widths.facts(), "held_out": held, "parts": parts}
 
 
 def _settings(preset: str, own: dict[str, Any], of_index: dict[str, Any], heads_only: bool) -> Settings:

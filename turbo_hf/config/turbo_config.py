@@ -12,6 +12,8 @@ from turbo_hf.layout import BITS, BLOCK_SIZES, MODES, UNQUANTIZED, WIDTHS, HeadG
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
 ATTENTION_MODES = tuple(MODES)
+BY_CALIBRATION: Literal["calibrated"] = "calibrated"
+"""`TurboConfig.layer_bits` of widths that a calibration names, and the name of that config."""
 NATIVE = "native"
 """Another name of attention mode "fp16", which computes in the model's own dtype, be it float16 or not."""
 BACKENDS = ("auto", "triton", "reference")
@@ -124,9 +126,10 @@ class TurboConfig(Options):
         value_bits: bits of the values alone: 8, 4, 3 or 2, while keys have `bits`; None: both have `bits`. Not with
             bits=16. The heads at `low_bits` keep values at the smaller of both. A layer that is kept at 8 bit
             (`int8_layers`) keeps its values at 8 bit, too.
-        layer_bits: bits by depth, first to last, each for an equal share of the model's layers: a number, or a pair of
-            those of keys and of values, as in `bits`. `bits`, `value_bits` and `low_heads` stay at their defaults then.
-            None: all layers are alike. Not for latent attention.
+        layer_bits: bits of each layer, first to last: a number, or a pair of those of keys and of values, as in `bits`;
+            or "calibrated": those of a calibration (`turbo-hf calibrate --budget`), which `patch` puts here. `bits`,
+            `value_bits` and `low_heads` stay at their defaults then. None: all layers are alike. Not for latent
+            attention.
         low_bits: bits of the lowest-priority heads, if `low_heads` is not 0.
         low_heads: share of each layer's KV heads that are stored at `low_bits`, 0 to 1, rounded down (TurboAttention
             sec. 3.2, n_h / Hkv).
@@ -173,7 +176,7 @@ class TurboConfig(Options):
 
     bits: int = DEFAULT_BITS
     value_bits: int | None = None
-    layer_bits: tuple[Width, ...] | None = None
+    layer_bits: tuple[Width, ...] | Literal["calibrated"] | None = None
     low_bits: int = 2
     low_heads: float = 0.0
     head_metric: Literal["priority", "entropy", "min_max", "variation"] = "priority"
@@ -266,16 +269,16 @@ class TurboConfig(Options):
 
     def _check_layer_bits(self) -> None:
         """ValueError unless layers may have bits of their own as asked for; lists become tuples."""
-        if self.layer_bits is None:
+        given: Any = self.layer_bits
+        if given is None:
             return
-        given = self.layer_bits
         widths = [tuple(x) if isinstance(x, list) else x for x in given] if isinstance(given, list | tuple) else []
         numbers = [n for x in widths for n in (x if isinstance(x, tuple) else (x,))]
         known = all(x in (*BITS, *product(BITS, BITS)) for x in widths) and all(type(n) is int for n in numbers)
-        if not widths or not known:
+        if given != BY_CALIBRATION and not (widths and known):
             raise ValueError(
                 f"TurboConfig.layer_bits must be numbers of {', '.join(map(str, BITS))}, or pairs of them for keys and "
-                f"values, first layers first; got {given!r}."
+                f'values, first layers first, or "{BY_CALIBRATION}"; got {given!r}.'
             )
         others = {
             "bits": self.bits != DEFAULT_BITS,
@@ -285,8 +288,9 @@ class TurboConfig(Options):
         if any(others.values()):
             name = next(name for name, set_ in others.items() if set_)
             raise ValueError(f"TurboConfig.layer_bits does not go with {name}: it gives all bits. Leave {name} out.")
-        # what means the same is written the same: (2, 2) is 2
-        object.__setattr__(self, "layer_bits", tuple(_width(*widths_of(x)) for x in widths))
+        if given != BY_CALIBRATION:
+            # what means the same is written the same: (2, 2) is 2
+            object.__setattr__(self, "layer_bits", tuple(_width(*widths_of(x)) for x in widths))
 
     def _check_recent(self) -> None:
         """ValueError unless the newest tokens may stay open as asked for."""
@@ -374,9 +378,15 @@ ABLATIONS: dict[str, TurboConfig] = {
 """Keys of 4 bit with values of 2; TurboAttention's head priority (half of the heads at 2 bit); 2 bit. They can be
 named, and warn."""
 
+NAMED = {**PRESETS, **ABLATIONS, BY_CALIBRATION: TurboConfig(layer_bits=BY_CALIBRATION)}
+"""Every config that has a name. "calibrated" needs a calibration with widths."""
+
 
 def not_recommended(config: TurboConfig) -> str | None:
-    """Why a config is not recommended, as a sentence with figures; None: nothing of it has 2 bits."""
+    """Why a config is not recommended, as a sentence with figures; None: nothing of it has 2 bits, or a calibration
+    decides, which tells its own figures."""
+    if isinstance(config.layer_bits, str):
+        return None
     widths = [widths_of(width) for width in config.layer_bits or ((config.bits, config.value_bits or config.bits),)]
     if not any(2 in width for width in widths) and not (config.low_heads and config.low_bits == 2):
         return None
@@ -393,10 +403,10 @@ ConfigLike = str | Path | Mapping[str, Any] | TurboConfig
 
 
 def preset_named(name: object) -> TurboConfig | None:
-    """A preset, or one of `ABLATIONS`, by its name; None: there is none. ValueError: it left the package."""
+    """A config of `NAMED`; None: there is none of this name. ValueError: it left the package."""
     if name == "turbo4-long":
         raise ValueError(f"preset {name} (sparse prompts) {LEFT}. Take {DEFAULT_PRESET}.")
-    return (PRESETS | ABLATIONS).get(name) if isinstance(name, str) else None
+    return NAMED.get(name) if isinstance(name, str) else None
 
 
 def resolve_preset(name: object) -> TurboConfig:
@@ -440,13 +450,22 @@ def at_8_bit(config: TurboConfig) -> TurboConfig:
 
 
 def of_layer(config: TurboConfig, index: int, layers: int) -> TurboConfig:
-    """The options of one layer of so many: with `layer_bits`, those with the bits of its depth; of `dense_layers` such
-    as round nothing."""
+    """The options of one layer of so many: with `layer_bits`, those with its own bits; of `dense_layers` such as round
+    nothing.
+
+    Raises:
+        ValueError: `layer_bits` are of another number of layers, or still to come from a calibration.
+    """
     if index in config.dense_layers:
         return TurboConfig(bits=UNQUANTIZED, attention="fp16", block_size=config.block_size, backend=config.backend)
     if config.layer_bits is None:
         return config
-    # from the end: of fewer layers than shares, the last one has the last bits
-    at = (layers - 1 - index) * len(config.layer_bits) // layers
-    bits, value_bits = widths_of(config.layer_bits[-1 - at])
+    if isinstance(config.layer_bits, str):
+        raise ValueError(f'TurboConfig.layer_bits="{BY_CALIBRATION}" needs a calibration. Patch a model with it.')
+    if len(config.layer_bits) != layers:
+        raise ValueError(
+            f"TurboConfig.layer_bits has the bits of {len(config.layer_bits)} layers, and the model has {layers}. Name "
+            "them for each layer, first to last."
+        )
+    bits, value_bits = widths_of(config.layer_bits[index])
     return replace(config, bits=bits, value_bits=value_bits, layer_bits=None)

@@ -80,7 +80,7 @@ class Report:
         prompts: how the attention of prompts is computed.
         steps: how decode steps run.
         warnings: the warnings that were issued, or that strict "fallback" only logged.
-        heads: what decided which heads get the low bits; "" if all heads have the same width.
+        heads: what decided the widths of layers, or which heads get the low bits; "" if all have the same width.
         sparse: for each layer, what chooses the keys that decode steps read, or why they read all of them; {} without
             `TurboConfig.sparse`.
         selectivity: for each sparse layer, what its steps have read since the patch was applied.
@@ -194,10 +194,11 @@ class CacheMaker:
         """A cache with the choices of this patch; for the first layers only, if the config has fewer layers."""
         count = model_config.get_text_config(decoder=True).num_hidden_layers
         config = self.config
-        if any(index >= count for index in (*self.int8_layers, *config.dense_layers)):
+        if count < self.layers:
             # the layers at 8 bit that the config names are in the patch's own list
             dense = tuple(index for index in config.dense_layers if index < count)
-            config = replace(config, dense_layers=dense, int8_layers=())
+            bits: Any = config.layer_bits and config.layer_bits[:count]
+            config = replace(config, dense_layers=dense, int8_layers=(), layer_bits=bits)
         cache = TurboCache(
             model_config,
             config,

@@ -14,8 +14,8 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.saved_cache import MAKER, weights_digest
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
-from turbo_hf.calibration.choice import choose_selectors, load_calibration
-from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, TurboConfig, resolve_config
+from turbo_hf.calibration.choice import HeadChoice, choose_selectors, load_calibration
+from turbo_hf.config.turbo_config import ConfigLike, TurboConfig
 from turbo_hf.errors import Notices, Strict
 from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.step_runner import HandOff, describe, is_dispatched, why_no_replay_over
@@ -53,7 +53,7 @@ LATENT_PROMPTS = "prompts: expanded to keys and values, in the model's dtype, by
 
 def patch(
     model: PreTrainedModel,
-    config: ConfigLike = DEFAULT_PRESET,
+    config: ConfigLike | None = None,
     *,
     calibration: Calibration | str | Path | None = "auto",
     revision: str | None = None,
@@ -69,11 +69,12 @@ def patch(
     Args:
         model: a loaded decoder-only Transformers model.
         config: a preset (one of `turbo_hf.PRESETS`, such as "turbo4"), a `TurboConfig`, a dict of its options, or
-            the path of a JSON or YAML file of them; dict and file are read as by `TurboConfig.from_dict`.
-        calibration: decides which heads get the low bits, if the config has heads of two widths, and provides what
-            sparse decoding selects keys by. A `Calibration`, a folder or Hub id that holds one, None for no calibration
-            (heads are then ranked by each row's first block), or "auto": the one stored with the checkpoint (in its
-            folder or the Hub cache), if any.
+            the path of a JSON or YAML file of them; dict and file are read as by `TurboConfig.from_dict`. None: the
+            widths of the calibration that is passed, if it has any, else "turbo4".
+        calibration: has the widths of each layer, if the config is "calibrated"; decides which heads get the low bits,
+            if the config has heads of two widths; and provides what sparse decoding selects keys by. A `Calibration`, a
+            folder or Hub id that holds one, None for no calibration (heads are then ranked by each row's first block),
+            or "auto": the one stored with the checkpoint (in its folder or the Hub cache), if any.
         revision: the Hub revision that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
         strict: what happens with a layer, version or call that compressed attention cannot serve, and with a
             calibration found by "auto" that is damaged or belongs to another model: "raise" an error, "warn" and leave
@@ -96,8 +97,8 @@ def patch(
         Unsupported (a ValueError): the model, or with strict "raise" a part of it, cannot be compressed, or the check
             failed. Later calls that ask for what a compressed cache cannot do raise it too.
         ValueError: unknown preset, option or strict; a config file that is broken; the model is already patched; the
-            calibration is damaged or belongs to another model; the revision is not the model's; another thread runs
-            the model.
+            calibration is damaged, belongs to another model, or has other widths than the config; the revision is not
+            the model's; another thread runs the model.
         OSError: there is no config file, or no calibration, in the named place.
         TypeError: not a Transformers model.
     """
@@ -112,10 +113,11 @@ def patch(
                 f"tokenizer is a tokenizer that check=True reads a text with; got a {type(tokenizer).__name__} and "
                 f"check={check!r}. Pass both, or leave it out."
             )
-        chosen = resolve_config(config)
         require_model(model)
         notices = Notices(strict, speaks=ranks.speaks)
         model = check_model(model, notices)
+        loaded = load_calibration(model, config, calibration, notices, revision)
+        chosen = loaded.config
         continuous_batching.require_no_manager(model)
         all_layers = attention_layers(model)
         if context is not None:
@@ -130,7 +132,7 @@ def patch(
             context.require_same_parts(weights_digest(model))
     biases = key_biases(model, all_layers, chosen, ranks)
     with ranks.together():
-        planned = _plan(model, chosen, calibration, revision, notices, all_layers, biases, ranks)
+        planned = _plan(model, loaded, notices, all_layers, biases, ranks)
     ranks.require_same(planned.decisions())
     unpatched = text = None
     with ExitStack() as stack:
@@ -179,15 +181,14 @@ class _Planned(NamedTuple):
 
 def _plan(
     model: PreTrainedModel,
-    config: TurboConfig,
-    calibration: Calibration | str | Path | None,
-    revision: str | None,
+    loaded: HeadChoice,
     notices: Notices,
     all_layers: list[AttentionLayer],
     biases: Mapping[int, KeyBias],
     ranks: Ranks,
 ) -> _Planned:
     """Decide what to do with each part of the model; nothing is changed yet. Errors as in `patch`."""
+    config = loaded.config
     heads = {at.index: (at.module, kv_heads(at.module.config, at.index)) for at in all_layers if not at.reason}
     # those of a context group hold the same heads
     sharing = ranks.sharing if isinstance(ranks, ContextRanks) else ranks
@@ -206,7 +207,6 @@ def _plan(
     forecast_latent(config, latents, devices, model.dtype, notices)
     if not hasattr(type(model), PREPARE):
         notices.note(f"{type(model).__name__} has no generate: pass handle.new_cache() when you call it.")
-    loaded = load_calibration(model, config, calibration, notices, revision)
     words = loaded.words
     widths = [at.groups for at in layers if at.groups and not at.kept_int8 and at.index not in config.dense_layers]
     found = {widths_of(width)[0] for groups in widths for width, _ in groups}

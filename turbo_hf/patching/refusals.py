@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from turbo_hf.attention.registration import text_key
 from turbo_hf.attention.turbo_attention import NAME
-from turbo_hf.config.turbo_config import TurboConfig, not_recommended, of_layer
+from turbo_hf.config.turbo_config import TurboConfig, of_layer
 from turbo_hf.errors import Notices, Unsupported
 from turbo_hf.layout import UNQUANTIZED, type_16bit
 from turbo_hf.models.model_layers import kv_heads, stray_window
@@ -284,8 +284,7 @@ def refuse_layers(layers: list[LayerReport], biases: Mapping[int, KeyBias], noti
 def forecast(
     config: TurboConfig, devices: Iterable[torch.device], dtype: torch.dtype, dims: set[int], notices: Notices
 ) -> None:
-    """Note a preset that is not recommended, each part of a model's attention that no kernel serves, and unrounded
-    layers that are rounded a little.
+    """Note each part of a model's attention that no kernel serves, and unrounded layers that are rounded a little.
 
     Args:
         devices: of the weights. dtype: of keys. dims: head dims.
@@ -293,9 +292,6 @@ def forecast(
     Raises:
         Unsupported: backend "triton", which plain torch may not replace.
     """
-    warning = not_recommended(config)
-    if warning is not None:
-        notices.note(warning)
     if config.dense_layers and type_16bit(dtype) != dtype:
         notices.note(f"dense_layers are kept in float16, which rounds the {str(dtype)[6:]} of this model to 11 bits.")
     if config.backend == "reference":

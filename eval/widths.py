@@ -1,0 +1,321 @@
+"""What the keys and the values of each layer cost at each width, by the model's own measure, and the widths that lose
+least within a budget: `turbo-hf calibrate --budget`."""
+
+import copy
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib import resources
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DynamicCache
+
+from turbo_hf.calibration.artifacts import FACTS, Calibration, LayerCalibration, fingerprint
+from turbo_hf.calibration.checkpoint import checkpoint_of
+from turbo_hf.calibration.run import LOCK, CalibrationPlan, read_windows, refuse_folder
+from turbo_hf.calibration.settings import Settings, resolve_settings
+from turbo_hf.calibration.widths import Choice, Widths, choices
+from turbo_hf.config.turbo_config import BY_CALIBRATION, TurboConfig, resolve_config
+from turbo_hf.config.whole_files import one_writer
+from turbo_hf.errors import Strict
+from turbo_hf.eval.fidelity import Case, Fidelity, measure
+from turbo_hf.eval.methods import Method
+from turbo_hf.layout import BITS, BLOCK_SIZES, page_bytes
+from turbo_hf.models.model_layers import require_model
+from turbo_hf.models.versions import CACHE
+from turbo_hf.ops.host_device import input_device
+from turbo_hf.patching.divergence import BOUNDS, LIKE, divergences
+from turbo_hf.patching.patch_model import patch
+from turbo_hf.ranks import ranks_of
+
+PROMPT, TAIL, COUNT = 512, 64, 8
+"""Tokens of a text that are rounded, a multiple of every block size; tokens after them, whose distributions are
+compared; texts, of which a quarter is held out."""
+
+SAMPLES = 32
+"""Draws of next tokens per text: with six texts a cost is known to a tenth."""
+
+BUDGET = re.compile(r"(\d+(?:\.\d+)?)( ?bits?)?")
+
+
+class Part(NamedTuple):
+    """Keys or values of a layer.
+
+    Args:
+        layer: its number. side: 0: keys, 1: values.
+        costs: estimated mean KL to 16 bit by width, in nats, beyond that of 8 bit.
+        sizes: bytes of a block by width, all heads. numbers: how many it has. heads: how many.
+    """
+
+    layer: int
+    side: int
+    costs: dict[int, float]
+    sizes: dict[int, int]
+    numbers: int
+    heads: int
+
+
+class Measured(NamedTuple):
+    """What a model's widths cost.
+
+    Args:
+        parts: of every compressed layer that has the config's bits.
+        base: mean KL to 16 bit with 8 bit everywhere, read in steps.
+        layers: number of the model's layers. tokens: that were run. block: tokens of a block.
+    """
+
+    parts: list[Part]
+    base: float
+    layers: int
+    tokens: int
+    block: int
+
+    def widths(self, choice: Choice) -> Widths:
+        """A choice for all layers."""
+        pairs = [[8, 8] for _ in range(self.layers)]
+        for part, bits in zip(self.parts, choice.widths, strict=True):
+            pairs[part.layer][part.side] = bits
+        bits_per_number = 8 * choice.size / sum(part.numbers for part in self.parts)
+        return Widths(tuple((k, v) for k, v in pairs), bits_per_number, self.base + choice.cost, self.tokens)
+
+
+def require_budget(budget: str) -> None:
+    """ValueError unless it is one that `choose` takes."""
+    if budget != LIKE and not BUDGET.fullmatch(budget):
+        raise ValueError(
+            f'a budget is bytes per token and KV head ("104"), bits per number ("3.25 bit"), or "{LIKE}"; got '
+            f"{budget!r}."
+        )
+
+
+def choose(measured: Measured, budget: str) -> Widths:
+    """The widths with the least predicted KL within a budget.
+
+    budget: bytes per token and KV head ("104"), bits per stored number ("3.25 bit"), both with sizes and ranges, on the
+        mean of all layers; or "like 16 bit": the fewest bytes whose predicted KL has that verdict.
+
+    Raises:
+        ValueError: another word, or a budget that no choice keeps.
+    """
+    require_budget(budget)
+    parts, bound = measured.parts, BOUNDS[0][0]
+    found = choices([part.costs for part in parts], [part.sizes for part in parts])
+    if budget == LIKE:
+        good = next((each for each in found if measured.base + each.cost <= bound), None)
+        if good is None:
+            raise ValueError(
+                f'no widths of this model are predicted to be "{LIKE}" (up to {bound:g} nats): 8 bit has '
+                f"{measured.base:.4f}. Name a budget in bytes, or keep layers at 16 bit (TurboConfig.dense_layers)."
+            )
+        return measured.widths(good)
+    number, in_bits = BUDGET.fullmatch(budget).groups()  # type: ignore[union-attr] # as required above
+    numbers = sum(part.numbers for part in parts)
+    each_byte = measured.block * sum(part.heads for part in parts) / 2
+    fitting = [each for each in found if each.size <= float(number) * (numbers / 8 if in_bits else each_byte)]
+    if not fitting:
+        least = found[0].size
+        raise ValueError(
+            f"a budget of {budget} is too small: 2 bit everywhere takes {least / each_byte:g} bytes per token and KV "
+            f"head, {8 * least / numbers:.3f} bits per number."
+        )
+    return measured.widths(fitting[-1])
+
+
+def measure_widths(
+    model: Any,
+    windows: torch.Tensor,
+    *,
+    tail: int = TAIL,
+    samples: int = SAMPLES,
+    advance: Callable[[int], None] = lambda draws: None,
+) -> Measured:
+    """What rounding the keys or the values of one layer costs, for all layers at once.
+
+    A prompt's keys and values go through the pages of a patch. To second order, the KL divergence that their error d
+    makes is the mean of (g d)^2 / 2, with g the gradient of the log-probability of next tokens drawn from the model
+    itself (Fisher information). So one pass over the tokens after the prompt, and a backward pass for each draw, tell
+    the cost of every part at every width, however many layers there are. Large errors cost more: a pass with all keys,
+    or all values, at a width says how much in all.
+
+    Args:
+        model: unpatched, in one process.
+        windows: int64 [texts, tokens + tail]; tokens is a multiple of the block size.
+        tail: tokens whose distributions are compared.
+        samples: draws per text.
+        advance: called with 1 after each draw.
+
+    Raises:
+        ValueError: a model that cannot be patched, or has latent attention.
+        torch.OutOfMemoryError: the model itself does not fit.
+    """
+    ids, config = windows.to(input_device(model)), TurboConfig(bits=8)
+    prompt, rest = ids[:, :-tail], ids[:, -tail:]
+    held: Any = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt, use_cache=True, **{CACHE: held})
+        stored, layers = _stored(model, held)
+    changed = copy.deepcopy(held)
+    exact = [x.requires_grad_() for n in stored for x in (changed.layers[n].keys, changed.layers[n].values)]
+    errors = [
+        [(y - x).detach().float() for y in widths]
+        for x, widths in zip(exact, chain.from_iterable(stored.values()), strict=True)
+    ]
+    with torch.enable_grad():
+        log_p = _log_probabilities(model, rest, changed)
+    costs, seeded = (
+        torch.zeros(len(exact), len(BITS), dtype=torch.float64),
+        torch.Generator(log_p.device).manual_seed(0),
+    )
+    for n in range(samples):
+        drawn = torch.multinomial(log_p.detach().exp().flatten(0, 1), 1, generator=seeded).view(*rest.shape, 1)
+        gradients = torch.autograd.grad(log_p.gather(-1, drawn).sum(), exact, retain_graph=n < samples - 1)
+        for at, gradient in enumerate(gradients):
+            for w, error in enumerate(errors[at]):
+                change = (gradient.float() * error).sum((1, 2, 3)).double()
+                costs[at, w] += change.square().mean().cpu() / (2 * tail * samples)
+        advance(1)
+    costs = (costs - costs[:, :1]).clamp(min=0)
+    for side, name in enumerate(("keys", "values")):
+        together = []
+        for w in range(len(BITS)):
+            changed = copy.deepcopy(held)
+            for n, both in stored.items():
+                setattr(changed.layers[n], name, both[side][w])
+            with torch.no_grad():
+                together.append(divergences(_log_probabilities(model, rest, changed), log_p.detach()).mean())
+        # in 16 bit, 8-bit pages already move a model by its own rounding
+        beyond = (torch.stack(together) - together[0]).clamp(min=0).cpu()
+        alone = costs[side::2].sum(0)
+        costs[side::2] *= torch.where(alone > 0, beyond / alone, 1.0)
+    parts = []
+    for at, (x, own) in enumerate(zip(exact, costs.tolist(), strict=True)):
+        _, heads, _, dim = x.shape
+        sizes = {bits: heads * page_bytes(dim, bits, config.block_size) // 2 for bits in BITS}
+        numbers = heads * dim * config.block_size
+        parts.append(Part([*stored][at // 2], at % 2, dict(zip(BITS, own, strict=True)), sizes, numbers, heads))
+    case = Case(prompt.shape[1], "steps")
+    (base,) = measure(model, windows, [case], [Method("int8", config)], tail=tail - 1, noise=False)
+    if base.figures is None:
+        raise ValueError(f"int8: {base.verdict}")
+    return Measured(parts, base.figures.kl, layers, windows.numel(), config.block_size)
+
+
+def _stored(model: Any, held: Any) -> tuple[dict[int, list[list[torch.Tensor]]], int]:
+    """For each layer whose width is open, what pages of each width make of its keys, and of its values; the number of
+    the model's layers."""
+    stored: dict[int, list[list[torch.Tensor]]] = {}
+    for bits in BITS:
+        # the first one tells what cannot be compressed
+        strict: Strict = "raise" if bits == 8 else "fallback"
+        with patch(model, TurboConfig(bits=bits), calibration=None, strict=strict) as handle:
+            report, pages = handle.report(), handle.new_cache()
+        if any(at.latent for at in report.layers):
+            raise ValueError("latent attention (MLA) has one latent for keys and values, and one width for all layers.")
+        for at in report.layers:
+            if at.groups and not at.kept_int8:
+                own = held.layers[at.index]
+                pages.layers[at.index].update(own.keys, own.values)
+                for part, x in enumerate(pages.layers[at.index].dequantized(own.keys.shape[2])):
+                    stored.setdefault(at.index, [[], []])[part].append(x)
+    # a layer that is kept at 8 bit was stored once
+    stored = {n: both for n, both in stored.items() if len(both[0]) == len(BITS)}
+    if not stored:
+        raise ValueError("every layer of this model is kept at 8 bit: there is nothing to choose. Patch it without.")
+    return stored, len(report.layers)
+
+
+def _log_probabilities(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    """float32 [texts, tokens, vocabulary], of the token after each one."""
+    logits = model(ids, use_cache=True, **{CACHE: cache}).logits
+    found: torch.Tensor = logits.float().log_softmax(-1)
+    return found
+
+
+def calibrate_widths(
+    model: Any,
+    tokenizer: Any,
+    budget: str,
+    texts: str | Path | Iterable[str] | None = None,
+    *,
+    count: int = COUNT,
+    tokens: int = PROMPT,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    advance: Callable[[int], None] = lambda samples: None,
+    revision: str | None = None,
+) -> tuple[Calibration, Measured, list[Fidelity]]:
+    """Measure what each width costs, choose within a budget, and read held-out texts through the choice.
+
+    Args:
+        model: loaded, not patched, in one process.
+        tokenizer: the model's own.
+        budget: as `choose` takes it.
+        texts: as `turbo_hf.calibrate` takes them; None: four books that the package carries.
+        count: texts at most, a quarter of them held out. tokens: of each that are rounded.
+        out: folder for the result; None: it is not written. A calibration that is there keeps what else it holds.
+        overwrite: replace widths that are there.
+        advance: as in `measure_widths`.
+        revision: as `turbo_hf.calibrate` takes it.
+
+    Returns:
+        The calibration; what was measured; INT8 and the choice on the held-out texts, in steps.
+
+    Raises:
+        ValueError: as `choose`, `measure_widths` and `turbo_hf.calibrate`.
+        OSError: `out` cannot be written, or another process writes there.
+    """
+    require_model(model)
+    if model.training:
+        raise ValueError("the model is in training mode, in which dropout changes what it sees. Call model.eval().")
+    if ranks_of(model):
+        raise ValueError("widths are measured in one process: start it without torchrun. Every rank reads the result.")
+    folder = None if out is None else Path(out)
+    require_budget(budget)
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    settings = resolve_settings(Settings(window=tokens + TAIL, windows=count, index=False), positions)
+    if tokens % max(BLOCK_SIZES):
+        raise ValueError(f"tokens must be a multiple of {max(BLOCK_SIZES)}, whole pages; got {tokens}.")
+    with ExitStack() as held:
+        kept = None
+        if folder is not None:
+            kept = _kept(folder, overwrite, model)
+            held.enter_context(one_writer(folder, LOCK))
+        checkpoint = checkpoint_of(model, revision)
+        carried = held.enter_context(resources.as_file(resources.files("turbo_hf").joinpath("texts")))
+        plan = CalibrationPlan(settings, (), {}, 0)
+        windows, own = read_windows(model, tokenizer, carried if texts is None else texts, plan, checkpoint)
+        learned = len(windows) - max(1, len(windows) // 4)
+        measured = measure_widths(model, windows[:learned], advance=advance)
+        widths = choose(measured, budget)
+        if kept is None:
+            said = settings.as_dict() | {"budget": budget}
+            said["texts_sha256"] = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
+            layers = tuple(LayerCalibration(n, {}) for n in range(measured.layers))
+            kept = Calibration(fingerprint(model, checkpoint, own), said, layers, windows[:learned].numel())
+        found = replace(kept, widths=widths)
+        methods = [Method("int8", TurboConfig(bits=8)), Method(BY_CALIBRATION, resolve_config(BY_CALIBRATION))]
+        case = Case(tokens, "steps")
+        rows = measure(model, windows[learned:], [case], methods, tail=TAIL - 1, noise=False, calibration=found)
+        if folder is not None:
+            found.save_pretrained(folder)
+    return found, measured, rows
+
+
+def _kept(folder: Path, overwrite: bool, model: Any) -> Calibration | None:
+    """The calibration of this model that the folder holds; None: it holds none. ValueError: it has widths that may not
+    be replaced, or is of another model."""
+    if not (folder / FACTS).exists():
+        refuse_folder(folder, overwrite)
+        return None
+    found = Calibration.from_pretrained(folder)
+    wrong = found.mismatch(model)
+    if wrong is not None:
+        raise ValueError(f"the calibration in {str(folder)!r} does not fit this model: {wrong}. Name another folder.")
+    if found.widths is not None:
+        refuse_folder(folder, overwrite)
+    return found

@@ -1,0 +1,326 @@
+"""Widths by a model's own measure: the choice, the file, the patch that takes it, and the command."""
+
+import copy
+import itertools
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from all_pairs import in_one_test
+from calibration_support import HEADS, MIXED, TEXTS, lab
+from models import LAB_MODEL, lab_model, prompts, tiny_llama
+from typer.testing import CliRunner
+
+import turbo_hf
+from turbo_hf import Calibration, TurboCache, TurboConfig
+from turbo_hf.calibration.artifacts import FACTS
+from turbo_hf.calibration.run import calibrate
+from turbo_hf.calibration.widths import Widths, choices
+from turbo_hf.cli.main import app
+from turbo_hf.config.whole_files import facts_hash
+from turbo_hf.eval.widths import Measured, Part, calibrate_widths, choose, measure_widths
+from turbo_hf.layout import BITS, page_bytes
+from turbo_hf.models.versions import CACHE
+from turbo_hf.patching.divergence import divergences
+
+PAIRS = ((8, 2), (4, 4), (3, 3), (2, 4), (4, 3), (8, 8))
+"""Of the lab model's six layers."""
+WIDTHS = Widths(PAIRS, 4.5, 0.002, 640)
+
+
+def with_widths(widths: Widths | None = WIDTHS) -> Calibration:
+    return replace(lab(), widths=widths)
+
+
+# --- the choice -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_other_choice_costs_less(seed: int) -> None:
+    drawn = random.Random(seed)
+    costs = [{bits: drawn.random() * 4.0**-bits for bits in BITS} for _ in range(4)]
+    sizes = [{bits: drawn.choice((1, 2)) * bits * 8 for bits in BITS} for _ in range(4)]
+    every = [
+        (sum(size[b] for size, b in zip(sizes, bits, strict=True)), sum(c[b] for c, b in zip(costs, bits, strict=True)))
+        for bits in itertools.product(BITS, repeat=4)
+    ]
+    found = choices(costs, sizes)
+    for size, cost, bits in found:
+        assert size == sum(own[b] for own, b in zip(sizes, bits, strict=True))
+        assert cost == pytest.approx(sum(own[b] for own, b in zip(costs, bits, strict=True)))
+    for room in {size for size, _ in every}:
+        best = min(cost for size, cost in every if size <= room)
+        assert max((each for each in found if each.size <= room), key=lambda each: each.size).cost == pytest.approx(
+            best
+        )
+    assert [each.size for each in found] == sorted({each.size for each in found})
+
+
+def measured(base: float = 0.001) -> Measured:
+    """Two layers of two heads of 128 channels: keys of the second are worth bits, and nothing else is."""
+    sizes = {bits: page_bytes(128, bits) for bits in BITS}
+    costs = [{8: 0.0, 4: w / 50, 3: w / 10, 2: w} for w in (0.001, 0.0001, 0.1, 0.0001)]
+    parts = [Part(n // 2, n % 2, own, sizes, 2 * 128 * 64, 2) for n, own in enumerate(costs)]
+    return Measured(parts, base, 3, 100, 64)
+
+
+@in_one_test(
+    ("budget", "layers", "bits"),
+    [
+        ("76", ((2, 2), (2, 2), (8, 8)), 2.375),
+        ("92", ((2, 2), (4, 2), (8, 8)), 2.875),
+        ("2.9bits", ((2, 2), (4, 2), (8, 8)), 2.875),
+        ("100", ((3, 2), (4, 2), (8, 8)), 3.125),
+        ("3.65625 bit", ((3, 3), (4, 3), (8, 8)), 3.625),
+        ("1000", ((8, 8), (8, 8), (8, 8)), 8.125),
+    ],
+)
+def test_a_budget_is_spent_where_it_counts(budget: str, layers: Any, bits: float) -> None:
+    found = choose(measured(), budget)
+    assert (found.layers, found.bits_per_number) == (layers, bits)
+    assert found.tokens == 100
+
+
+def test_the_prediction_is_that_of_8_bit_and_all_that_is_lost() -> None:
+    assert choose(measured(), "76").kl == pytest.approx(0.001 + 0.001 + 0.0001 + 0.1 + 0.0001)
+
+
+def test_like_16_bit_takes_the_fewest_bytes() -> None:
+    found = choose(measured(), "like 16 bit")
+    assert found.kl <= 0.003 < choose(measured(), f"{found.bits_per_number - 0.01} bit").kl
+
+
+@in_one_test(
+    ("budget", "message"),
+    [
+        ("75", "a budget of 75 is too small: 2 bit everywhere takes 76 bytes per token and KV head, 2.375 bits"),
+        ("2 bit", "a budget of 2 bit is too small"),
+        ("much", "a budget is bytes per token and KV head .* or \"like 16 bit\"; got 'much'"),
+        ("-3", "a budget is bytes"),
+    ],
+)
+def test_a_budget_that_is_none_is_refused(budget: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose(measured(), budget)
+
+
+def test_what_no_widths_keep_is_told() -> None:
+    with pytest.raises(ValueError, match=r'predicted to be "like 16 bit".*8 bit has 0\.0040'):
+        choose(measured(base=0.004), "like 16 bit")
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
+
+
+TEXT, PROMPT = 160, 128
+
+
+def text_of(rows: int) -> torch.Tensor:
+    return torch.tensor(lab_model()[1](TEXTS[0])["input_ids"][: rows * TEXT]).view(rows, TEXT)
+
+
+def test_each_part_costs_what_its_pages_lose() -> None:
+    (model, _), ids = lab_model(), text_of(2)
+    costs = measure_widths(model, ids, tail=TEXT - PROMPT, samples=128)
+    assert [(part.layer, part.side) for part in costs.parts] == [(n, side) for n in range(6) for side in (0, 1)]
+    assert {part.sizes[4] for part in costs.parts} == {2 * (64 * 32 + 2 * 64 + 2 * 64)}
+    assert (costs.tokens, costs.layers) == (320, 6)
+
+    def read(config: TurboConfig) -> torch.Tensor:
+        cache = TurboCache(model.config, config)
+        with torch.no_grad():
+            model(ids[:, :PROMPT], **{CACHE: cache})
+            found: torch.Tensor = model(ids[:, PROMPT:], **{CACHE: cache}).logits.log_softmax(-1)
+            return found
+
+    wanted = read(TurboConfig(bits=16))
+    for side in (0, 1):
+        own = costs.parts[side::2]
+        assert all(0 == part.costs[8] < part.costs[4] < part.costs[3] < part.costs[2] for part in own)
+        # all keys, or all values: the sum is scaled to it. INT8 of the other side is left
+        got = read(TurboConfig(bits=(2, 8)[side], value_bits=(8, 2)[side]))
+        assert sum(part.costs[2] for part in own) == pytest.approx(divergences(got, wanted).mean().item(), rel=0.1)
+        # one alone: 256 draws miss it by 9 % (a standard deviation), and the scale is that of all
+        at = max(own, key=lambda part: part.costs[4])
+        others = tuple(n for n in range(6) if n != at.layer)
+        got = read(TurboConfig(bits=(4, 8)[side], value_bits=(8, 4)[side], dense_layers=others))
+        assert at.costs[4] == pytest.approx(divergences(got, wanted).mean().item(), rel=0.5)
+
+
+def test_the_model_stays_as_it_is_and_layers_at_8_bit_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = lab_model()
+    monkeypatch.setattr(
+        "turbo_hf.patching.refusals.disturbed_layers", lambda layers, config: {1} if config.bits < 8 else set()
+    )
+    found = measure_widths(model, text_of(1), tail=TEXT - PROMPT, samples=1)
+    assert [part.layer for part in found.parts[::2]] == [0, 2, 3, 4, 5]
+    assert choose(found, "40").layers[1] == (8, 8)
+    assert model.config._attn_implementation == "eager"
+
+
+# --- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_widths_are_kept(tmp_path: Path) -> None:
+    with_widths().save_pretrained(tmp_path)
+    assert Calibration.from_pretrained(tmp_path).widths == WIDTHS
+    assert "| 1 | 4/4 |" in with_widths().card()
+
+
+@in_one_test(
+    ("change", "message"),
+    [
+        ({"layers": [[8, 5]] * 6}, r"widths is a mapping, and should be None or a mapping"),
+        ({"layers": [[8, 4, 2]] * 6}, "widths is a mapping"),
+        ({"layers": [[8, 4]] * 5}, "it has widths of 5 layers, and 6 layers"),
+        ({"kl": float("nan")}, "widths.kl is nan, and should be a number of at least 0"),
+        ({"bits_per_number": -1.0}, r"widths.bits_per_number is -1\.0, and should be"),
+        ({"tokens": "many"}, "widths is a mapping"),
+        ({"more": 1}, "widths is a mapping"),
+    ],
+)
+def test_widths_that_are_none_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with_widths().save_pretrained(tmp_path)
+    facts = json.loads((tmp_path / FACTS).read_text())
+    facts["widths"] |= change
+    (tmp_path / FACTS).write_text(json.dumps(facts | {"facts_sha256": facts_hash(facts, "facts_sha256")}))
+    with pytest.raises(ValueError, match=f"is damaged: {message}"):
+        Calibration.from_pretrained(tmp_path)
+
+
+# --- the patch ------------------------------------------------------------------------------------------------------
+
+
+def test_a_patch_takes_the_widths(tmp_path: Path) -> None:
+    model = copy.deepcopy(lab_model()[0])
+    with_widths().save_pretrained(tmp_path)
+    ids = prompts(2, 200)
+    with turbo_hf.patch(model, TurboConfig(layer_bits=PAIRS)) as handle:
+        want = model.generate(ids, max_new_tokens=8, num_beams=2)
+        same = handle.report().config
+    for config in (None, "calibrated", TurboConfig(layer_bits="calibrated"), {"layer_bits": "calibrated"}):
+        with turbo_hf.patch(model, config, calibration=tmp_path) as handle:
+            assert handle.report().config == same
+            assert [at.groups for at in handle.report().layers][:2] == [(((8, 2), 2),), ((4, 2),)]
+            assert f"widths: by calibration over 640 tokens ({tmp_path}): 4.50 bits" in str(handle.report())
+            assert not handle.report().warnings
+    with turbo_hf.patch(model, calibration=with_widths()) as handle:
+        assert torch.equal(model.generate(ids, max_new_tokens=8, num_beams=2), want)
+        cache = handle.new_cache()
+        with torch.no_grad():
+            model(ids, **{CACHE: cache})
+        cache.save_pretrained(tmp_path / "cache")
+        assert TurboCache.from_pretrained(tmp_path / "cache", model).get_seq_length() == cache.get_seq_length()
+
+
+def test_widths_beside_the_checkpoint_are_taken_by_name(tmp_path: Path) -> None:
+    model = copy.deepcopy(lab_model()[0])
+    model.config._name_or_path = str(tmp_path)
+    with pytest.raises(ValueError, match=r"needs a calibration of this model with widths, and there is none beside"):
+        turbo_hf.patch(model, "calibrated")
+    with_widths().save_pretrained(tmp_path)
+    with turbo_hf.patch(model, "calibrated") as handle:
+        assert handle.report().config.layer_bits == TurboConfig(layer_bits=PAIRS).layer_bits
+    with turbo_hf.patch(model) as handle:
+        assert handle.report().config == TurboConfig()
+    with pytest.raises(ValueError, match="needs a calibration of this model with widths, and there is none"):
+        turbo_hf.patch(model, "calibrated", calibration=None)
+
+
+def test_widths_and_other_bits_exclude_each_other() -> None:
+    model, _ = lab_model()
+    for config in ("turbo4", TurboConfig(bits=8), TurboConfig(layer_bits=PAIRS)):
+        with pytest.raises(ValueError, match=r"has widths of its own, and this config has others\. Leave out"):
+            turbo_hf.patch(model, config, calibration=with_widths())
+    with turbo_hf.patch(model, MIXED, calibration=with_widths()) as handle:
+        assert handle.report().heads.endswith("(this process); its widths are not used, for this config has others")
+    with pytest.raises(ValueError, match="layer_bits does not go with value_bits"):
+        TurboConfig(layer_bits="calibrated", value_bits=3)
+    with pytest.raises(ValueError, match="needs a calibration of this model with widths, and that of 'this process'"):
+        turbo_hf.patch(model, "calibrated", calibration=lab())
+    with turbo_hf.patch(model, calibration=lab()) as handle:
+        assert handle.report().config == TurboConfig()
+    with pytest.raises(ValueError, match="does not fit this model: it was made for a model with vocab_size 3072"):
+        turbo_hf.patch(tiny_llama(), calibration=with_widths())
+
+
+def test_widths_that_lose_much_are_told() -> None:
+    with pytest.warns(UserWarning, match=r"not like 16 bit: 4\.50 bits per number, predicted KL 0\.0500"):
+        turbo_hf.patch(lab_model()[0], calibration=with_widths(replace(WIDTHS, kl=0.05))).remove()
+
+
+def test_bits_of_another_number_of_layers_are_refused() -> None:
+    message = r"layer_bits has the bits of 2 layers, and the model has 6\. Name them for each layer"
+    with pytest.raises(ValueError, match=message):
+        turbo_hf.patch(lab_model()[0], TurboConfig(layer_bits=(4, 2)))
+    with pytest.raises(ValueError, match=message):
+        TurboCache(lab_model()[0].config, TurboConfig(layer_bits=(4, 2)))
+    with pytest.raises(ValueError, match=r"needs a calibration\. Patch a model with it"):
+        TurboCache(lab_model()[0].config, "calibrated")
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def command(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["calibrate", str(LAB_MODEL), "--device", "cpu", *words])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_the_command_writes_widths(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    few = ("--windows", "2", "--window", "128", "--out", out)
+    said = command("--budget", "50", *few, "--json")
+    facts = json.loads(said.strip().splitlines()[-1])
+    assert 3 < facts["bits_per_number"] <= 50 * 8 / 128
+    assert set(facts["held_out"]) == {"int8", "calibrated"}
+    found = Calibration.from_pretrained(out)
+    assert found.widths is not None
+    assert [list(pair) for pair in found.widths.layers] == facts["layers"]
+    with turbo_hf.patch(lab_model()[0], calibration=out) as handle:
+        assert "widths: by calibration" in handle.report().heads
+    others = ("--lengths", "64", "--tail", "17", "--count", "2", "--methods", "turbo4,calibrated", "--calibration", out)
+    read = CliRunner().invoke(app, ["fidelity", str(LAB_MODEL), "--device", "cpu", "--json", *others])
+    assert read.exit_code == 0, read.output
+    rows = json.loads(read.stdout.strip().splitlines()[-1])["table"]
+    assert {row["method"] for row in rows if row["kl"] is not None} >= {"turbo4", "calibrated"}
+    assert "Name another folder, or pass overwrite=True" in " ".join(command("--budget", "60", *few, code=1).split())
+    command("--budget", "60", *few, "--overwrite")
+    again = Calibration.from_pretrained(out).widths
+    assert again is not None
+    assert again.bits_per_number > found.widths.bits_per_number
+
+
+def test_widths_join_a_calibration_that_is_there(tmp_path: Path) -> None:
+    model, tokenizer = lab_model()
+    former = calibrate(model, tokenizer, TEXTS, settings=HEADS, out=tmp_path)
+    found, _, rows = calibrate_widths(model, tokenizer, "50", count=2, tokens=128, out=tmp_path)
+    assert [row.method for row in rows] == ["int8", "calibrated"]
+    assert found.widths is not None
+    kept = Calibration.from_pretrained(tmp_path)
+    assert (kept.widths, kept.head_orders("priority")) == (found.widths, former.head_orders("priority"))
+    replace(former, fingerprint={**former.fingerprint, "vocab_size": 5}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="does not fit this model: it was made for a model with vocab_size 5"):
+        calibrate_widths(model, tokenizer, "50", count=2, tokens=128, out=tmp_path)
+
+
+@in_one_test(
+    ("words", "message"),
+    [
+        (["--budget", "50", "--clusters", "9", "--seed", "3"], "no effect beside --budget, .*: --clusters, --seed"),
+        (["--budget", "50", "--heads-only"], "--heads-only. Leave that out"),
+        ([], "--texts names what to calibrate with"),
+        (["--budget", "50", "--window", "100"], "tokens must be a multiple of 128, whole pages; got 100"),
+        (["--budget", "50", "--texts", "nowhere"], "no file or folder 'nowhere'"),
+    ],
+)
+def test_mistakes_get_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:
+    printed = " ".join(command("--out", str(tmp_path / "out"), *words, code=1).split())
+    assert re.search(message, printed), printed
+    assert "Traceback" not in printed

@@ -1,0 +1,84 @@
+"""Which bits keys and values of each layer get within a budget, from what each of them was measured to cost."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from turbo_hf.config.expected import Each, OneOf, Whole
+from turbo_hf.layout import BITS
+
+PAIR = [OneOf(BITS), OneOf(BITS)]
+WRITTEN = {"layers": Each(PAIR), "bits_per_number": float, "kl": float, "tokens": Whole(0, 2**63)}
+"""What a file holds of `Widths`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """The widths that a calibration has chosen.
+
+    Args:
+        layers: bits of keys and of values of each layer, first to last, for `TurboConfig.layer_bits`; 8 of layers that
+            are not compressed.
+        bits_per_number: mean bits of a stored number, sizes and ranges included.
+        kl: predicted mean KL to 16 bit, in nats.
+        tokens: number of tokens that were run.
+
+    Raises:
+        ValueError: figures that are not finite, or below 0.
+    """
+
+    layers: tuple[tuple[int, int], ...]
+    bits_per_number: float
+    kl: float
+    tokens: int
+
+    def __post_init__(self) -> None:
+        for name in ("bits_per_number", "kl"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"widths.{name} is {getattr(self, name)}, and should be a number of at least 0")
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"layers": [list(pair) for pair in self.layers]}
+
+
+def widths_from(facts: Mapping[str, Any]) -> Widths:
+    """The widths that `Widths.facts` describes."""
+    return Widths(**{**facts, "layers": tuple((keys, values) for keys, values in facts["layers"])})
+
+
+class Choice(NamedTuple):
+    """size, cost: sums of those of all parts. widths: the bits of each part."""
+
+    size: int
+    cost: float
+    widths: tuple[int, ...]
+
+
+def choices(costs: Sequence[Mapping[int, float]], sizes: Sequence[Mapping[int, int]]) -> list[Choice]:
+    """Every choice of widths that no other one of its size, or of less, undercuts: larger sizes, smaller costs.
+
+    It is exact (dynamic programming over sizes).
+
+    Args:
+        costs: of each part (keys or values of a layer), by width.
+        sizes: the same in bytes, for the same widths.
+    """
+    # widths are linked: (of the last part, those before it)
+    best: list[tuple[int, float, Any]] = [(0, 0.0, None)]
+    for cost, size in zip(costs, sizes, strict=True):
+        grown = [(at + size[w], sum_ + cost[w], (w, linked)) for at, sum_, linked in best for w in cost]
+        best = []
+        for each in sorted(grown, key=lambda x: x[:2]):
+            if not best or each[1] < best[-1][1]:
+                best.append(each)
+    return [Choice(size, cost, _unlinked(linked)) for size, cost, linked in best]
+
+
+def _unlinked(linked: Any) -> tuple[int, ...]:
+    widths = []
+    while linked is not None:
+        width, linked = linked
+        widths.append(width)
+    return tuple(reversed(widths))
