@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from turbo_hf.eval.published.simulated_cache import SimulatedCache
+from turbo_hf.eval.published import SimulatedCache
 from turbo_hf.patching.handle import Handle
 
 

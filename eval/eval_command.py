@@ -23,23 +23,20 @@ from turbo_hf.eval.methods import (
     AGAIN,
     BASELINE,
     EXPLAINED,
+    SIMULATED,
     applied,
-    expanded,
     folder_of,
-    is_simulated,
     known_methods,
     method_named,
     method_names,
     options_of_files,
     require_options,
-    same_settings,
 )
 from turbo_hf.eval.output import EvalReport, show, write_report
 from turbo_hf.eval.run_identity import BY_METHOD, CONFIGS, META, identity, only_run
 from turbo_hf.eval.suites import SUITES, Limits, build
 from turbo_hf.eval.token_cache import Prompts
 from turbo_hf.eval.without_cudnn_plans import NO_PLANS
-from turbo_hf.models.model_layers import kv_heads, layer_windows
 from turbo_hf.ranks import Ranks, ranks_of
 
 LONGEST = {"smoke": 1024, "core": 4096, "reasoning": 4096}
@@ -107,7 +104,8 @@ def eval_command(
         if importlib.util.find_spec(package) is None:
             raise fail(f'turbo-hf eval needs {package}: pip install "turbo_hf[eval]".')
     chosen = folder or Path("eval-results") / f"{Path(gguf_file or model).name.replace(':', '-')}-{suite}"
-    wanted = expanded([name for words in methods or [DEFAULT_PRESET] for name in words.split(",") if name])
+    named = [name for words in methods or [DEFAULT_PRESET] for name in words.split(",")]
+    wanted = [name for name in dict.fromkeys(named) if name not in ("", BASELINE)]
     try:
         if not wanted:
             raise ValueError(f"--methods names none; {known_methods()}.")
@@ -204,9 +202,8 @@ def _run(
     notes += skipped
     if str(loaded.device).startswith("cuda"):
         notes.append(NO_PLANS)
-    if any(map(is_simulated, wanted)):
+    if SIMULATED.keys() & wanted:
         notes.append(SIMULATION)
-    notes += _alike(loaded, wanted)
     ranks = ranks_of(loaded)
     if ranks:
         options["ranks"] = ranks.count
@@ -235,17 +232,6 @@ def _run(
             style="dim",
         )
         return result
-
-
-def _alike(model: Any, wanted: list[str]) -> list[str]:
-    text = model.config.get_text_config(decoder=True)
-    counts = sorted({kv_heads(text, layer) for layer in range(len(layer_windows(text)))})
-    heads = " or ".join(map(str, counts))
-    return [
-        f"One setting under {len(names)} names, for a layer of this model has {heads} KV heads: {', '.join(names)}. "
-        "What differs between their rows is noise."
-        for names in same_settings(wanted, counts)
-    ]
 
 
 def _uses_calibration(name: str) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from turbo_hf.eval.evaluate import Outcome
 from turbo_hf.eval.mcnemar import paired
-from turbo_hf.eval.methods import AGAIN, BASELINE, is_simulated
+from turbo_hf.eval.methods import AGAIN, BASELINE, SIMULATED
 from turbo_hf.eval.model import Batch
 from turbo_hf.eval.output import LIMITED, Table, without_dashes
 from turbo_hf.eval.report_plots import needle_cells, worst
@@ -259,13 +259,13 @@ def _serving(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float | int
     for label, outcome in outcomes.items():
         own, seconds = _bytes(outcome.batches), sum(b.seconds for b in outcome.batches)
         serving[label] = {
-            "simulated": is_simulated(label),
+            "simulated": label in SIMULATED,
             "prompts": sum(b.rows for b in outcome.batches),
             "kv_bytes_per_token": own,
             "compression": base / own if base and own else None,
             # a simulation's speed is that of rounding in plain torch: it says nothing about the method
             "tokens_per_s": (
-                sum(b.new_tokens for b in outcome.batches) / seconds if seconds and not is_simulated(label) else None
+                sum(b.new_tokens for b in outcome.batches) / seconds if seconds and label not in SIMULATED else None
             ),
         }
     return serving

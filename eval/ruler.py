@@ -15,7 +15,6 @@ from typing import Any
 
 from turbo_hf.eval.bench.shapes import largest
 from turbo_hf.eval.needle import carried_sentences
-from turbo_hf.eval.token_cache import TOGETHER
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -114,39 +113,28 @@ def questions(task: str, tokenizer: Any, length: int, count: int, text: Sources,
     if task not in REPLIES:
         raise ValueError(f"unknown RULER task {task}; tasks are {', '.join(REPLIES)}.")
     room = length - REPLIES[task]
-    make = _maker(task, length, text)
+    maker = _maker(task, length, text)
 
-    def tokens(units: int, name: object) -> int:
-        question = make(units, random.Random(f"{seed} {task} {length} {name}"))
+    def make(units: int, at: int) -> Question:
+        return maker(units, random.Random(f"{seed} {task} {length} {at}"))
+
+    def size(question: Question) -> int:
         return len(tokenizer(question.prompt).input_ids)
 
     least = HOPS + 1 if task == "vt" else 10 if task == "cwe" else 4
-    if tokens(least, 0) > room:
-        raise ValueError(f"{task} has no room in {length} tokens: the smallest question takes {tokens(least, 0)}.")
+    smallest = size(make(least, 0))
+    if smallest > room:
+        raise ValueError(f"{task} has no room in {length} tokens: the smallest question takes {smallest}.")
     most = len(text.words) if task == "cwe" else length
-    units = largest(lambda units: tokens(units, 0) <= room, most, least, fineness=128)
-    # names and numbers take more tokens in some questions
-    named = lambda units, at: make(units, random.Random(f"{seed} {task} {length} {at}"))  # noqa: E731
-    return within(named, tokenizer, room, units, least, count)
-
-
-def within(
-    make: Callable[[int, int], Question], tokenizer: Any, room: int, units: int, least: int, count: int
-) -> list[Question]:
-    """make(units, at) for each of `count` questions, with fewer units where its prompt takes more than `room` tokens,
-    and no fewer than `least`."""
+    units = largest(lambda units: size(make(units, 0)) <= room, most, least, fineness=128)
     found = []
-    for begin in range(0, count, TOGETHER):
-        part = [make(units, at) for at in range(begin, min(begin + TOGETHER, count))]
-        # one call for many: tokenizers then use every core
-        sizes = [len(ids) for ids in tokenizer([question.prompt for question in part]).input_ids]
-        for at, (question, size) in enumerate(zip(part, sizes, strict=True), begin):
-            own, less, taken = question, units, size
-            while taken > room and less > least:
-                less = max(least, less - max(1, less // 64))
-                own = make(less, at)
-                taken = len(tokenizer(own.prompt).input_ids)
-            found.append(own)
+    for at in range(count):
+        own, less = make(units, at), units
+        # names and numbers take more tokens in some questions
+        while size(own) > room and less > least:
+            less = max(least, less - max(1, less // 64))
+            own = make(less, at)
+        found.append(own)
     return found
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turbo_hf.eval import infinitebench, ruler
+from turbo_hf.eval import ruler
 from turbo_hf.eval.long_answers import ROWS
 from turbo_hf.eval.scorers import BBH, CHOICES, GSM8K, Scorer
 from turbo_hf.eval.tasks import (
@@ -13,7 +13,6 @@ from turbo_hf.eval.tasks import (
     Spec,
     aqua_cot,
     carried_prose,
-    infinite_task,
     lab_families,
     lab_task,
     long_task,
@@ -27,7 +26,7 @@ SUITES = {
     "smoke": "minutes on a CPU: needles, perplexity of carried prose, and with --data a few lab families",
     "core": "GSM8K and BBH with chains of thought, AQuA, needles, RULER at 4k, WikiText",
     "reasoning": "GSM8K, BBH and AQuA only: decode-heavy, short prompts",
-    "long": "to the longest context: needles at every depth, RULER, InfiniteBench's retrieval, perplexity of windows",
+    "long": "to the longest context: needles at every depth, RULER, perplexity of windows",
     "ruler": "RULER's eleven synthetic tasks with its 500 items per length, from 4k on",
     "answers": "tables written in another form, row by row: answers of 2k tokens and more",
     "lab": "every family of --data/lab_tasks, and needles, for the lab models",
@@ -132,7 +131,6 @@ def build(suite: str, tokenizer: Any, limits: Limits, data: Path | None = None) 
     if suite in RULER_ITEMS:
         specs += _ruler(suite, tokenizer, limits, data, notes)
     if suite == "long":
-        specs += _infinite(tokenizer, limits, notes)
         specs += _long_prose(data, limits)
     if suite == "lab":
         if data is None:
@@ -184,15 +182,6 @@ def _ruler(suite: str, tokenizer: Any, limits: Limits, data: Path | None, notes:
     if data is not None and text == ruler.sources():
         notes.append(f"RULER: no needle/essays/*.txt in the data folder {data}; haystacks are of the carried prose.")
     made = [ruler_task(t, tokenizer, fit, RULER_ITEMS[suite], text, limits.limit) for t in ruler.REPLIES if fit]
-    notes += [note for _, own in made for note in own]
-    return [spec for spec, _ in made if spec is not None]
-
-
-def _infinite(tokenizer: Any, limits: Limits, notes: list[str]) -> list[Spec]:
-    fit = [length for length in _doubled(1024, limits) if length <= limits.context]
-    if not fit:
-        notes.append(f"InfiniteBench: left out; it has lengths of 1024 tokens and doubled ({_bounds(limits)}).")
-    made = [infinite_task(t, tokenizer, fit, RULER_ITEMS["long"], limits.limit) for t in infinitebench.REPLIES]
     notes += [note for _, own in made for note in own]
     return [spec for spec, _ in made if spec is not None]
 

@@ -1,16 +1,16 @@
 """Tasks made here, as task configs for the harness: needles by depth, prose, AQuA with chain of thought, lab sets."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turbo_hf.eval import infinitebench, ruler
+from turbo_hf.eval import ruler
 from turbo_hf.eval.lab_items import Item, load_items
 from turbo_hf.eval.long_answers import NEW_TOKENS, long_answers, right_rows
 from turbo_hf.eval.needle import needle_grid, prose
-from turbo_hf.eval.scorers import LONG, OWN, RULER, Scorer, right_choice
+from turbo_hf.eval.scorers import LONG, OWN, RULER, Scorer, named_answers, right_choice
 
 REPLY = 32
 """Tokens of a reply to a needle: a number of seven digits, and room around it."""
@@ -80,52 +80,25 @@ def needle_task(
     return Spec("needle", _own_task("needle", docs, lambda doc, reply: doc["answer"] in reply, [], REPLY), OWN)
 
 
-def _questions_task(
-    name: str,
-    lengths: Sequence[int],
-    count: int,
-    limit: int | None,
-    make: Callable[[int, int], list[ruler.Question]],
-    judge: Callable[[dict[str, Any], str], bool],
-    new_tokens: int,
-    scorers: tuple[Scorer, ...],
+def ruler_task(
+    task: str, tokenizer: Any, lengths: Sequence[int], count: int, text: ruler.Sources, limit: int | None = None
 ) -> tuple[Spec | None, list[str]]:
-    """A task of what `make` gives for (length, items of it), and a note for each length that has no room for it."""
+    """One of RULER's tasks with `count` items per length, and a note for each length that has no room for it."""
     found: list[ruler.Question] = []
-    notes = []
+    notes, name = [], f"ruler_{task}"
     for length in lengths:
+        # of `limit` over all lengths: each item takes time to make
+        items = count if limit is None else min(count, -(-limit // len(lengths)))
         try:
-            # of `limit` over all lengths: each item takes time to make
-            found += make(length, count if limit is None else min(count, -(-limit // len(lengths))))
+            found += ruler.questions(task, tokenizer, length, items, text)
         except ValueError as small:
             notes.append(f"{name}: {small} Left out.")
     docs = [
         {"prompt": q.prompt, "answer": ", ".join(q.answers), "answers": q.answers, "length": q.length, "depth": q.depth}
         for q in evenly(found, limit)
     ]
-    return (Spec(name, _own_task(name, docs, judge, [], new_tokens), scorers) if docs else None), notes
-
-
-def ruler_task(
-    task: str, tokenizer: Any, lengths: Sequence[int], count: int, text: ruler.Sources, limit: int | None = None
-) -> tuple[Spec | None, list[str]]:
-    """One of RULER's tasks with `count` items per length, and notes as in `_questions_task`."""
-
-    def judge(doc: dict[str, Any], reply: str) -> bool:
-        return all(answer.casefold() in reply.casefold() for answer in doc["answers"])
-
-    make = lambda length, items: ruler.questions(task, tokenizer, length, items, text)  # noqa: E731
-    return _questions_task(f"ruler_{task}", lengths, count, limit, make, judge, ruler.REPLIES[task], RULER)
-
-
-def infinite_task(
-    task: str, tokenizer: Any, lengths: Sequence[int], count: int, limit: int | None = None
-) -> tuple[Spec | None, list[str]]:
-    """One of InfiniteBench's retrieval tasks with `count` items per length, and notes as in `_questions_task`."""
-    make = lambda length, items: infinitebench.questions(task, tokenizer, length, items)  # noqa: E731
-    judge = lambda doc, reply: infinitebench.right(task, doc["answer"], reply)  # noqa: E731
-    room = infinitebench.reply_tokens(task, tokenizer)
-    return _questions_task(f"infinite_{task}", lengths, count, limit, make, judge, room, OWN)
+    judge = lambda doc, reply: all(named_answers(doc, reply))  # noqa: E731
+    return (Spec(name, _own_task(name, docs, judge, [], ruler.REPLIES[task]), RULER) if docs else None), notes
 
 
 def long_task(form: str, count: int, limit: int | None = None) -> Spec:

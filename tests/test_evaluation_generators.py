@@ -10,7 +10,7 @@ import pytest
 from all_pairs import in_one_test
 from models import lab_model
 
-from turbo_hf.eval import infinitebench, ruler
+from turbo_hf.eval import ruler
 from turbo_hf.eval.needle import needle_grid
 from turbo_hf.eval.tasks import ruler_task
 
@@ -76,34 +76,11 @@ def test_variables_are_a_chain(tokenizer: Any) -> None:
     assert len(others) == 4
 
 
-@pytest.mark.parametrize("task", infinitebench.REPLIES)
-def test_infinitebench_questions_are_spread_over_depths_and_fit(tokenizer: Any, task: str) -> None:
-    made = infinitebench.questions(task, tokenizer, 900, 5)
-    assert made == infinitebench.questions(task, tokenizer, 900, 5)
-    assert [question.depth for question in made] == [0, 0.25, 0.5, 0.75, 1]
-    for question in made:
-        (answer,) = question.answers
-        tokens = len(tokenizer(question.prompt).input_ids)
-        assert 650 < tokens + infinitebench.reply_tokens(task, tokenizer) <= 900
-        at = question.prompt.index(answer) / len(question.prompt)
-        assert question.depth is not None
-        assert abs(at - question.depth) < 0.25
-        assert infinitebench.right(task, answer, f' "{answer}".')
-        assert not infinitebench.right(task, answer, f" 1{answer}")
-    if task == "number_string":
-        digits = made[0].answers[0]
-        assert len(digits) == 10
-
-
 def test_generators_refuse(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="unknown RULER task qa_1; tasks are niah_single_1"):
         ruler.questions("qa_1", tokenizer, 1024, 1, ruler.sources())
     with pytest.raises(ValueError, match=r"cwe has no room in 256 tokens: the smallest question takes \d+"):
         ruler.questions("cwe", tokenizer, 256, 1, ruler.sources())
-    with pytest.raises(ValueError, match="unknown InfiniteBench task code_run; tasks are passkey"):
-        infinitebench.questions("code_run", tokenizer, 1024, 1)
-    with pytest.raises(ValueError, match=r"passkey has no room in 64 tokens: the smallest question takes \d+"):
-        infinitebench.questions("passkey", tokenizer, 64, 1)
     with pytest.raises(ValueError, match=r"a list of 30 different words was asked for; the sources have 20"):
         ruler._list(30, 6, 1, random.Random(0), ruler.Sources(["A."], [f"w{i}" for i in range(20)]))
     assert ruler.questions("cwe", tokenizer, 4096, 1, ruler.sources())[0].length == 4096
