@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.needle import Needle
-from turbo_hf.eval.token_cache import until
-from turbo_hf.eval.without_cudnn_plans import without_plans
+from turbo_hf.eval.reading import cache_size, until, without_plans
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.handle import Handle
 from turbo_hf.patching.patch_model import patch

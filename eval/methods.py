@@ -1,9 +1,8 @@
 """The method names that `turbo-hf eval` and the harness adapter know."""
 
-import hashlib
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
@@ -108,32 +107,9 @@ def _quantized() -> dict[str, MakeCache]:
     return {f"{name}{bits}": maker(name, bits) for name, (_, widths, _) in BACKENDS.items() for bits in widths}
 
 
-def options_of_files(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """For each method that is read from a config file, every option of it as it is now; other names stand for
-    themselves."""
-    configs = {name: method_named(name).config for name in names if names_a_file(_base(name))}
-    return {name: config.to_dict() for name, config in configs.items() if config is not None}
-
-
 def folder_of(label: str) -> str:
-    """The name under which a method's results are kept: of no two methods the same."""
-    name = label.replace(" ", "-").replace("/", "-")
-    if not names_a_file(_base(label)):
-        return name
-    # a/b.json is not a-b.json
-    return f"{name}-{hashlib.sha256(label.encode()).hexdigest()[:8]}"
-
-
-def require_options(name: str, before: Mapping[str, Mapping[str, Any]]) -> None:
-    """ValueError if a method's config file has changed since `options_of_files` read it."""
-    now = options_of_files([name])
-    if now.get(name) != before.get(name):
-        raise ValueError(f"the config file of {name} has changed since this run began. Begin anew, with another --out.")
-
-
-def _base(name: str) -> str:
-    found = BASE.match(name)
-    return found[0] if found else ""
+    """The name of the folder under which a method's results are kept."""
+    return re.sub(r"[ /]", "-", label)
 
 
 def method_named(name: str) -> Method:
@@ -169,7 +145,8 @@ def _need(name: str) -> None:
 
 
 def _patched(name: str) -> TurboConfig:
-    base = _base(name)
+    found = BASE.match(name)
+    base = found[0] if found else ""
     stored, at, sparse = name[len(base) :].partition("@")
     head, *changes = stored.split("+")
     _, slash, attention = head.partition("/")

@@ -2,15 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict
-from math import sqrt
+from math import comb, sqrt
 from statistics import stdev
 from typing import Any
 
+from turbo_hf.eval.answers import Batch
 from turbo_hf.eval.evaluate import Outcome
-from turbo_hf.eval.mcnemar import paired
 from turbo_hf.eval.methods import AGAIN, BASELINE, SIMULATED
-from turbo_hf.eval.model import Batch
 from turbo_hf.eval.output import LIMITED, Table, without_dashes
 from turbo_hf.eval.report_plots import needle_cells, worst
 from turbo_hf.eval.scorers import reply_of
@@ -42,7 +40,6 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         pairs: the same between methods of equal bytes and the first of them.
         needles: cells (length, depth, share found), their mean and the worst.
         perplexity: one row per metric.
-        memory: bytes of a row's cache by its tokens.
         replies: for each method the share of replies that are the baseline's, letter by letter, and their mean length.
         serving: bytes of the KV cache per token, against the baseline's, and generated tokens per second.
         reading: for sparse methods, the share of the keys that decode steps read in sparse layers, and the same without
@@ -89,11 +86,20 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         ],
         "needles": _needles(outcomes),
         "perplexity": _perplexities(outcomes),
-        "memory": {label: _memory(outcome.batches) for label, outcome in outcomes.items()},
         "replies": _replies(outcomes),
         "serving": _serving(outcomes),
         "reading": _reading(outcomes),
     }
+
+
+def paired(baseline: list[bool], other: list[bool]) -> dict[str, Any]:
+    """Items of two methods: right with both, with the baseline alone, with the other alone, with none; and the exact
+    two-sided McNemar probability that lost and gained differ this much by chance."""
+    both = list(zip(baseline, other, strict=True))
+    lost, gained = both.count((True, False)), both.count((False, True))
+    tail = sum(comb(lost + gained, i) for i in range(min(lost, gained) + 1)) / 2 ** (lost + gained)
+    kept, neither = both.count((True, True)), both.count((False, False))
+    return {"kept": kept, "lost": lost, "gained": gained, "neither": neither, "p": min(1.0, 2 * tail)}
 
 
 def _compared(verdicts: Mapping[str, list[bool]]) -> dict[str, dict[str, Any]]:
@@ -105,7 +111,7 @@ def _compared(verdicts: Mapping[str, list[bool]]) -> dict[str, dict[str, Any]]:
             "right": sum(own),
             "accuracy": share,
             "stderr": sqrt(share * (1 - share) / (count - 1)) if count > 1 else None,
-            **(asdict(paired(base, own)) if label != BASELINE else {}),
+            **(paired(base, own) if label != BASELINE else {}),
         }
     return compared
 
@@ -208,18 +214,6 @@ def _replies(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float]]:
     }
 
 
-def _memory(batches: list[Batch]) -> list[dict[str, float]]:
-    """Tokens and KV bytes of a row, means of the batches of about one length (within a factor of two)."""
-    grouped: dict[int, list[Batch]] = defaultdict(list)
-    for batch in batches:
-        grouped[(batch.kv_tokens // batch.rows).bit_length()].append(batch)
-    found = []
-    for _, own in sorted(grouped.items()):
-        rows = sum(b.rows for b in own)
-        found.append({"tokens": sum(b.kv_tokens for b in own) / rows, "bytes": sum(b.kv_bytes for b in own) / rows})
-    return found
-
-
 def length_class(doc: Mapping[str, Any]) -> int:
     """The power of two that a document's "length" in tokens does not exceed; 0 where it says none."""
     length = doc.get("length")
@@ -287,73 +281,80 @@ def _bytes(batches: list[Batch]) -> float | None:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Tables for the terminal, Markdown and HTML alike."""
+    """Tables for the terminal, Markdown and HTML alike; those without rows are left out."""
     labels = list(found["serving"])
     named = [label + (" (simulated)" if own["simulated"] else "") for label, own in found["serving"].items()]
-    shown = []
-    if found["accuracy"]:
-        rows = [
-            [row["task"], row["scorer"] + (" *" if row["headline"] else ""), str(row["items"])]
-            + [_cell(row["methods"][label]) for label in labels]
-            for row in found["accuracy"]
-        ]
-        shown.append(
-            Table(
-                "right: % ± standard error; - lost, + gained against fp16; exact McNemar p; * enters the means",
-                ["task", "scorer", "items", *named],
-                rows,
-            )
-        )
-        means = [
-            [f"{mean['over']} ({mean['tasks']})", str(mean["items"])]
-            + [_cell(mean["methods"][label]) for label in labels]
-            for mean in found["means"]
-        ]
-        shown.append(Table("mean of tasks", ["over", "items", *named], means))
-    if found["differences"]:
-        headings = ["method", "mean of tasks", "largest loss in", "there"]
-        rows = [_points(own) for own in found["differences"]]
-        shown.append(Table("points of accuracy against fp16 ± standard error of the pairs", headings, rows))
-    if found["pairs"]:
-        headings = ["method", "method of equal bytes", "mean of tasks", "largest loss in", "there"]
-        rows = [[own["base"], *_points(own)] for own in found["pairs"]]
-        shown.append(Table("points of accuracy of the second against the first, as above", headings, rows))
-    if found["replies"]:
-        rows = [[label, f"{own['same']:.1%}", f"{own['characters']:.0f}"] for label, own in found["replies"].items()]
-        shown.append(Table("replies", ["method", "the same text as fp16", "mean length, characters"], rows))
-    if found["needles"]:
-        rows = [
-            [label, f"{own['mean']:.3f}", f"{least['share']:.2f}", f"{least['length']:,}", f"{least['depth']:.0%}"]
-            for label, own in found["needles"].items()
-            for least in (own["worst"],)
-        ]
-        headings = ["method", "mean of cells", "worst cell", "its tokens", "its depth"]
-        shown.append(Table("needles: share found", headings, rows))
-    if found["lengths"]:
-        rows = [
-            [f"{row['up_to']:,}", str(row["items"])] + [_cell(row["methods"][label]) for label in labels]
-            for row in found["lengths"]
-        ]
-        shown.append(Table("tasks of several lengths, by tokens of the prompt", ["up to", "items", *named], rows))
-    if found["perplexity"]:
-        rows = [
-            [row["task"], row["metric"]] + [f"{row['methods'][label]:.4f}" for label in labels]
-            for row in found["perplexity"]
-        ]
-        shown.append(Table("perplexity, lower is better", ["task", "metric", *named], rows))
-    serving = [
-        [name, str(own["prompts"]), *_figures(own), "computed" if own["simulated"] else "measured"]
-        for name, own in zip(named, found["serving"].values(), strict=True)
-        if own["prompts"]
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        return [_cell(row["methods"][label]) for label in labels]
+
+    shown = [
+        Table(
+            "right: % ± standard error; - lost, + gained against fp16; exact McNemar p; * enters the means",
+            ["task", "scorer", "items", *named],
+            [
+                [row["task"], row["scorer"] + (" *" if row["headline"] else ""), str(row["items"]), *cells(row)]
+                for row in found["accuracy"]
+            ],
+        ),
+        Table(
+            "mean of tasks",
+            ["over", "items", *named],
+            [[f"{mean['over']} ({mean['tasks']})", str(mean["items"]), *cells(mean)] for mean in found["means"]],
+        ),
+        Table(
+            "points of accuracy against fp16 ± standard error of the pairs",
+            ["method", "mean of tasks", "largest loss in", "there"],
+            [_points(own) for own in found["differences"]],
+        ),
+        Table(
+            "points of accuracy of the second against the first, as above",
+            ["method", "method of equal bytes", "mean of tasks", "largest loss in", "there"],
+            [[own["base"], *_points(own)] for own in found["pairs"]],
+        ),
+        Table(
+            "replies",
+            ["method", "the same text as fp16", "mean length, characters"],
+            [[label, f"{own['same']:.1%}", f"{own['characters']:.0f}"] for label, own in found["replies"].items()],
+        ),
+        Table(
+            "needles: share found",
+            ["method", "mean of cells", "worst cell", "its tokens", "its depth"],
+            [
+                [label, f"{own['mean']:.3f}", f"{least['share']:.2f}", f"{least['length']:,}", f"{least['depth']:.0%}"]
+                for label, own in found["needles"].items()
+                for least in (own["worst"],)
+            ],
+        ),
+        Table(
+            "tasks of several lengths, by tokens of the prompt",
+            ["up to", "items", *named],
+            [[f"{row['up_to']:,}", str(row["items"]), *cells(row)] for row in found["lengths"]],
+        ),
+        Table(
+            "perplexity, lower is better",
+            ["task", "metric", *named],
+            [
+                [row["task"], row["metric"], *(f"{row['methods'][label]:.4f}" for label in labels)]
+                for row in found["perplexity"]
+            ],
+        ),
+        Table(
+            "memory and speed of generation",
+            ["method", "prompts", "KV bytes/token", "ratio", "tokens/s", "bytes are"],
+            [
+                [name, str(own["prompts"]), *_figures(own), "computed" if own["simulated"] else "measured"]
+                for name, own in zip(named, found["serving"].values(), strict=True)
+                if own["prompts"]
+            ],
+        ),
+        Table(
+            "keys that decode steps of sparse layers read",
+            ["method", "of all", "of those not always read"],
+            [[label, f"{own['share']:.1%}", f"{own['share_beyond']:.1%}"] for label, own in found["reading"].items()],
+        ),
     ]
-    if serving:
-        headings = ["method", "prompts", "KV bytes/token", "ratio", "tokens/s", "bytes are"]
-        shown.append(Table("memory and speed of generation", headings, serving))
-    if found["reading"]:
-        rows = [[label, f"{own['share']:.1%}", f"{own['share_beyond']:.1%}"] for label, own in found["reading"].items()]
-        headings = ["method", "of all", "of those not always read"]
-        shown.append(Table("keys that decode steps of sparse layers read", headings, rows))
-    return [without_dashes(table) for table in shown]
+    return [without_dashes(table) for table in shown if table.rows]
 
 
 def _figures(own: dict[str, Any]) -> list[str]:

@@ -47,38 +47,6 @@ def needle_map(base: Cells, other: Cells, name: str, path: Path) -> None:
     write_png(path, figure)
 
 
-def memory_plot(found: dict[str, Any], title: str, path: Path) -> bool:
-    """Write a PNG of a row's KV bytes against its tokens, one line per method; False: nothing was generated."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  as above
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # noqa: PLC0415
-
-    if not all(found["memory"].values()):
-        return False
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axis = figure.subplots()
-    for label, points in found["memory"].items():
-        simulated = found["serving"][label]["simulated"]
-        axis.plot(
-            [point["tokens"] for point in points],
-            [point["bytes"] / 1e6 for point in points],
-            linestyle="--" if simulated else "-",
-            marker="o",
-            markersize=4,
-            label=label + (" (computed)" if simulated else ""),
-        )
-    axis.set(xlabel="tokens of a row, prompt and reply", ylabel="KV cache of a row, MB", xscale="log", yscale="log")
-    for scale in (axis.xaxis, axis.yaxis):
-        # a span of less than a power of ten would have no figure at all
-        scale.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        scale.set_major_formatter(StrMethodFormatter("{x:g}"))
-        scale.set_minor_formatter(NullFormatter())
-    axis.set_title(title, fontsize="small")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
-    write_png(path, figure)
-    return True
-
-
 MARKERS = "os^D"
 """Of ten methods each, which have a colour of their own."""
 

@@ -13,8 +13,8 @@ from all_pairs import in_one_test
 from bench_support import CPU, check_refused
 from stores import tokens
 
-from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.oracle import attend
+from turbo_hf.eval.bench.runner import as_json
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, parse_size, parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import Call, Ceilings, Stopwatch, side_by_side, speedup, spread
 

@@ -8,7 +8,6 @@ from models import lab_model, left_padded, prompts, tiny_llama, tiny_mistral
 
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.eval import published
-from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import method_named
 from turbo_hf.eval.published import (
     CompressedLayer,
@@ -23,6 +22,7 @@ from turbo_hf.eval.published import (
     rounded,
     simulated_cache,
 )
+from turbo_hf.eval.reading import cache_size
 from turbo_hf.models.versions import CACHE
 
 HEADS, DIM = 2, 64

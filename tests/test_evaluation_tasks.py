@@ -24,7 +24,6 @@ from turbo_hf.eval.evaluate import load_tasks, quiet
 from turbo_hf.eval.scorers import BBH, GSM8K, right_choice, right_number, right_statement
 from turbo_hf.eval.suites import BBH_TASKS, BOOKS, SUITES, Limits, build
 from turbo_hf.eval.tasks import Spec, evenly
-from turbo_hf.eval.token_cache import Prompts
 
 LIMITS = Limits(context=8192, longest=512, limit=3)
 
@@ -117,7 +116,7 @@ def test_gold_answers_score_one_and_wrong_ones_nothing(data: Path, tokenizer: An
         own, _ = build(suite, tokenizer, Limits(8192, longest, 2), data)
         # a task of two suites is one task here
         own = [spec for spec in own if spec.name not in tasks]
-        loaded, notes = load_tasks(own, Prompts(tokenizer), Limits(8192, 4096, 2))
+        loaded, notes = load_tasks(own, tokenizer, Limits(8192, 4096, 2))
         assert not notes
         specs += own
         tasks |= loaded
@@ -163,7 +162,7 @@ def test_options_by_log_likelihood_and_guesses_score_what_they_should(tmp_path: 
     (spec,) = [spec for spec in specs if spec.name == "agieval_aqua_rat"]
     local = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": {"test": str(path)}}}
     spec = replace(spec, config={"task": spec.name, **local})
-    tasks, _ = load_tasks([spec], Prompts(tokenizer), Limits(8192, 512))
+    tasks, _ = load_tasks([spec], tokenizer, Limits(8192, 512))
     guesses = {query: rng.randrange(5) for query in gold}
     for chosen, least, most in (
         (gold, 1.0, 1.0),
@@ -195,7 +194,7 @@ def test_without_the_hub_the_local_files_are_named(tokenizer: Any, monkeypatch: 
     ):
         own = [spec for spec in specs if spec.name == name]
         with pytest.raises(ValueError, match=f"{name}: Couldn't reach it. Without the Hub: --data DIR, with {files}"):
-            load_tasks(own, Prompts(tokenizer), LIMITS)
+            load_tasks(own, tokenizer, LIMITS)
 
 
 @in_one_test(

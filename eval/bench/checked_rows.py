@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from turbo_hf.console import remark, show_table
 from turbo_hf.eval.bench.check import Check
-from turbo_hf.eval.bench.options import figure
 from turbo_hf.eval.bench.rivals import BASELINES
+from turbo_hf.eval.bench.runner import figure
 from turbo_hf.eval.bench.timing import Call, speedup, spread
 from turbo_hf.eval.output import write_png
 

@@ -19,11 +19,19 @@ from turbo_hf.eval.bench.checked_rows import plot_rows, print_rows, timed, untim
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, LATENT_SHAPES, WIDTHS, Case, choose_cases, groups_of
 from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.latent import latent_bytes, latent_step, torch_calls
-from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import draw, one_head, packed_stores
 from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
-from turbo_hf.eval.bench.runner import BenchRun
+from turbo_hf.eval.bench.runner import (
+    Backend,
+    BenchRun,
+    Folder,
+    Seed,
+    find_device,
+    one_of,
+    prepare_folder,
+    require_choice,
+)
 from turbo_hf.eval.bench.shapes import tokens_label
 from turbo_hf.eval.bench.sparse import SELECTORS, SHARES, SPARSE_SIZES, Choice, bucket_steps
 from turbo_hf.eval.bench.steps import DecodeRow, Found, Prepared, check_heads, new_row, our_step

@@ -19,7 +19,9 @@ from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, TurboC
 from turbo_hf.console import Device, Json, err, mistakes_end_the_command, processes, remark, show_table
 from turbo_hf.eval.bench.checked_rows import print_notes
 from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, speed
-from turbo_hf.eval.bench.options import (
+from turbo_hf.eval.bench.random_models import KINDS, bench_model, random_drafter, require_one_model
+from turbo_hf.eval.bench.runner import (
+    BenchRun,
     Folder,
     ModelPlace,
     Seed,
@@ -30,8 +32,6 @@ from turbo_hf.eval.bench.options import (
     prepare_folder,
     require_choice,
 )
-from turbo_hf.eval.bench.random_models import KINDS, bench_model, random_drafter, require_one_model
-from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import largest, parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import BACKENDS, installed

@@ -14,9 +14,12 @@ from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS, V_SCALES
 from turbo_hf.console import Device, Json, mistakes_end_the_command, out
 from turbo_hf.eval.bench.check import Check, Sample, poisoned, verify
 from turbo_hf.eval.bench.checked_rows import CheckedRow, checked, plot_rows, print_rows, timed, untimed
-from turbo_hf.eval.bench.options import (
+from turbo_hf.eval.bench.random_cache import draw
+from turbo_hf.eval.bench.rivals import BASELINES, Rival, rivals
+from turbo_hf.eval.bench.runner import (
     DTYPES,
     Backend,
+    BenchRun,
     Block,
     Folder,
     Modes,
@@ -27,9 +30,6 @@ from turbo_hf.eval.bench.options import (
     prepare_folder,
     require_choice,
 )
-from turbo_hf.eval.bench.random_cache import draw
-from turbo_hf.eval.bench.rivals import BASELINES, Rival, rivals
-from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size, tokens_label
 from turbo_hf.eval.bench.timing import Call, Ceilings, Conditions, Stopwatch, ceilings, side_by_side
 from turbo_hf.layout import MODES, QUANTIZED_MODES, AttentionOutput, Rounding, Scoring
