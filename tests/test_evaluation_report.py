@@ -62,7 +62,7 @@ def test_means_leave_out_what_the_baseline_cannot_do() -> None:
     assert both["pairs"] == [{"base": "y", **found["differences"][0]}]
     titled = {title: rows for title, _, rows in tables(both)}
     cells = ["y", "x", f"-10.00 ± {100 * (0.7 / 5) ** 0.5 / 2:.2f}", "t0", "-20.00"]
-    assert titled["points of accuracy of the second against the first, as above"] == [cells]
+    assert titled["points of accuracy of the second against the first ± standard error of the pairs"] == [cells]
     smaller = replace(outcome(good, bad), batches=[Batch(4, 8, 2.0, 98, 10)])
     other = report(specs, {BASELINE: outcome(good, bad), "y": outcome(good, bad), "x": smaller})
     assert other["pairs"] == [], "two percent fewer bytes"
