@@ -3,7 +3,6 @@
 import json
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -112,25 +111,6 @@ def test_the_largest_is_found_to_a_sixteenth(limit: int) -> None:
     assert limit - limit // 16 <= found <= limit
     assert len(tried) <= 2 + limit.bit_length() + 4
     assert largest(lambda _: True, 7) == 7
-
-
-def test_the_largest_batch_by_what_a_few_rows_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[int] = []
-    gpu: dict[str, Any] = {
-        "reset_peak_memory_stats": lambda device: None,
-        "max_memory_allocated": lambda device: 100 + 7 * tried[-1],
-        "memory_allocated": lambda device: 90,
-        "mem_get_info": lambda device: (910, 2000),
-    }
-    for name, what in gpu.items():
-        monkeypatch.setattr(torch.cuda, name, what)
-    monkeypatch.setattr(generate, "_holds", lambda *_: lambda rows: tried.append(rows) or rows < 17)  # type: ignore[func-returns-value]
-    model, method, work = SimpleNamespace(device=torch.device("cpu")), GenerateMethod("SDPA"), Work(10, 2, 1, None, 0)
-    # 900 bytes are left for rows of 7
-    assert generate._guess(model, method, work, 4096) == 128 * 15 // 16
-    assert generate._guess(model, method, work, 50) == 50
-    assert generate._guess(model, method, work, 15) is None
-    assert tried == [4, 4, 16, 4, 4, 16]
 
 
 def test_memory_that_runs_out_is_no_error_and_all_else_is() -> None:

@@ -204,6 +204,7 @@ def decode_command(
     over more caches than fit in L2; a launch without a graph is shown separately. Exits with 1 if a result is wrong,
     which is then not timed, or a launch fails.
     """
+    given = dict(locals())
     with mistakes_end_the_command():
         widths = [one_of("width", name, WIDTHS) for name in width or ("4",)]
         selectors = [one_of("selector", name, SELECTORS) for name in selector or ()]
@@ -233,7 +234,7 @@ def decode_command(
         cases,
         lambda case, tell: run_case(case, widths, how._replace(tell=tell), copy, sparse),
         print_case,
-        options={**how.given, "widths": widths, "sparse": [asdict(choice) for choice in sparse]},
+        options={**given, "widths": widths, "sparse": [asdict(choice) for choice in sparse]},
         copy_tb_s=copy,
     )
     if folder is not None:  # once: a plot takes longer than a case

@@ -51,10 +51,7 @@ REPEATED = 64
 """Tokens that a prompt for prompt lookup consists of, over and over."""
 
 FINENESS = 16
-"""The largest batch is found to within 1 / FINENESS of itself; a guess stays below by as much."""
-
-SAMPLE = (4, 16)
-"""Batch sizes from whose memory use the largest batch is estimated."""
+"""The largest batch is found to within 1 / FINENESS of itself."""
 
 LARGEST = "largest"
 
@@ -223,37 +220,16 @@ def _measured(model: Any, row: GenerateRow, method: GenerateMethod, work: Work, 
     if row.largest:
         # as long a prompt as the rows will be at the end: two passes show what all of them would
         whole = replace(work, context=work.context + max(0, work.new - 2), new=2, rounds=1)
-        guess = _guess(model, method, whole, most) if model.device.type == "cuda" else None
-        batch = largest(_holds(model, method, whole), most, fineness=FINENESS) if guess is None else guess
+        batch = largest(
+            lambda rows: attempt(partial(_run, model, method, rows, whole)) is not None, most, fineness=FINENESS
+        )
     while batch:
         found = attempt(partial(_timed, model, replace(row, batch=batch), method, work))
         if found is not None:
             return found
-        # a guess may be too high, and what was free when a batch was tried may not be free now
+        # what was free when a batch was tried may not be free now
         batch = batch - max(1, batch // FINENESS) if row.largest else 0
     return replace(row, note="does not fit the memory")
-
-
-def _holds(model: Any, method: GenerateMethod, work: Work) -> Callable[[int], bool]:
-    return lambda rows: attempt(partial(_run, model, method, rows, work)) is not None
-
-
-def _guess(model: Any, method: GenerateMethod, work: Work, most: int) -> int | None:
-    """How many rows fit, estimated from two small batches, less 1 / FINENESS; None where these do not fit."""
-    few, more = SAMPLE
-    if most < more:
-        return None
-    peaks = []
-    for rows in (few, few, more):  # the first pass compiles, and leaves workspaces behind
-        torch.cuda.reset_peak_memory_stats(model.device)
-        if not _holds(model, method, work)(rows):
-            return None
-        peaks.append(torch.cuda.max_memory_allocated(model.device))
-    each = max(1, peaks[2] - peaks[1]) / (more - few)
-    free_memory()
-    free, _ = torch.cuda.mem_get_info(model.device)
-    room = free + torch.cuda.memory_allocated(model.device) - (peaks[1] - few * each)
-    return max(1, min(most, int(room / each * (1 - 1 / FINENESS))))
 
 
 @contextmanager
@@ -376,6 +352,7 @@ def generate_command(
     what prompt lookup takes from a prompt that repeats itself. Exits with 1 if a patched model, or the unpatched one,
     fails or is wrong; what does not fit or is not installed gets a line.
     """
+    given = dict(locals())
     with mistakes_end_the_command():
         if paper and (context or batch or new):
             raise ValueError("--paper sets --context, --batch and --new; omit them.")
@@ -404,16 +381,7 @@ def generate_command(
             torch.manual_seed(seed)
         prepare_folder(folder)
     bench = BenchRun[GenerateRow]("generate", where, folder)
-    given: dict[str, Any] = {
-        "model": model_place,
-        "layers": layers,
-        "chunk": chunk,
-        "rounds": rounds,
-        "most": most,
-        "seed": seed,
-    }
-    shown = {name: config.to_dict() for name, config in configs.items()}
-    given |= {"cuda_graphs": cuda_graphs, "ranks": together[1], "configs": shown}
+    given |= {"ranks": together[1], "configs": {name: config.to_dict() for name, config in configs.items()}}
     for name in shapes if model_place is None else [Path(model_place).name]:
         with err.status(f"making {name}"):
             model = bench_model(name, model_place, layers, where, tiny=tiny)
@@ -423,7 +391,7 @@ def generate_command(
             [(work, rows) for work in works for rows in batches],
             lambda case, tell, measure=measure: measure(*case, most, tell),  # type: ignore[misc]
             partial(_print, model.config.get_text_config(decoder=True).num_hidden_layers),
-            options={**given, "tiny": tiny},
+            options=given,
         )
         del model, drafter, measure
         free_memory()

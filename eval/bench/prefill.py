@@ -206,6 +206,7 @@ def prefill_command(
     Default: every shape and size, causal and full, in the modes that quantize. Exits with 1 if a result is wrong, which
     is then not timed, or a mode refuses.
     """
+    given = dict(locals())
     with mistakes_end_the_command():
         modes = [one_of("mode", name, ATTENTION_MODES) for name in mode or QUANTIZED_MODES]
         one_of("dtype", dtype, HALVES)
@@ -244,7 +245,7 @@ def prefill_command(
         cases,
         lambda case, tell: run_case(case, modes, options, how._replace(tell=tell), dtype=DTYPES[dtype], limits=limits),
         show,
-        options={**options, **how.given, "dtype": dtype},
+        options=given,
         ceilings=asdict(limits),
     )
     bench.finish(json_line, untimed(bench.rows))

@@ -70,7 +70,7 @@ def prepare_folder(folder: Path | None, *, plot: bool = False) -> None:
 
 
 def as_json(result: Any, indent: int | None = None) -> str:
-    """JSON of dicts, lists and numbers; non-finite numbers, which JSON cannot represent, become null."""
+    """JSON of dicts, lists, numbers and paths; non-finite numbers, which JSON cannot represent, become null."""
 
     def finite(x: Any) -> Any:
         if isinstance(x, dict):
@@ -79,7 +79,7 @@ def as_json(result: Any, indent: int | None = None) -> str:
             return [finite(value) for value in x]
         return None if isinstance(x, float) and not abs(x) < float("inf") else x
 
-    return json.dumps(finite(result), indent=indent)
+    return json.dumps(finite(result), indent=indent, default=str)
 
 
 SHOWN = ("torch", "triton", "transformers", "sageattention", "driver")

@@ -277,6 +277,7 @@ def serve_command(
     Compares Transformers' continuous batching, unpatched (SDPA, or FlashAttention where it is installed) and patched,
     with static batches of `generate`. Needs transformers 5.19.
     """
+    given = dict(locals())
     with mistakes_end_the_command():
         require_version()
         workloads = [one_of("workload", name, WORKLOADS) for name in workload or WORKLOADS]
@@ -309,20 +310,7 @@ def serve_command(
             rows.append(measured(model, ServeRow(name, method, len(jobs)), serve))
         return rows
 
-    given: dict[str, Any] = {
-        "shape": shape,
-        "model": model_place,
-        "layers": layers,
-        "context": context,
-        "prefix": prefix,
-        "new": new,
-    }
-    given |= {"requests": requests, "speedup": speedup, "gap": gap, "batch": batch, "pool": pool, "tiny": tiny}
-    given |= {
-        "seed": seed,
-        "batch_tokens": batch_tokens,
-        "configs": {name: config.to_dict() for name, config in configs.items()},
-    }
+    given["configs"] = {name: config.to_dict() for name, config in configs.items()}
     bench.each(workloads, measure, _print, options=given)
     bench.finish(json_line, [f"{row.method}, {row.workload}: {row.note}" for row in bench.rows if row.note])
 

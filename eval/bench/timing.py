@@ -82,11 +82,6 @@ class Conditions(NamedTuple):
         """Where it runs."""
         return self.stopwatch.device
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """For the result."""
-        return {"backend": self.backend, "seed": self.seed, "seconds": self.seconds}
-
 
 def side_by_side(calls: dict[str, Call], stopwatch: Stopwatch, seconds: float) -> dict[str, list[float]]:
     """Milliseconds of each call in each round; a round runs all of them, each round beginning with the next one.
