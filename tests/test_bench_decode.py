@@ -13,13 +13,20 @@ from bench_support import CPU, check_not_timed, check_refused, last_json, run
 from turbo_hf.eval.bench import decode as bench
 from turbo_hf.eval.bench import random_cache
 from turbo_hf.eval.bench.decode import check_decode
-from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, Case, choose_cases, groups_of, make_case
-from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import one_head, packed_stores
 from turbo_hf.eval.bench.rivals import Rival
-from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
-from turbo_hf.eval.bench.timing import Conditions, Stopwatch
+from turbo_hf.eval.bench.shapes import (
+    DECODE_SHAPES,
+    WIDTHS,
+    Case,
+    choose_cases,
+    groups_of,
+    make_case,
+    parse_tokens,
+    tokens_label,
+)
+from turbo_hf.eval.bench.timing import Conditions, Rotation, Stopwatch, cold_copies
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.decode import contract as op
 from turbo_hf.ops.store.quantize import dequantize

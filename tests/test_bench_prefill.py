@@ -9,7 +9,7 @@ import pytest
 import torch
 from bench_support import CPU, check_not_timed, complaint, last_json, run
 
-from turbo_hf.eval.bench.check import Sample, verify
+from turbo_hf.eval.bench.checked import Sample, verify
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.prefill import inputs
 from turbo_hf.eval.bench.shapes import SHAPES, PromptCase
@@ -27,13 +27,11 @@ def test_prefill_prints_tables_json_and_files(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "prefill.png").read_bytes().startswith(b"\x89PNG")
     assert report["options"]["seed"] == 0
     assert report["facts"]["versions"]["torch"]
-    assert report["ceilings"]["copy"] > 0
     rows = {(row["method"], row["causal"]): row for row in report["rows"]}
     assert set(rows) == {(m, c) for m in ("SDPA math", "turbo", "int8", "half", "fp8", "fp16") for c in (True, False)}
     for (method, causal), row in rows.items():
         flops = PromptCase("", SHAPES["qwen2.5-0.5b"], 1, 70, causal).flops
         assert row["tflops"] == pytest.approx(flops / 1e9 / row["ms"])
-        assert row["roofline"] == pytest.approx(row["floor_ms"] / row["ms"])
         assert row["rounds"] >= 5
         assert (row["quantize_ms"] is not None) == (method in ("turbo", "int8", "half", "fp8"))
         if row["ours"]:

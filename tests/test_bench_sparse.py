@@ -10,7 +10,7 @@ import torch
 from bench_support import CPU, last_json, run
 
 from turbo_hf.eval.bench import sparse as bench
-from turbo_hf.eval.bench.decode_cases import Case, make_case
+from turbo_hf.eval.bench.shapes import Case, make_case
 from turbo_hf.eval.bench.sparse import (
     SELECTORS,
     Choice,

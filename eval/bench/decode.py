@@ -14,10 +14,19 @@ import typer
 
 from turbo_hf.config.turbo_config import BACKENDS
 from turbo_hf.console import Device, Json, mistakes_end_the_command, out
-from turbo_hf.eval.bench.check import Check
-from turbo_hf.eval.bench.checked_rows import plot_rows, print_rows, timed, untimed
-from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, LATENT_SHAPES, WIDTHS, Case, choose_cases, groups_of
-from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
+from turbo_hf.eval.bench.checked import (
+    Check,
+    DecodeRow,
+    Found,
+    Prepared,
+    check_heads,
+    new_row,
+    our_step,
+    plot_rows,
+    print_rows,
+    timed,
+    untimed,
+)
 from turbo_hf.eval.bench.latent import latent_bytes, latent_step, torch_calls
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import draw, one_head, packed_stores
@@ -32,10 +41,9 @@ from turbo_hf.eval.bench.runner import (
     prepare_folder,
     require_choice,
 )
-from turbo_hf.eval.bench.shapes import tokens_label
+from turbo_hf.eval.bench.shapes import DECODE_SHAPES, LATENT_SHAPES, WIDTHS, Case, choose_cases, groups_of, tokens_label
 from turbo_hf.eval.bench.sparse import SELECTORS, SHARES, SPARSE_SIZES, Choice, bucket_steps
-from turbo_hf.eval.bench.steps import DecodeRow, Found, Prepared, check_heads, new_row, our_step
-from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch, ceilings, side_by_side
+from turbo_hf.eval.bench.timing import Call, Conditions, Rotation, Stopwatch, cold_copies, copy_bandwidth, side_by_side
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Scoring, in_words
 from turbo_hf.ops.decode import contract as op
 from turbo_hf.ops.decode.reference import reference_decode
@@ -226,7 +234,7 @@ def decode_command(
         prepare_folder(folder, plot=True)
     sparse = [Choice(name, shares, buckets, hidden, AlwaysRead(1, window)) for name in selectors]
     bench = BenchRun[DecodeRow]("decode", stopwatch.device, folder)
-    copy = ceilings(stopwatch).copy
+    copy = copy_bandwidth(stopwatch)
     out.print(f"Copy bandwidth measured now: {copy:.3g} TB/s.", highlight=False)
     stopwatch.burst_ms = min(stopwatch.burst_ms, BURST_MS)
     how = Conditions(stopwatch, backend, seed, seconds)

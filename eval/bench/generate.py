@@ -17,7 +17,7 @@ import typer
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, TurboConfig, resolve_config
 from turbo_hf.console import Device, Json, err, mistakes_end_the_command, processes, remark, show_table
-from turbo_hf.eval.bench.checked_rows import print_notes
+from turbo_hf.eval.bench.checked import print_notes
 from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, speed
 from turbo_hf.eval.bench.random_models import KINDS, bench_model, random_drafter, require_one_model
 from turbo_hf.eval.bench.runner import (

@@ -3,7 +3,7 @@ figure includes quantization."""
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -12,10 +12,20 @@ import typer
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS, V_SCALES
 from turbo_hf.console import Device, Json, mistakes_end_the_command, out
-from turbo_hf.eval.bench.check import Check, Sample, poisoned, verify
-from turbo_hf.eval.bench.checked_rows import CheckedRow, checked, plot_rows, print_rows, timed, untimed
+from turbo_hf.eval.bench.checked import (
+    Check,
+    CheckedRow,
+    Sample,
+    checked,
+    plot_rows,
+    poisoned,
+    print_rows,
+    timed,
+    untimed,
+    verify,
+)
 from turbo_hf.eval.bench.random_cache import draw
-from turbo_hf.eval.bench.rivals import BASELINES, Rival, rivals
+from turbo_hf.eval.bench.rivals import Rival, rivals
 from turbo_hf.eval.bench.runner import (
     DTYPES,
     Backend,
@@ -31,16 +41,13 @@ from turbo_hf.eval.bench.runner import (
     require_choice,
 )
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size, tokens_label
-from turbo_hf.eval.bench.timing import Call, Ceilings, Conditions, Stopwatch, ceilings, side_by_side
+from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch, side_by_side
 from turbo_hf.layout import MODES, QUANTIZED_MODES, AttentionOutput, Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
 from turbo_hf.ops.prefill import operands
 
 HALVES = ("float16", "bfloat16")
 """What the other methods have kernels for."""
-
-BITS = {name: (8 if mode.k_scale else 16, 8 if mode.v_type else 16) for name, mode in MODES.items()}
-"""Width of the operands of Q K^T and of P V in each mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +57,12 @@ class PrefillRow(CheckedRow):
     ms: median of the rounds, quantization included.
     quantize_ms: of K and V apart (Q is quantized inside the attention).
     tflops: 10^12 operations per second, counted as `PromptCase.flops`.
-    floor_ms: from the ceilings.
-    roofline: floor over time.
     """
 
     causal: bool
     ms: float | None = None
     quantize_ms: float | None = None
     tflops: float | None = None
-    floor_ms: float | None = None
-    roofline: float | None = None
 
 
 def run_case(
@@ -69,7 +72,6 @@ def run_case(
     how: Conditions,
     *,
     dtype: torch.dtype,
-    limits: Ceilings,
 ) -> list[PrefillRow]:
     """Check, then time every mode and every rival on one case.
 
@@ -104,7 +106,7 @@ def run_case(
                 calls[_apart(mode)] = partial(operands.quantize_operands, k, v, rounding, backend=backend)
     how.tell(f"{case}: timing")
     times = side_by_side(calls, how.stopwatch, how.seconds) if calls else {}
-    return [_timed(row, case, times, limits, dtype.itemsize) for row in rows]
+    return [_timed(row, case, times) for row in rows]
 
 
 def options_of(mode: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def _row(case: PromptCase, method: str, note: str = "") -> PrefillRow:
         tokens=case.tokens,
         causal=case.causal,
         method=method,
-        ours=method in BITS,
+        ours=method in MODES,
         note=note,
     )
 
@@ -165,24 +167,12 @@ def _apart(mode: str) -> str:
     return f"{mode}: quantization"
 
 
-def _timed(
-    row: PrefillRow, case: PromptCase, times: dict[str, list[float]], limits: Ceilings, itemsize: int
-) -> PrefillRow:
+def _timed(row: PrefillRow, case: PromptCase, times: dict[str, list[float]]) -> PrefillRow:
     if row.method not in times:
         return row
-    ms = statistics.median(times[row.method])
-    bits = BITS.get(row.method) or ((16, 16) if row.method in BASELINES else (8, 16))
-    floor = limits.floor_ms(case.flops, bits, case.bytes_moved(itemsize))
-    apart = times.get(_apart(row.method))
-    return timed(
-        row,
-        times,
-        ms=ms,
-        quantize_ms=None if apart is None else statistics.median(apart),
-        tflops=case.flops / ms / 1e9,
-        floor_ms=floor,
-        roofline=floor / ms,
-    )
+    ms, apart = statistics.median(times[row.method]), times.get(_apart(row.method))
+    quantize_ms = None if apart is None else statistics.median(apart)
+    return timed(row, times, ms=ms, quantize_ms=quantize_ms, tflops=case.flops / ms / 1e9)
 
 
 def prefill_command(
@@ -220,11 +210,6 @@ def prefill_command(
     masks = (True, False) if causal is None else (causal,)
     cases = [PromptCase(name, heads[name], *at, mask) for name in heads for mask in masks for at in sizes]
     bench = BenchRun[PrefillRow]("prefill", stopwatch.device, folder)
-    limits = ceilings(stopwatch)
-    rates = {"bf16": limits.bf16, "int8": limits.int8, "fp8": limits.fp8}
-    shown = [f"{name} {'none' if rate is None else f'{rate:.4g}'}" for name, rate in rates.items()]
-    products = f"products of {limits.size} cubed, {', '.join(shown)} TFLOP/s"
-    out.print(f"Ceilings measured now: {products}; copy {limits.copy:.3g} TB/s.", highlight=False)
     options = {"block": block, "v_scale": v_scale, "smooth_k": smooth_k}
     how = Conditions(stopwatch, backend, seed, seconds)
 
@@ -243,10 +228,9 @@ def prefill_command(
 
     bench.each(
         cases,
-        lambda case, tell: run_case(case, modes, options, how._replace(tell=tell), dtype=DTYPES[dtype], limits=limits),
+        lambda case, tell: run_case(case, modes, options, how._replace(tell=tell), dtype=DTYPES[dtype]),
         show,
         options=given,
-        ceilings=asdict(limits),
     )
     bench.finish(json_line, untimed(bench.rows))
 
@@ -258,7 +242,6 @@ def _print_case(case: PromptCase, rows: Sequence[PrefillRow], device: torch.devi
         "ms": ("ms", ".4g"),
         "quantize ms": ("quantize_ms", ".3g"),
         "TFLOP/s": ("tflops", ".4g"),
-        "roofline": ("roofline", ".0%"),
     }
     print_rows(title, "method", rows, columns)
     if device.type != "cuda":

@@ -14,7 +14,7 @@ import typer
 
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, TurboConfig, resolve_config
 from turbo_hf.console import Device, Json, mistakes_end_the_command, remark, show_table
-from turbo_hf.eval.bench.checked_rows import print_notes
+from turbo_hf.eval.bench.checked import print_notes
 from turbo_hf.eval.bench.clock import clocked, vocabulary_of
 from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_model
 from turbo_hf.eval.bench.runner import (

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from turbo_hf.eval.bench.check import Check
-from turbo_hf.eval.bench.decode_cases import BLOCK, Case, groups_of
-from turbo_hf.eval.bench.graph_rotation import cold_copies
+from turbo_hf.eval.bench.checked import Check, Found, Prepared, check_heads, our_step
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import draw, one_head, packed_stores
-from turbo_hf.eval.bench.steps import Found, Prepared, check_heads, our_step
-from turbo_hf.eval.bench.timing import Conditions
+from turbo_hf.eval.bench.shapes import BLOCK, Case, groups_of
+from turbo_hf.eval.bench.timing import Conditions, cold_copies
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, widths_of
 from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.sparse.reference import reference_sparse_decode

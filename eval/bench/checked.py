@@ -1,0 +1,376 @@
+"""Methods of `bench prefill` and `bench decode`: checked against the float64 oracle, timed, in a table, in a plot.
+
+A sample of a result is right within what the mode itself costs.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from turbo_hf.console import remark, show_table
+from turbo_hf.eval.bench.oracle import attend
+from turbo_hf.eval.bench.rivals import BASELINES
+from turbo_hf.eval.bench.runner import figure
+from turbo_hf.eval.bench.shapes import Case
+from turbo_hf.eval.bench.timing import Call, Rotation, speedup, spread
+from turbo_hf.eval.output import write_png
+from turbo_hf.layout import AttentionOutput
+from turbo_hf.ops.prefill.reference import reference_prefill
+
+ROWS = 64
+"""Queries checked per head: the first ones, the last, some at the edges of tiles, the others at random."""
+
+SLACK = 2
+"""Factor on the reference's error plus the rounding of the output: what a row may be off by. Rounding in another order
+changes errors by less; a wrong key, scale or mask causes an error of the size of the row itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A sample of a result against the oracle.
+
+    error: |o - oracle| / |oracle| over the sample.
+    worst: the same of the worst query.
+    budget: what `worst` may be.
+    lse_worst, lse_budget: absolute, natural log units.
+    problem: what is wrong; "" if nothing is.
+    """
+
+    error: float
+    worst: float
+    budget: float
+    lse_worst: float
+    lse_budget: float
+    problem: str
+
+
+class Sample:
+    """The oracle's result for ROWS queries of the first head of the first row and the last head of the last row."""
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float, causal: bool, seed: int
+    ) -> None:
+        batch, heads, tokens, _ = q.shape
+        group = heads // k.shape[1]
+        self.heads = [(0, 0), (batch - 1, heads - 1)]
+        self.rows = _rows(tokens, seed).to(q.device)
+        self.scaling = scaling
+        self.inputs = [[x[b, h : h + 1] for x, h in ((q, h), (k, h // group), (v, h // group))] for b, h in self.heads]
+        exact = [
+            attend(query[:, self.rows], key, value, scaling=scaling, causal=causal, places=self.rows)
+            for query, key, value in self.inputs
+        ]
+        self.out, self.lse = torch.cat([x.out for x in exact]), torch.cat([x.lse for x in exact])
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The sample's part of [B, Hq, M, ...], float64 [2, ROWS, ...]."""
+        return torch.stack([x[b, h, self.rows] for b, h in self.heads]).double()
+
+    def error(self, out: torch.Tensor) -> float:
+        """|o - oracle| / |oracle| of out [B, Hq, M, D] over the sample."""
+        return float((self.of(out) - self.out).norm() / self.out.norm())
+
+
+def _rows(tokens: int, seed: int) -> torch.Tensor:
+    edges = [*range(16), 63, 64, 127, 128, tokens // 2, tokens - 65, tokens - 64, tokens - 2, tokens - 1]
+    chosen = {row for row in edges if 0 <= row < tokens}
+    generator = torch.Generator().manual_seed(seed)
+    for row in torch.randperm(tokens, generator=generator)[:ROWS].tolist():
+        if len(chosen) < ROWS:
+            chosen.add(row)
+    return torch.tensor(sorted(chosen))
+
+
+def verify(got: AttentionOutput, sample: Sample, options: dict[str, Any]) -> Check:
+    """Check `got`, [B, Hq, M, D] and lse [B, Hq, M], against the oracle, within the reference's own distance from it.
+
+    The budget is SLACK times the error of the same mode in plain torch on the same heads, plus one rounding of the
+    output; `options` are those of `turbo_hf.ops.prefill.prefill` without the backend.
+    """
+    exact = AttentionOutput(sample.out, sample.lse)
+    # the same heads: a query that sees one key has an lse with one rounding error, which no average makes typical
+    models = [reference_prefill(q[None], k[None], v[None], **options) for q, k, v in sample.inputs]
+    model = AttentionOutput(*(torch.stack([x[0, 0, sample.rows] for x in part]) for part in zip(*models, strict=True)))
+    sampled = AttentionOutput(sample.of(got.out), sample.of(got.lse))
+    return judge(got, sampled, model, exact)
+
+
+def judge(got: AttentionOutput, sampled: AttentionOutput, model: AttentionOutput, exact: AttentionOutput) -> Check:
+    """Check a sample of `got` against `exact`, within the error of `model`, the same mode in plain torch.
+
+    got: the whole result, of which every element must be finite. sampled, model, exact: out [..., D] and lse [...] of
+    the same queries; exact in float64.
+    """
+    eps = torch.finfo(got.out.dtype).eps
+    budget = SLACK * (_worst(model.out.double(), exact.out) + eps)
+    # a relative rounding of the exponentials is an absolute one of their logarithm
+    lse_off = float((model.lse.double() - exact.lse).abs().max())
+    lse_budget = SLACK * (lse_off + eps * max(1.0, float(exact.lse.abs().max())))
+    out = sampled.out.double()
+    worst = _worst(out, exact.out)
+    lse_worst = float((sampled.lse.double() - exact.lse).abs().max())
+    problem = ""
+    if not (bool(got.out.isfinite().all()) and bool(got.lse.isfinite().all())):
+        problem = "the result has elements that are NaN or infinite, or that nothing wrote"
+    elif not worst <= budget:
+        problem = f"a query is off by {worst:.2%} of its size; {budget:.2%} is what the mode may cost"
+    elif not lse_worst <= lse_budget:
+        problem = f"an lse is off by {lse_worst:.2g}; {lse_budget:.2g} is what the mode may cost"
+    return Check(float((out - exact.out).norm() / exact.out.norm()), worst, budget, lse_worst, lse_budget, problem)
+
+
+def _worst(out: torch.Tensor, want: torch.Tensor) -> float:
+    return float(((out - want).norm(dim=-1) / want.norm(dim=-1)).max())
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fill what `torch.empty` returns with NaN, as torch's deterministic mode does, so that unwritten output shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about other requirements of that mode
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedRow:
+    """One method on one case; figures are None where it did not run, and `note` says why.
+
+    shape, batch: those of the case.
+    tokens: tokens of its longest row.
+    method, ours: what ran, and whether it is ours.
+    spread: interquartile range of the rounds over their median.
+    rounds: how often it was timed.
+    speedup: times as fast as each baseline, median over the rounds.
+    error: |o - oracle| / |oracle| on the sample.
+    check: the check of a method of ours.
+    note: why figures are missing, or a remark.
+    """
+
+    shape: str
+    batch: int
+    tokens: int
+    method: str
+    ours: bool
+    spread: float | None = None
+    rounds: int = 0
+    speedup: dict[str, float] | None = None
+    error: float | None = None
+    check: Check | None = None
+    note: str = ""
+
+
+AnyRow = TypeVar("AnyRow", bound=CheckedRow)
+AnyCall = TypeVar("AnyCall", bound=Call)
+
+
+def checked(row: AnyRow, prepare: Callable[[], tuple[Check, Callable[[], AnyCall]]]) -> tuple[AnyRow, AnyCall | None]:
+    """The row with its check, and what to time if the result is right; else the note says what is wrong.
+
+    prepare: computes and judges the result; beside the check it returns what makes the call that is timed.
+    """
+    try:
+        check, ready = prepare()
+        row = replace(row, error=check.error, check=check)
+        if check.problem:
+            return replace(row, note=f"wrong: {check.problem}"), None
+        return row, ready()
+    except ValueError as error:
+        return replace(row, note=f"refused: {error}"), None
+    except Exception as error:  # a failing method must not cost the others their figures
+        return replace(row, note=f"failed: {type(error).__name__}: {error}"), None
+
+
+def timed(row: AnyRow, times: dict[str, list[float]], **figures: Any) -> AnyRow:
+    """The row with `figures`, and the spread and speedups that follow from the times of all methods, round by round."""
+    own = times[row.method]
+    others = [name for name in BASELINES if name in times and name != row.method]
+    ratios = {name: speedup(own, times[name]) for name in others}
+    return replace(row, spread=spread(own), rounds=len(own), speedup=ratios, **figures)
+
+
+def print_rows(title: str, first: str, rows: Sequence[CheckedRow], columns: dict[str, tuple[str, str]]) -> None:
+    """A table of one case: methods, `columns`, speedups and errors; below it the notes, and how far rounds lie apart.
+
+    Args:
+        first: heading of the methods.
+        columns: by heading, the field of a row and its format.
+    """
+    baselines = [name for name in BASELINES if any(row.method == name for row in rows)]
+    cells = []
+    for row in rows:
+        own = [figure(getattr(row, field), form) for field, form in columns.values()]
+        ratios = [figure((row.speedup or {}).get(name), ".2f") for name in baselines]
+        cells.append([row.method, *own, *ratios, figure(row.error, ".2%")])
+    show_table(title, [first, *columns, *(f"x {name}" for name in baselines), "error"], cells)
+    print_notes((row.method, row.note) for row in rows)
+    spreads = [row.spread for row in rows if row.spread is not None]
+    if spreads:
+        rounds = max(row.rounds for row in rows)
+        remark(f"Medians of {rounds} rounds; quartiles lie up to {max(spreads):.1%} apart.")
+
+
+def print_notes(notes: Iterable[tuple[str, str]]) -> None:
+    """A line for each method that has something to say: (method, note)."""
+    for method, text in notes:
+        if text:
+            remark(f"{method}: {text}")
+
+
+def untimed(rows: Sequence[CheckedRow]) -> list[str]:
+    """Those of our own that were refused, failed or are wrong, a sentence each."""
+    return [
+        f"{row.method} on {row.shape}, {row.batch} x {row.tokens}, is not timed; {row.note}"
+        for row in rows
+        if row.ours and not row.rounds
+    ]
+
+
+def plot_rows(
+    rows: Sequence[AnyRow],
+    field: str,
+    title: str,
+    path: Path,
+    labels: tuple[str, str],
+    *,
+    panel: Callable[[AnyRow], str],
+    case: Callable[[AnyRow], tuple[Any, str]],
+    log: bool = False,
+) -> None:
+    """Write a PNG of a field: a panel below the other, a line for each method; rows without a time are left out.
+
+    Args:
+        labels: of the axes, x and y.
+        panel: the title of a row's panel. case: where a row stands on the x axis: what it is sorted by, and its name.
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only drawing needs it
+
+    timed = [row for row in rows if row.rounds]
+    if not timed:
+        return
+    titles, methods = dict.fromkeys(map(panel, timed)), dict.fromkeys(row.method for row in timed)
+    figure = Figure(figsize=(9, 0.5 + 3.5 * len(titles)), layout="constrained")
+    figure.suptitle(title, fontsize="small")
+    axes = figure.subplots(len(titles), 1, squeeze=False)[:, 0]
+    for axis, name in zip(axes, titles, strict=True):
+        here = [row for row in timed if panel(row) == name]
+        cases = sorted(set(map(case, here)))
+        for colour, method in enumerate(methods):
+            own = {case(row): getattr(row, field) for row in here if row.method == method}
+            at = [i for i, each in enumerate(cases) if each in own]
+            # also a method without a line here, so that every panel has the same legend
+            axis.plot(at, [own[cases[i]] for i in at], marker="o", color=f"C{colour}", label=method)
+        axis.set_xticks(range(len(cases)), [text for _, text in cases], rotation=45, ha="right")
+        axis.set_title(name)
+        axis.grid(alpha=0.3)
+        if log:
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(bottom=0)
+    figure.supxlabel(labels[0])
+    figure.supylabel(labels[1])
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
+    write_png(path, figure)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRow(CheckedRow):
+    """One method on one step; its oracle reads the same packed cache.
+
+    all_tokens: of all rows.
+    ragged: whether rows have different lengths.
+    outputs: rows times KV heads.
+    us: microseconds of a launch, median of the rounds.
+    eager_us: the same without a graph, by the wall clock.
+    bytes: of keys and values read, packed as they lie.
+    tb_s: 10^12 of them per second.
+    copy_share: tb_s over the measured copy bandwidth.
+    """
+
+    all_tokens: int
+    ragged: bool
+    outputs: int
+    us: float | None = None
+    eager_us: float | None = None
+    bytes: int = 0
+    tb_s: float | None = None
+    copy_share: float | None = None
+
+
+Found = tuple[DecodeRow, Rotation | None]
+"""A method's row, and what to time for it."""
+
+Prepared = tuple[list[Callable[[], AttentionOutput]], Callable[[AttentionOutput], Check]]
+"""Calls to time, each over a cache of its own, and the check of the first one's result."""
+
+
+def new_row(case: Case, method: str, ours: bool, size: int, note: str = "") -> DecodeRow:
+    """A row without figures. size: bytes of keys and values read."""
+    lengths = case.lengths
+    return DecodeRow(
+        shape=case.shape,
+        batch=len(lengths),
+        tokens=max(lengths),
+        all_tokens=sum(lengths),
+        ragged=case.ragged,
+        outputs=case.outputs,
+        method=method,
+        ours=ours,
+        bytes=size,
+        note=note,
+    )
+
+
+def our_step(
+    case: Case,
+    method: str,
+    size: int,
+    device: torch.device,
+    prepare: Callable[[], Prepared],
+) -> Found:
+    """The row of one of our methods with its check, and what to time if the result is right.
+
+    size: bytes of keys and values read. prepare: makes the caches.
+    """
+
+    def check_first() -> tuple[Check, Callable[[], Rotation]]:
+        calls, check = prepare()
+        with poisoned():
+            got = calls[0]()
+        return check(got), lambda: Rotation(list[Call](calls), device)
+
+    return checked(new_row(case, method, True, size), check_first)
+
+
+def check_heads(
+    case: Case,
+    q: torch.Tensor,
+    got: AttentionOutput,
+    attended: Callable[[int, int, torch.Tensor], tuple[AttentionOutput, AttentionOutput]],
+) -> Check:
+    """Check the first KV head of the first row and the last one of the last row against float64.
+
+    The budget is the error of the reference, with the same roundings, on the same heads.
+
+    Args:
+        q: [B, Hq, 1, D].
+        attended: of a row, a KV head and its queries [1, G, 1, D], what the reference returns and float64's [G, 1, D].
+    """
+    group, last = case.heads.query // case.heads.kv, len(case.lengths) - 1
+    found: list[tuple[AttentionOutput, AttentionOutput, AttentionOutput]] = []
+    for row, head in {(0, 0): None, (last, case.heads.kv - 1): None}:
+        own = slice(head * group, (head + 1) * group)
+        model, exact = attended(row, head, q[row : row + 1, own])
+        sampled = AttentionOutput(got.out[row, own], got.lse[row, own])
+        found.append((sampled, AttentionOutput(model.out[0], model.lse[0]), exact))
+    stacked = (AttentionOutput(*(torch.stack(x) for x in zip(*part, strict=True))) for part in zip(*found, strict=True))
+    return judge(got, *stacked)
