@@ -1,4 +1,4 @@
-"""Methods of `bench prefill` and `bench decode`: checked against the float64 oracle, timed, in a table, in a plot.
+"""Methods of `bench prefill` and `bench decode`: checked against the float64 oracle, timed, in a table.
 
 A sample of a result is right within what the mode itself costs.
 """
@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,6 @@ from turbo_hf.eval.bench.rivals import BASELINES
 from turbo_hf.eval.bench.runner import figure
 from turbo_hf.eval.bench.shapes import Case
 from turbo_hf.eval.bench.timing import Call, Rotation, speedup, spread
-from turbo_hf.eval.output import write_png
 from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops.prefill.reference import reference_prefill
 
@@ -233,53 +231,6 @@ def untimed(rows: Sequence[CheckedRow]) -> list[str]:
         for row in rows
         if row.ours and not row.rounds
     ]
-
-
-def plot_rows(
-    rows: Sequence[AnyRow],
-    field: str,
-    title: str,
-    path: Path,
-    labels: tuple[str, str],
-    *,
-    panel: Callable[[AnyRow], str],
-    case: Callable[[AnyRow], tuple[Any, str]],
-    log: bool = False,
-) -> None:
-    """Write a PNG of a field: a panel below the other, a line for each method; rows without a time are left out.
-
-    Args:
-        labels: of the axes, x and y.
-        panel: the title of a row's panel. case: where a row stands on the x axis: what it is sorted by, and its name.
-    """
-    from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only drawing needs it
-
-    timed = [row for row in rows if row.rounds]
-    if not timed:
-        return
-    titles, methods = dict.fromkeys(map(panel, timed)), dict.fromkeys(row.method for row in timed)
-    figure = Figure(figsize=(9, 0.5 + 3.5 * len(titles)), layout="constrained")
-    figure.suptitle(title, fontsize="small")
-    axes = figure.subplots(len(titles), 1, squeeze=False)[:, 0]
-    for axis, name in zip(axes, titles, strict=True):
-        here = [row for row in timed if panel(row) == name]
-        cases = sorted(set(map(case, here)))
-        for colour, method in enumerate(methods):
-            own = {case(row): getattr(row, field) for row in here if row.method == method}
-            at = [i for i, each in enumerate(cases) if each in own]
-            # also a method without a line here, so that every panel has the same legend
-            axis.plot(at, [own[cases[i]] for i in at], marker="o", color=f"C{colour}", label=method)
-        axis.set_xticks(range(len(cases)), [text for _, text in cases], rotation=45, ha="right")
-        axis.set_title(name)
-        axis.grid(alpha=0.3)
-        if log:
-            axis.set_yscale("log")
-        else:
-            axis.set_ylim(bottom=0)
-    figure.supxlabel(labels[0])
-    figure.supylabel(labels[1])
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
-    write_png(path, figure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,6 @@ from turbo_hf.eval.bench.checked import (
     check_heads,
     new_row,
     our_step,
-    plot_rows,
     print_rows,
     timed,
     untimed,
@@ -41,7 +40,7 @@ from turbo_hf.eval.bench.runner import (
     prepare_folder,
     require_choice,
 )
-from turbo_hf.eval.bench.shapes import DECODE_SHAPES, LATENT_SHAPES, WIDTHS, Case, choose_cases, groups_of, tokens_label
+from turbo_hf.eval.bench.shapes import DECODE_SHAPES, LATENT_SHAPES, WIDTHS, Case, choose_cases, groups_of
 from turbo_hf.eval.bench.sparse import SELECTORS, SHARES, SPARSE_SIZES, Choice, bucket_steps
 from turbo_hf.eval.bench.timing import Call, Conditions, Rotation, Stopwatch, cold_copies, copy_bandwidth, side_by_side
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Scoring, in_words
@@ -231,7 +230,7 @@ def decode_command(
             raise ValueError("steps over latents are not sparse: leave out --selector.")
         stopwatch = Stopwatch(find_device(device))
         require_choice(stopwatch.device, size not in (None, list(SPARSE_SIZES)), "--size 1x1k, or less")
-        prepare_folder(folder, plot=True)
+        prepare_folder(folder)
     sparse = [Choice(name, shares, buckets, hidden, AlwaysRead(1, window)) for name in selectors]
     bench = BenchRun[DecodeRow]("decode", stopwatch.device, folder)
     copy = copy_bandwidth(stopwatch)
@@ -245,24 +244,9 @@ def decode_command(
         options={**given, "widths": widths, "sparse": [asdict(choice) for choice in sparse]},
         copy_tb_s=copy,
     )
-    if folder is not None:  # once: a plot takes longer than a case
-        plot_rows(
-            bench.rows,
-            "us",
-            bench.headline,
-            folder / "decode.png",
-            ("rows x tokens, by tokens in all", "microseconds of a launch"),
-            panel=lambda row: row.shape,
-            case=lambda row: ((row.all_tokens, row.batch, row.tokens), _size(row)),
-            log=True,
-        )
     if stopwatch.device.type != "cuda":
         out.print("On a CPU: by the wall clock, without graphs. It says nothing of a GPU.", style="dim")
     bench.finish(json_line, untimed(bench.rows))
-
-
-def _size(row: DecodeRow) -> str:
-    return f"{row.batch}x{tokens_label(row.tokens)}{' ragged' if row.ragged else ''}"
 
 
 def print_case(case: Case, rows: Sequence[DecodeRow]) -> None:

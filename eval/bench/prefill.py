@@ -17,7 +17,6 @@ from turbo_hf.eval.bench.checked import (
     CheckedRow,
     Sample,
     checked,
-    plot_rows,
     poisoned,
     print_rows,
     timed,
@@ -40,7 +39,7 @@ from turbo_hf.eval.bench.runner import (
     prepare_folder,
     require_choice,
 )
-from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size, tokens_label
+from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size
 from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch, side_by_side
 from turbo_hf.layout import MODES, QUANTIZED_MODES, AttentionOutput, Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
@@ -206,30 +205,17 @@ def prefill_command(
         sizes = [parse_size(text) for text in size or SIZES]
         stopwatch = Stopwatch(find_device(device))
         require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
-        prepare_folder(folder, plot=True)
+        prepare_folder(folder)
     masks = (True, False) if causal is None else (causal,)
     cases = [PromptCase(name, heads[name], *at, mask) for name in heads for mask in masks for at in sizes]
     bench = BenchRun[PrefillRow]("prefill", stopwatch.device, folder)
     options = {"block": block, "v_scale": v_scale, "smooth_k": smooth_k}
     how = Conditions(stopwatch, backend, seed, seconds)
 
-    def show(case: PromptCase, rows: Sequence[PrefillRow]) -> None:
-        _print_case(case, rows, stopwatch.device)
-        if folder is not None:
-            plot_rows(
-                [*bench.rows, *rows],
-                "tflops",
-                bench.headline,
-                folder / "prefill.png",
-                ("rows x tokens", "TFLOP/s, quantization included"),
-                panel=lambda row: f"{row.shape}, {'causal' if row.causal else 'full'}",
-                case=lambda row: ((row.tokens, row.batch), f"{row.batch}x{tokens_label(row.tokens)}"),
-            )
-
     bench.each(
         cases,
         lambda case, tell: run_case(case, modes, options, how._replace(tell=tell), dtype=DTYPES[dtype]),
-        show,
+        partial(_print_case, device=stopwatch.device),
         options=given,
     )
     bench.finish(json_line, untimed(bench.rows))

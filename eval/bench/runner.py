@@ -1,6 +1,5 @@
 """What all benches share around their measurement: options, the machine, errors, the result file, the exit status."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -31,7 +30,7 @@ ModelPlace = Annotated[
     str | None, typer.Option("--model", help="A folder or a Hub id, with its own weights, instead of --shape.")
 ]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Tiny models: tests the command, measures nothing.")]
-Folder = Annotated[Path | None, typer.Option("--out", help="A folder for the JSON (and the plot); created if missing.")]
+Folder = Annotated[Path | None, typer.Option("--out", help="A folder for the JSON; created if missing.")]
 
 
 def one_of(what: str, value: str, allowed: Iterable[str]) -> str:
@@ -60,13 +59,10 @@ def require_choice(device: torch.device, chosen: bool, options: str) -> None:
         raise ValueError(f"the defaults are sized for a GPU, and this is a CPU. Choose what it shall run: {options}.")
 
 
-def prepare_folder(folder: Path | None, *, plot: bool = False) -> None:
-    """Make the folder of --out. ValueError if a plot would need matplotlib, which is not installed."""
-    if folder is None:
-        return
-    if plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('the plot needs matplotlib: pip install "turbo_hf[bench]", or omit --out.')
-    folder.mkdir(parents=True, exist_ok=True)
+def prepare_folder(folder: Path | None) -> None:
+    """Make the folder of --out."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def as_json(result: Any, indent: int | None = None) -> str:
