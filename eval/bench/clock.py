@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -67,31 +66,22 @@ class Clock(LogitsProcessor):
         return float(first.elapsed_time(last))
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Medians of several rounds of one `generate`.
+def speed(clocks: Sequence[Clock], rows: int, new: int) -> dict[str, Any]:
+    """Medians of several rounds of one `generate` of `new` tokens in each of `rows` rows.
 
-    tokens_s: new tokens of all rows over the whole time, prompt included.
-    first_ms: until the first token.
-    first_spread: interquartile range of first_ms over it; None of a single round.
-    step_ms: from one token to the next, mean of a round; None where there is no second one.
+    Returns:
+        tokens_s: new tokens of all rows over the whole time, prompt included.
+        first_ms: until the first token.
+        first_spread: interquartile range of first_ms over it; None of a single round.
+        step_ms: from one token to the next, mean of a round; None where there is no second one.
     """
-
-    tokens_s: float
-    first_ms: float
-    first_spread: float | None
-    step_ms: float | None
-
-
-def speed(clocks: Sequence[Clock], rows: int, new: int) -> Speed:
-    """What the rounds say of `new` tokens in each of `rows` rows."""
     first = [clock.ms(0, 1) for clock in clocks]
-    return Speed(
-        tokens_s=1e3 * rows * new / statistics.median(clock.ms(0, -1) for clock in clocks),
-        first_ms=statistics.median(first),
-        first_spread=spread(first) if len(first) > 1 else None,
-        step_ms=statistics.median(clock.ms(1, -2) / (new - 1) for clock in clocks) if new > 1 else None,
-    )
+    return {
+        "tokens_s": 1e3 * rows * new / statistics.median(clock.ms(0, -1) for clock in clocks),
+        "first_ms": statistics.median(first),
+        "first_spread": spread(first) if len(first) > 1 else None,
+        "step_ms": statistics.median(clock.ms(1, -2) / (new - 1) for clock in clocks) if new > 1 else None,
+    }
 
 
 def vocabulary_of(model: Any) -> int:
@@ -100,13 +90,11 @@ def vocabulary_of(model: Any) -> int:
     return size
 
 
-def random_prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask, int64 [rows, max(lengths)] on the model's device, padded at the left."""
+def random_prompts(model: Any, rows: int, tokens: int, seed: int) -> torch.Tensor:
+    """Ids, int64 [rows, tokens] on the model's device."""
     generator = torch.Generator().manual_seed(seed)
-    width = max(lengths)
-    ids = torch.randint(10, vocabulary_of(model), (len(lengths), width), generator=generator)
-    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
-    return (ids * mask).to(model.device), mask.to(model.device)
+    ids = torch.randint(10, vocabulary_of(model), (rows, tokens), generator=generator)
+    return ids.to(model.device)
 
 
 def clocked(

@@ -7,7 +7,7 @@ same, unpatched.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -89,7 +89,7 @@ class GenerateRow:
     batch: prompts.
     new: tokens generated in each row.
     largest: whether batch is about all that fits.
-    tokens_s, first_ms, first_spread, step_ms: as in `clock.Speed`.
+    tokens_s, first_ms, first_spread, step_ms: as `clock.speed` says.
     peak_bytes: the most memory allocated, weights included; None where it is not counted.
     speedup: tokens_s over that of SDPA at the same context and decoding, each at its own batch.
     patched: whether the model was.
@@ -268,7 +268,7 @@ def _timed(model: Any, row: GenerateRow, method: GenerateMethod, work: Work) -> 
     same = all(torch.equal(again, tokens) for _, again in rounds)
     return replace(
         row,
-        **asdict(speed([clock for clock, _ in rounds], row.batch, work.new)),
+        **speed([clock for clock, _ in rounds], row.batch, work.new),
         peak_bytes=peak,
         note="" if same else "its tokens differ from round to round",
     )
@@ -294,11 +294,11 @@ def _generate(
     model: Any, method: GenerateMethod, batch: int, work: Work, record: bool = False
 ) -> tuple[Clock, torch.Tensor]:
     """One `generate`: its clock, and the tokens [batch, context + new]."""
-    ids, mask = random_prompts(model, [work.context] * batch, work.seed)
+    ids = random_prompts(model, batch, work.context, work.seed)
     if method.decoding == "prompt-lookup":
         ids = ids[:, torch.arange(work.context, device=ids.device) % REPEATED]
     chunk = {} if work.chunk is None else {"prefill_chunk_size": work.chunk}
-    clock, made = clocked(model, ids, mask, work.new, record=record, **chunk, **method.options)
+    clock, made = clocked(model, ids, torch.ones_like(ids), work.new, record=record, **chunk, **method.options)
     return clock, made.sequences
 
 
