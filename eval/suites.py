@@ -27,7 +27,7 @@ SUITES = {
     "core": "GSM8K and BBH with chains of thought, AQuA, needles, RULER at 4k, WikiText",
     "reasoning": "GSM8K, BBH and AQuA only: decode-heavy, short prompts",
     "long": "to the longest context: needles at every depth, RULER, perplexity of windows",
-    "ruler": "RULER's eleven synthetic tasks with its 500 items per length, from 4k on",
+    "ruler": "RULER's eight needle tasks with its 500 items per length, from 4k on",
     "answers": "tables written in another form, row by row: answers of 2k tokens and more",
     "lab": "every family of --data/lab_tasks, and needles, for the lab models",
 }
@@ -162,7 +162,7 @@ def _ruler(suite: str, tokenizer: Any, limits: Limits, data: Path | None, notes:
     text = ruler.sources(data)
     if data is not None and text == ruler.sources():
         notes.append(f"RULER: no needle/essays/*.txt in the data folder {data}; haystacks are of the carried prose.")
-    made = [ruler_task(t, tokenizer, fit, RULER_ITEMS[suite], text, limits.limit) for t in ruler.REPLIES if fit]
+    made = [ruler_task(t, tokenizer, fit, RULER_ITEMS[suite], text, limits.limit) for t in ruler.NIAH_TASKS if fit]
     notes += [note for _, own in made for note in own]
     return [spec for spec, _ in made if spec is not None]
 

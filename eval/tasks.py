@@ -98,7 +98,7 @@ def ruler_task(
         for q in evenly(found, limit)
     ]
     judge = lambda doc, reply: all(named_answers(doc, reply))  # noqa: E731
-    return (Spec(name, _own_task(name, docs, judge, [], ruler.REPLIES[task]), RULER) if docs else None), notes
+    return (Spec(name, _own_task(name, docs, judge, [], ruler.REPLY_TOKENS), RULER) if docs else None), notes
 
 
 def long_task(form: str, count: int, limit: int | None = None) -> Spec:

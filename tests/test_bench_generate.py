@@ -57,15 +57,15 @@ def test_every_way_to_decode_is_compared_with_itself() -> None:
     # longer than what repeats itself: prompt lookup finds tokens to draft
     report = last_json(run(*TINY, "--context", "100", "--json"))
     figures = {row["method"]: row for row in report["rows"] if row["tokens_s"]}
-    ways = ("", ", 4 beams", ", assisted", ", prompt lookup")
+    ways = ("", ", 4 beams", ", prompt lookup")
     assert {f"{name}{way}" for name in ("SDPA", "turbo4") for way in ways} <= set(figures)
     for way in ways[1:]:
         own, theirs = figures[f"turbo4{way}"], figures[f"SDPA{way}"]
         assert own["speedup"] == own["best"]["tokens_s"] == own["tokens_s"] / theirs["tokens_s"]
         assert theirs["best"] == {"tokens_s": 1.0, "first_ms": 1.0, "step_ms": 1.0}
         assert own["error"] < 0.2
-    two = last_json(run(*TINY, "--context", "40", "--batch", "2", "--decoding", "assisted", "--json"))["rows"]
-    assert {row["note"] for row in two} == {"assisted decoding takes one prompt at a time, in one pass"}
+    two = last_json(run(*TINY, "--context", "40", "--batch", "2", "--decoding", "prompt-lookup", "--json"))["rows"]
+    assert {row["note"] for row in two} == {"prompt-lookup decoding takes one prompt at a time, in one pass"}
 
 
 def test_the_first_token_alone_by_mode_of_attention() -> None:
@@ -77,10 +77,10 @@ def test_the_first_token_alone_by_mode_of_attention() -> None:
 
 def test_a_model_of_ones_own() -> None:
     words = ["generate", "--model", str(LAB_MODEL), "--context", "100", *TINY[1:3], *TINY[4:]]
-    words += ["--decoding", "greedy", "--decoding", "assisted"]
+    words += ["--decoding", "greedy", "--decoding", "beams"]
     rows = [row for row in last_json(run(*words, "--json"))["rows"] if row["tokens_s"]]
     assert {row["shape"] for row in rows} == {"lab-llama-4m"}
-    assert {"SDPA", "turbo4", "turbo4, assisted"} <= {row["method"] for row in rows}
+    assert {"SDPA", "turbo4", "turbo4, 4 beams"} <= {row["method"] for row in rows}
     assert all(row["error"] < 0.2 for row in rows)
     check_refused("leave out --shape, --layers and --tiny.", *words, "--layers", "1")
 
@@ -185,7 +185,7 @@ def test_without_the_model_that_is_compared_with_it_ends_with_an_error(monkeypat
         (["generate", "--mode", "fast"], "unknown mode fast; choose from auto, turbo, int8, half, fp8, fp16."),
         (
             ["generate", "--decoding", "beam"],
-            "unknown decoding beam; choose from greedy, beams, assisted, prompt-lookup.",
+            "unknown decoding beam; choose from greedy, beams, prompt-lookup.",
         ),
         (["generate", "--paper", "--new", "5"], "--paper sets --context, --batch and --new; omit them."),
         (["generate", "--paper", "--device", "cpu"], "--batch largest needs a GPU"),

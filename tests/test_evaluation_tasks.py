@@ -121,7 +121,7 @@ def test_gold_answers_score_one_and_wrong_ones_nothing(data: Path, tokenizer: An
         specs += own
         tasks |= loaded
     assert {"gsm8k_cot", "aqua_cot", "wikitext", "needle", "arith_few_shot", "passkey"} <= set(tasks)
-    assert {f"ruler_{name}" for name in ruler.REPLIES} <= set(tasks)
+    assert {f"ruler_{name}" for name in ruler.NIAH_TASKS} <= set(tasks)
     assert {"books", "wikitext_long"} <= set(tasks)
     assert sum(name.startswith("bbh_cot_fewshot_") for name in tasks) == 27
     gold = {

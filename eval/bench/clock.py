@@ -28,13 +28,9 @@ class Clock(LogitsProcessor):
         self.device, self.record, self._looks_up = device, record, looks_up
         self.marks: list[Any] = []
         self.first_logits: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._of_drafter = False
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """`scores`, unchanged."""
-        if self._of_drafter:
-            self._of_drafter = False
-            return scores
         if self._looks_up and bool(((scores[0] == 1) | (scores[0] == -torch.inf)).all()):
             # prompt lookup asks with ones which tokens are allowed: all but ends, here
             return scores
@@ -42,10 +38,6 @@ class Clock(LogitsProcessor):
         if self.record and len(self.first_logits) < CHECKED:
             self.first_logits.append((input_ids[:1].clone(), scores[:1].clone().float()))
         return scores
-
-    def after_drafter(self, *_: Any) -> None:
-        """Forward hook of a drafter, whose `generate` hands its logits to the same processors: they are no mark."""
-        self._of_drafter = True
 
     def mark(self) -> None:
         """Note the time, once the device has done what it was given so far."""
@@ -102,28 +94,22 @@ def clocked(
 ) -> tuple[Clock, Any]:
     """One greedy `generate` of exactly `new` tokens: its clock, and what it returned as a dictionary.
 
-    record: also the first logits. options: further ones of `generate`; the marks of an `assistant_model` are left out.
+    record: also the first logits. options: further ones of `generate`.
     """
     clock = Clock(model.device, record, looks_up="prompt_lookup_num_tokens" in options)
-    drafter = options.get("assistant_model")
-    hook = None if drafter is None else drafter.register_forward_hook(clock.after_drafter)
-    try:
-        clock.mark()
-        made = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=new,
-            min_new_tokens=new,
-            do_sample=False,
-            pad_token_id=0,
-            logits_processor=[clock],
-            return_dict_in_generate=True,
-            **options,
-        )
-        clock.mark()
-    finally:
-        if hook is not None:
-            hook.remove()
+    clock.mark()
+    made = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+        logits_processor=[clock],
+        return_dict_in_generate=True,
+        **options,
+    )
+    clock.mark()
     return clock, made
 
 

@@ -1,12 +1,12 @@
 """`turbo-hf bench generate`: tokens per second, first token and peak memory of `generate`, patched and unpatched.
 
 Beside the unpatched model with its DynamicCache stand the fastest ways of Transformers itself: a static cache, for
-which `generate` compiles, and its quantized caches. Beams, assisted and prompt-lookup decoding are compared with the
-same, unpatched.
+which `generate` compiles, and its quantized caches. Beams and prompt-lookup decoding are compared with the same,
+unpatched.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, TurboC
 from turbo_hf.console import Device, Json, err, mistakes_end_the_command, processes, remark, show_table
 from turbo_hf.eval.bench.checked import print_notes
 from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, speed
-from turbo_hf.eval.bench.random_models import KINDS, bench_model, random_drafter, require_one_model
+from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_model
 from turbo_hf.eval.bench.runner import (
     BenchRun,
     Folder,
@@ -41,9 +41,9 @@ from turbo_hf.ranks import ranks_of
 
 SDPA, STATIC = "SDPA", "static"
 
-DECODINGS = ("greedy", "beams", "assisted", "prompt-lookup")
-"""Ways to decode, each compared with itself unpatched: one token per step, BEAMS beams, drafts of DRAFTED tokens, by a
-drafter or taken from the prompt."""
+DECODINGS = ("greedy", "beams", "prompt-lookup")
+"""Ways to decode, each compared with itself unpatched: one token per step, BEAMS beams, drafts of DRAFTED tokens taken
+from the prompt."""
 
 BEAMS, DRAFTED = 4, 5
 
@@ -131,13 +131,9 @@ class Work:
     seed: int
 
 
-def methods(
-    configs: dict[str, TurboConfig],
-    decodings: Sequence[str] = DECODINGS[:1],
-    drafter: Any = None,
-) -> list[GenerateMethod]:
+def methods(configs: dict[str, TurboConfig], decodings: Sequence[str]) -> list[GenerateMethod]:
     """SDPA with its DynamicCache, a static cache, the configs, and 4 bit of Transformers' QuantizedCache; then SDPA and
-    the configs with beams, with a drafter, which is patched like the model, and with prompt lookup."""
+    the configs with beams and with prompt lookup."""
     quantized = [
         GenerateMethod(
             f"{name} 4 bit",
@@ -150,7 +146,6 @@ def methods(
     how: dict[str, tuple[str, dict[str, Any]]] = {
         "greedy": ("", {}),
         "beams": (f", {BEAMS} beams", {"num_beams": BEAMS}),
-        "assisted": (", assisted", {"assistant_model": drafter}),
         "prompt-lookup": (", prompt lookup", {"prompt_lookup_num_tokens": DRAFTED}),
     }
     found = []
@@ -234,12 +229,8 @@ def _measured(model: Any, row: GenerateRow, method: GenerateMethod, work: Work, 
 
 @contextmanager
 def _cache_of(model: Any, method: GenerateMethod) -> Iterator[None]:
-    drafter = method.options.get("assistant_model")
     try:
-        with ExitStack() as patches, torch.inference_mode():
-            for each in (model, drafter):
-                if each is not None and method.config is not None:
-                    patches.enter_context(patch(each, method.config))
+        with nullcontext() if method.config is None else patch(model, method.config), torch.inference_mode():
             yield
     finally:
         if vars(model).pop("_compiled_call", None) is not None:
@@ -348,9 +339,8 @@ def generate_command(
     """Tokens per second, first token and peak memory of random weights or --model: patched, and as fast as unpatched.
 
     Default: Llama-3-8B's shape, 1k prompts, batch 1. Ratios are to SDPA, and to the best unpatched row of the same
-    decoding. The drafter of assisted decoding is random too: nothing that it drafts is accepted; nor, but by chance,
-    what prompt lookup takes from a prompt that repeats itself. Exits with 1 if a patched model, or the unpatched one,
-    fails or is wrong; what does not fit or is not installed gets a line.
+    decoding. What prompt lookup takes from a prompt that repeats itself is seldom accepted. Exits with 1 if a patched
+    model, or the unpatched one, fails or is wrong; what does not fit or is not installed gets a line.
     """
     given = dict(locals())
     with mistakes_end_the_command():
@@ -385,15 +375,14 @@ def generate_command(
     for name in shapes if model_place is None else [Path(model_place).name]:
         with err.status(f"making {name}"):
             model = bench_model(name, model_place, layers, where, tiny=tiny)
-            drafter = random_drafter(model, DRAFTED) if "assisted" in decodings else None
-        measure = partial(compare, model, name, methods(configs, decodings, drafter))
+        measure = partial(compare, model, name, methods(configs, decodings))
         bench.each(
             [(work, rows) for work in works for rows in batches],
             lambda case, tell, measure=measure: measure(*case, most, tell),  # type: ignore[misc]
             partial(_print, model.config.get_text_config(decoder=True).num_hidden_layers),
             options=given,
         )
-        del model, drafter, measure
+        del model, measure
         free_memory()
     failures = [
         f"{row.method} on {row.shape}, {row.context} tokens: {row.note}"

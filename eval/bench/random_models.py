@@ -87,17 +87,3 @@ def shared_out(model: Any) -> Any:
         del model
         free_memory()
         return load_model(folder, "auto")
-
-
-def random_drafter(model: Any, drafted: int) -> Any:
-    """A small Llama of random weights with the vocabulary of `model`, which drafts `drafted` tokens at a time."""
-    text = model.config.get_text_config(decoder=True)
-    sizes = {"hidden_size": min(512, text.hidden_size), "num_attention_heads": 4, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, intermediate_size=1024, vocab_size=text.vocab_size, max_position_embeddings=1 << 20)
-    with torch.device(model.device):
-        drafter: Any = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
-    # the same number each time, or an adaptive schedule would draft less and less for a random drafter
-    drafter.generation_config.update(
-        num_assistant_tokens=drafted, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
-    )
-    return drafter.eval()
