@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from turbo_hf.eval import ruler
+from turbo_hf.eval.lab_items import lab_families
 from turbo_hf.eval.long_answers import ROWS
 from turbo_hf.eval.scorers import BBH, CHOICES, GSM8K, Scorer
 from turbo_hf.eval.tasks import (
@@ -13,7 +14,6 @@ from turbo_hf.eval.tasks import (
     Spec,
     aqua_cot,
     carried_prose,
-    lab_families,
     lab_task,
     long_task,
     needle_task,
@@ -173,7 +173,7 @@ def _lab(data: Path, tokenizer: Any, limits: Limits, notes: list[str], chosen: t
     least = f"{limits.shortest} to " if limits.shortest else "up to "
     notes.append(f"lab families: {LAB_ITEMS} items at most, spread evenly, of {least}{fit} tokens.")
     for name, items in families.items():
-        within = [item for item in items if item.length + reply_tokens(items) <= limits.context]
+        within = [item for item in items if item["length"] + reply_tokens(items) <= limits.context]
         if within and len(within) < len(items):
             notes.append(
                 f"{name}: {len(items) - len(within)} items left out, which with their reply take more than the "
@@ -185,7 +185,7 @@ def _lab(data: Path, tokenizer: Any, limits: Limits, notes: list[str], chosen: t
         if name not in families:
             notes.append(f"{name}: left out; it has no item of {least}{fit} tokens.")
     names = [name for name in chosen or families if name in families]
-    constant = [name for name in names if len(families[name]) > 1 and len({i.answer for i in families[name]}) == 1]
+    constant = [name for name in names if len(families[name]) > 1 and len({i["answer"] for i in families[name]}) == 1]
     if constant:
         notes.append(
             f"{', '.join(constant)}: one answer for all items, so that a reply that reads nothing of its prompt can "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from turbo_hf.eval import ruler
-from turbo_hf.eval.lab_items import Item, load_items
+from turbo_hf.eval.lab_items import right_answer
 from turbo_hf.eval.long_answers import NEW_TOKENS, long_answers, right_rows
 from turbo_hf.eval.needle import needle_grid, prose
 from turbo_hf.eval.scorers import LONG, OWN, RULER, Scorer, named_answers, right_choice
@@ -103,43 +103,24 @@ def ruler_task(
 
 def long_task(form: str, count: int, limit: int | None = None) -> Spec:
     """Long answers of one form."""
-    docs = [
-        {"prompt": item.prompt, "answer": "\n".join(item.rows), "rows": list(item.rows)}
-        for item in evenly(long_answers(form, count), limit)
-    ]
     judge = lambda doc, reply: all(right_rows(doc["rows"], reply))  # noqa: E731
+    docs = evenly(long_answers(form, count), limit)
     return Spec(f"long_{form}", _own_task(f"long_{form}", docs, judge, ["\n\n"], NEW_TOKENS), LONG)
 
 
-def lab_task(name: str, items: list[Item], limit: int | None = None) -> Spec:
+def lab_task(name: str, items: list[dict[str, Any]], limit: int | None = None) -> Spec:
     """One family of the lab models' task sets, judged as these sets say."""
     chosen = evenly(items, limit)
-    judged = {(item.prompt, item.answer): item for item in chosen}
-    docs = [{"prompt": item.prompt, "answer": item.answer, "length": item.length} for item in chosen]
     # a chain of thought ends with an empty line
-    until = ["\n\n"] if chosen[0].chain else []
-    judge = lambda doc, reply: judged[doc["prompt"], doc["answer"]].right(reply)  # noqa: E731
-    return Spec(name, _own_task(name, docs, judge, until, reply_tokens(chosen)), OWN)
+    until = ["\n\n"] if chosen[0]["chain"] else []
+    return Spec(name, _own_task(name, chosen, right_answer, until, reply_tokens(chosen)), OWN)
 
 
-def reply_tokens(items: list[Item]) -> int:
+def reply_tokens(items: list[dict[str, Any]]) -> int:
     """Tokens that a reply to any of a family's items may take."""
-    longest = max(item.new_tokens for item in items)
+    longest = int(max(item["room"] for item in items))
     # room that chains of thought do not use, so that families share batches
-    return 1 << (longest - 1).bit_length() if items[0].chain else longest
-
-
-def lab_families(folder: Path, tokenizer: Any, longest: int, shortest: int = 0) -> dict[str, list[Item]]:
-    """Items of each family from `shortest` to `longest` tokens, ValueError where the folder is no such set."""
-    missing = [name for name in ("haystack.txt", "words.json") if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(
-            f"expected {missing[0]} and one JSONL file per family in {folder}; pass --data with lab_tasks/."
-        )
-    families: dict[str, list[Item]] = {}
-    for item in load_items(folder, tokenizer, longest, shortest):
-        families.setdefault(item.task, []).append(item)
-    return families
+    return 1 << (longest - 1).bit_length() if items[0]["chain"] else longest
 
 
 def prose_task(name: str, texts: list[str]) -> Spec:
