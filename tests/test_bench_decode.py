@@ -60,7 +60,7 @@ def test_latents_are_timed_beside_torch_and_our_own_16_bit() -> None:
     case = make_case("deepseek-v2-lite", "1x130", False, 0)
     rows = bench.run_case(case, ["4", "3"], Conditions(Stopwatch(CPU), "auto", 0, 0), 1.0)
     assert [row.method for row in rows if row.ours] == ["latent 16 bit", "latent 4 bit", "latent 3 bit"]
-    assert all(row.us for row in rows[:-1])
+    assert all(row.figures["us"] for row in rows[:-1])
     assert all(row.check is not None and not row.check.problem for row in rows[:-1] if row.ours)
     assert rows[-1].note == "a latent has 16, 8 or 4 bit here; not 3"
     with pytest.raises(ValueError, match="one length here; leave out --ragged"):
@@ -228,13 +228,12 @@ def test_decode_prints_tables_json_and_files(tmp_path: Path) -> None:
     rows = {row["method"]: row for row in report["rows"]}
     assert list(rows) == ["SDPA math", "8 bit", "mixed 4/2"]
     for row in rows.values():
-        assert row["tb_s"] == pytest.approx(row["bytes"] / row["us"] / 1e6)
-        assert row["copy_share"] == pytest.approx(row["tb_s"] / report["copy_tb_s"])
+        figures = row["figures"]
+        assert figures["TB/s"] == pytest.approx(row["bytes"] / figures["us"] / 1e6)
+        assert figures["of copy"] == pytest.approx(figures["TB/s"] / report["copy_tb_s"])
+        assert figures["eager us"] > 0
         assert row["rounds"] >= 5
-        assert row["eager_us"] > 0
-        assert row["outputs"] == 4
-        assert row["ragged"]
-        assert row["tokens"] == 150 < row["all_tokens"] < 300
+        assert (row["case"], row["batch"], row["tokens"]) == ("2x150 ragged", 2, 150)
         if row["ours"]:
             assert row["check"]["worst"] <= row["check"]["budget"]
             assert set(row["speedup"]) == {"SDPA math"}
@@ -249,9 +248,9 @@ def test_fp16_that_does_not_fit_is_left_out_and_said_so(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(bench, "sdpa_rivals", full)
     theirs, ours = last_json(run(*TOY, "--json"))["rows"]
-    assert theirs["us"] is None
+    assert theirs["figures"] == {}
     assert "do not fit beside the rest" in theirs["note"]
-    assert ours["us"] > 0
+    assert ours["figures"]["us"] > 0
     assert ours["speedup"] == {}
 
 
@@ -278,7 +277,7 @@ def test_decode_on_a_gpu_replays_graphs() -> None:
     rows = {row["method"]: row for row in last_json(run(*words, "--width", "mixed", "--json"))["rows"]}
     assert set(rows) == {"cuDNN", "FA2", "4 bit", "mixed 4/2"}
     # a launch in a graph does not wait for the host
-    assert 0 < rows["4 bit"]["us"] < rows["4 bit"]["eager_us"]
+    assert 0 < rows["4 bit"]["figures"]["us"] < rows["4 bit"]["figures"]["eager us"]
 
 
 # --- mistakes -------------------------------------------------------------------------------------------------------

@@ -25,13 +25,13 @@ def test_prefill_prints_tables_json_and_files(tmp_path: Path) -> None:
     assert report == json.loads((tmp_path / "new" / "prefill.json").read_text())
     assert report["options"]["seed"] == 0
     assert report["facts"]["versions"]["torch"]
-    rows = {(row["method"], row["causal"]): row for row in report["rows"]}
+    rows = {(row["method"], row["case"] == "1x70 causal"): row for row in report["rows"]}
     assert set(rows) == {(m, c) for m in ("SDPA math", "turbo", "int8", "half", "fp8", "fp16") for c in (True, False)}
     for (method, causal), row in rows.items():
         flops = PromptCase("", SHAPES["qwen2.5-0.5b"], 1, 70, causal).flops
-        assert row["tflops"] == pytest.approx(flops / 1e9 / row["ms"])
+        assert row["figures"]["TFLOP/s"] == pytest.approx(flops / 1e9 / row["figures"]["ms"])
         assert row["rounds"] >= 5
-        assert (row["quantize_ms"] is not None) == (method in ("turbo", "int8", "half", "fp8"))
+        assert (row["figures"]["quantize ms"] is not None) == (method in ("turbo", "int8", "half", "fp8"))
         if row["ours"]:
             assert row["check"]["worst"] <= row["check"]["budget"]
             assert set(row["speedup"]) == {"SDPA math"}

@@ -6,7 +6,7 @@ A sample of a result is right within what the mode itself costs.
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from turbo_hf.console import remark, show_table
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.rivals import BASELINES
 from turbo_hf.eval.bench.runner import figure
-from turbo_hf.eval.bench.shapes import Case
+from turbo_hf.eval.bench.shapes import Case, PromptCase
 from turbo_hf.eval.bench.timing import Call, Rotation, speedup, spread
 from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops.prefill.reference import reference_prefill
@@ -139,13 +139,14 @@ def poisoned() -> Iterator[None]:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckedRow:
-    """One method on one case; figures are None where it did not run, and `note` says why.
+    """One method on one case; `figures` are none where it did not run, and `note` says why.
 
-    shape, batch: those of the case.
-    tokens: tokens of its longest row.
+    shape, case: of the model, and the rows and tokens; batch, tokens: rows, and tokens of the longest one.
     method, ours: what ran, and whether it is ours.
+    bytes: of keys and values that a decode step reads, packed as they lie; its oracle reads the same cache.
+    figures: medians of the rounds, by their heading in the table.
     spread: interquartile range of the rounds over their median.
     rounds: how often it was timed.
     speedup: times as fast as each baseline, median over the rounds.
@@ -155,10 +156,13 @@ class CheckedRow:
     """
 
     shape: str
+    case: str
     batch: int
     tokens: int
     method: str
     ours: bool
+    bytes: int = 0
+    figures: dict[str, float | None] = field(default_factory=dict)
     spread: float | None = None
     rounds: int = 0
     speedup: dict[str, float] | None = None
@@ -167,11 +171,12 @@ class CheckedRow:
     note: str = ""
 
 
-AnyRow = TypeVar("AnyRow", bound=CheckedRow)
 AnyCall = TypeVar("AnyCall", bound=Call)
 
 
-def checked(row: AnyRow, prepare: Callable[[], tuple[Check, Callable[[], AnyCall]]]) -> tuple[AnyRow, AnyCall | None]:
+def checked(
+    row: CheckedRow, prepare: Callable[[], tuple[Check, Callable[[], AnyCall]]]
+) -> tuple[CheckedRow, AnyCall | None]:
     """The row with its check, and what to time if the result is right; else the note says what is wrong.
 
     prepare: computes and judges the result; beside the check it returns what makes the call that is timed.
@@ -188,25 +193,25 @@ def checked(row: AnyRow, prepare: Callable[[], tuple[Check, Callable[[], AnyCall
         return replace(row, note=f"failed: {type(error).__name__}: {error}"), None
 
 
-def timed(row: AnyRow, times: dict[str, list[float]], **figures: Any) -> AnyRow:
+def timed(row: CheckedRow, times: dict[str, list[float]], figures: dict[str, float | None]) -> CheckedRow:
     """The row with `figures`, and the spread and speedups that follow from the times of all methods, round by round."""
     own = times[row.method]
     others = [name for name in BASELINES if name in times and name != row.method]
     ratios = {name: speedup(own, times[name]) for name in others}
-    return replace(row, spread=spread(own), rounds=len(own), speedup=ratios, **figures)
+    return replace(row, spread=spread(own), rounds=len(own), speedup=ratios, figures=figures)
 
 
-def print_rows(title: str, first: str, rows: Sequence[CheckedRow], columns: dict[str, tuple[str, str]]) -> None:
+def print_rows(title: str, first: str, rows: Sequence[CheckedRow], columns: dict[str, str]) -> None:
     """A table of one case: methods, `columns`, speedups and errors; below it the notes, and how far rounds lie apart.
 
     Args:
         first: heading of the methods.
-        columns: by heading, the field of a row and its format.
+        columns: formats of figures, by heading.
     """
     baselines = [name for name in BASELINES if any(row.method == name for row in rows)]
     cells = []
     for row in rows:
-        own = [figure(getattr(row, field), form) for field, form in columns.values()]
+        own = [figure(row.figures.get(heading), form) for heading, form in columns.items()]
         ratios = [figure((row.speedup or {}).get(name), ".2f") for name in baselines]
         cells.append([row.method, *own, *ratios, figure(row.error, ".2%")])
     show_table(title, [first, *columns, *(f"x {name}" for name in baselines), "error"], cells)
@@ -227,67 +232,25 @@ def print_notes(notes: Iterable[tuple[str, str]]) -> None:
 def untimed(rows: Sequence[CheckedRow]) -> list[str]:
     """Those of our own that were refused, failed or are wrong, a sentence each."""
     return [
-        f"{row.method} on {row.shape}, {row.batch} x {row.tokens}, is not timed; {row.note}"
+        f"{row.method} on {row.shape}, {row.case}, is not timed; {row.note}"
         for row in rows
         if row.ours and not row.rounds
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRow(CheckedRow):
-    """One method on one step; its oracle reads the same packed cache.
-
-    all_tokens: of all rows.
-    ragged: whether rows have different lengths.
-    outputs: rows times KV heads.
-    us: microseconds of a launch, median of the rounds.
-    eager_us: the same without a graph, by the wall clock.
-    bytes: of keys and values read, packed as they lie.
-    tb_s: 10^12 of them per second.
-    copy_share: tb_s over the measured copy bandwidth.
-    """
-
-    all_tokens: int
-    ragged: bool
-    outputs: int
-    us: float | None = None
-    eager_us: float | None = None
-    bytes: int = 0
-    tb_s: float | None = None
-    copy_share: float | None = None
-
-
-Found = tuple[DecodeRow, Rotation | None]
+Found = tuple[CheckedRow, Rotation | None]
 """A method's row, and what to time for it."""
 
 Prepared = tuple[list[Callable[[], AttentionOutput]], Callable[[AttentionOutput], Check]]
 """Calls to time, each over a cache of its own, and the check of the first one's result."""
 
 
-def new_row(case: Case, method: str, ours: bool, size: int, note: str = "") -> DecodeRow:
+def new_row(case: Case | PromptCase, method: str, ours: bool, size: int = 0, note: str = "") -> CheckedRow:
     """A row without figures. size: bytes of keys and values read."""
-    lengths = case.lengths
-    return DecodeRow(
-        shape=case.shape,
-        batch=len(lengths),
-        tokens=max(lengths),
-        all_tokens=sum(lengths),
-        ragged=case.ragged,
-        outputs=case.outputs,
-        method=method,
-        ours=ours,
-        bytes=size,
-        note=note,
-    )
+    return CheckedRow(case.shape, str(case), case.batch, case.tokens, method, ours, size, note=note)
 
 
-def our_step(
-    case: Case,
-    method: str,
-    size: int,
-    device: torch.device,
-    prepare: Callable[[], Prepared],
-) -> Found:
+def our_step(case: Case, method: str, size: int, device: torch.device, prepare: Callable[[], Prepared]) -> Found:
     """The row of one of our methods with its check, and what to time if the result is right.
 
     size: bytes of keys and values read. prepare: makes the caches.

@@ -14,9 +14,10 @@ import typer
 
 from turbo_hf.config.turbo_config import BACKENDS
 from turbo_hf.console import Device, Json, mistakes_end_the_command, out
+from turbo_hf.eval.bench import runner
 from turbo_hf.eval.bench.checked import (
     Check,
-    DecodeRow,
+    CheckedRow,
     Found,
     Prepared,
     check_heads,
@@ -30,16 +31,6 @@ from turbo_hf.eval.bench.latent import latent_bytes, latent_step, torch_calls
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import draw, one_head, packed_stores
 from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
-from turbo_hf.eval.bench.runner import (
-    Backend,
-    BenchRun,
-    Folder,
-    Seed,
-    find_device,
-    one_of,
-    prepare_folder,
-    require_choice,
-)
 from turbo_hf.eval.bench.shapes import DECODE_SHAPES, LATENT_SHAPES, WIDTHS, Case, choose_cases, groups_of
 from turbo_hf.eval.bench.sparse import SELECTORS, SHARES, SPARSE_SIZES, Choice, bucket_steps
 from turbo_hf.eval.bench.timing import Call, Conditions, Rotation, Stopwatch, cold_copies, copy_bandwidth, side_by_side
@@ -56,7 +47,7 @@ PADDED = "rows padded to the longest, without a mask"
 
 def run_case(
     case: Case, widths: list[str], how: Conditions, copy: float, sparse: Sequence[Choice] = ()
-) -> list[DecodeRow]:
+) -> list[CheckedRow]:
     """Check, then time decode at every width and every rival on one case, over tokens that are N(0, 1).
 
     Args:
@@ -98,7 +89,7 @@ def _latent_steps(case: Case, widths: list[str], how: Conditions) -> list[Found]
     return found
 
 
-def _time_all(case: Case, found: list[Found], how: Conditions, copy: float) -> list[DecodeRow]:
+def _time_all(case: Case, found: list[Found], how: Conditions, copy: float) -> list[CheckedRow]:
     """The rows, with the times of all methods, taken in the same rounds."""
     calls = {row.method: rotation for row, rotation in found if rotation is not None}
     how.tell(f"{case}: timing")
@@ -174,12 +165,12 @@ def _rotation(copies: Sequence[Rival], device: torch.device) -> tuple[Rotation |
         return None, f"cannot run in a graph: {error}"
 
 
-def _timed(row: DecodeRow, times: dict[str, list[float]], eager: dict[str, float], copy: float) -> DecodeRow:
+def _timed(row: CheckedRow, times: dict[str, list[float]], eager: dict[str, float], copy: float) -> CheckedRow:
     if row.method not in times:
         return row
     us = statistics.median(times[row.method])
     rate = row.bytes / us / 1e6
-    return timed(row, times, us=us, eager_us=eager[row.method], tb_s=rate, copy_share=rate / copy)
+    return timed(row, times, {"us": us, "eager us": eager[row.method], "TB/s": rate, "of copy": rate / copy})
 
 
 def decode_command(
@@ -198,10 +189,10 @@ def decode_command(
     buckets: Annotated[int, typer.Option(min=2, max=8192, help="Sparse: buckets per KV head.")] = 1024,
     hidden: Annotated[int, typer.Option(min=1, help="Sparse: units of the query classifier.")] = 1024,
     window: Annotated[int, typer.Option(min=1, help="Sparse: newest tokens, which are always read.")] = 2047,
-    backend: Backend = "auto",
+    backend: runner.Backend = "auto",
     seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 1.0,
-    seed: Seed = 0,
-    folder: Folder = None,
+    seed: runner.Seed = 0,
+    folder: runner.Folder = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
@@ -213,9 +204,9 @@ def decode_command(
     """
     given = dict(locals())
     with mistakes_end_the_command():
-        widths = [one_of("width", name, WIDTHS) for name in width or ("4",)]
-        selectors = [one_of("selector", name, SELECTORS) for name in selector or ()]
-        one_of("backend", backend, BACKENDS)
+        widths = [runner.one_of("width", name, WIDTHS) for name in width or ("4",)]
+        selectors = [runner.one_of("selector", name, SELECTORS) for name in selector or ()]
+        runner.one_of("backend", backend, BACKENDS)
         shares = tuple(share or SHARES)
         if not all(0 < each <= 1 for each in shares):
             raise ValueError(f"a share must be above 0 and at most 1; got {list(shares)}.")
@@ -228,11 +219,11 @@ def decode_command(
             raise ValueError(f"no default case of {', '.join(shape or [])} is ragged; give --size.")
         if selectors and any(case.shape in LATENT_SHAPES for case in cases):
             raise ValueError("steps over latents are not sparse: leave out --selector.")
-        stopwatch = Stopwatch(find_device(device))
-        require_choice(stopwatch.device, size not in (None, list(SPARSE_SIZES)), "--size 1x1k, or less")
-        prepare_folder(folder)
+        stopwatch = Stopwatch(runner.find_device(device))
+        runner.require_choice(stopwatch.device, size not in (None, list(SPARSE_SIZES)), "--size 1x1k, or less")
+        runner.prepare_folder(folder)
     sparse = [Choice(name, shares, buckets, hidden, AlwaysRead(1, window)) for name in selectors]
-    bench = BenchRun[DecodeRow]("decode", stopwatch.device, folder)
+    bench = runner.BenchRun[CheckedRow]("decode", stopwatch.device, folder)
     copy = copy_bandwidth(stopwatch)
     out.print(f"Copy bandwidth measured now: {copy:.3g} TB/s.", highlight=False)
     stopwatch.burst_ms = min(stopwatch.burst_ms, BURST_MS)
@@ -249,14 +240,9 @@ def decode_command(
     bench.finish(json_line, untimed(bench.rows))
 
 
-def print_case(case: Case, rows: Sequence[DecodeRow]) -> None:
+def print_case(case: Case, rows: Sequence[CheckedRow]) -> None:
     """The table of one case."""
     heads = case.heads
     title = f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}, {case.outputs} outputs"
-    columns = {
-        "us": ("us", ".1f"),
-        "eager us": ("eager_us", ".0f"),
-        "TB/s": ("tb_s", ".3g"),
-        "of copy": ("copy_share", ".0%"),
-    }
+    columns = {"us": ".1f", "eager us": ".0f", "TB/s": ".3g", "of copy": ".0%"}
     print_rows(title, "keys, values", rows, columns)

@@ -17,21 +17,11 @@ import typer
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, TurboConfig, resolve_config
 from turbo_hf.console import Device, Json, err, mistakes_end_the_command, processes, remark, show_table
+from turbo_hf.eval.bench import runner
 from turbo_hf.eval.bench.checked import print_notes
 from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, speed
 from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_model
-from turbo_hf.eval.bench.runner import (
-    BenchRun,
-    Folder,
-    ModelPlace,
-    Seed,
-    Tiny,
-    figure,
-    find_device,
-    one_of,
-    prepare_folder,
-    require_choice,
-)
+from turbo_hf.eval.bench.runner import figure
 from turbo_hf.eval.bench.shapes import largest, parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import BACKENDS, installed
@@ -295,7 +285,7 @@ def _generate(
 
 def generate_command(
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; may be repeated.")] = None,
-    model_place: ModelPlace = None,
+    model_place: runner.ModelPlace = None,
     context: Annotated[list[str] | None, typer.Option(help="Tokens of the prompts, such as 1k; may be repeated.")] = (
         None
     ),
@@ -330,9 +320,9 @@ def generate_command(
         bool,
         typer.Option("--cuda-graphs/--eager", help="Whether patched decode steps are replayed as CUDA graphs."),
     ] = True,
-    tiny: Tiny = False,
-    seed: Seed = 0,
-    folder: Folder = None,
+    tiny: runner.Tiny = False,
+    seed: runner.Seed = 0,
+    folder: runner.Folder = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
@@ -348,20 +338,22 @@ def generate_command(
             raise ValueError("--paper sets --context, --batch and --new; omit them.")
         own = PAPER if paper else ("1k", "1", 128)
         require_one_model(shape, model_place, layers, tiny)
-        shapes = [one_of("shape", name, KINDS) for name in shape or ("llama3-8b",)]
+        shapes = [runner.one_of("shape", name, KINDS) for name in shape or ("llama3-8b",)]
         contexts = [parse_tokens(text) for text in context or (own[0],)]
         batches = [_parse_batch(text) for text in batch or (own[1],)]
         works = [Work(tokens, new or own[2], rounds, chunk, seed) for tokens in contexts]
-        modes = [one_of("mode", name, ("auto", *ATTENTION_MODES)) for name in mode or ()]
+        modes = [runner.one_of("mode", name, ("auto", *ATTENTION_MODES)) for name in mode or ()]
         decodings = [
-            one_of("decoding", name, DECODINGS)
+            runner.one_of("decoding", name, DECODINGS)
             for name in decoding or DECODINGS[: 1 if None in batches or processes()[1] > 1 else len(DECODINGS)]
         ]
         configs = _configs(preset or [DEFAULT_PRESET], modes, cuda_graphs)
-        where = find_device(device)
+        where = runner.find_device(device)
         if None in batches and where.type != "cuda" and not tiny:
             raise ValueError(f"--batch {LARGEST} needs a GPU: on a CPU the system, not an error, says what fits.")
-        require_choice(where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command")
+        runner.require_choice(
+            where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command"
+        )
         together = processes()
         if together[1] > 1:
             if None in batches or {*DECODINGS[2:]} & {*decodings}:
@@ -369,8 +361,8 @@ def generate_command(
             # the first process writes; all of them draw the same weights
             folder = folder if together[0] == 0 else None
             torch.manual_seed(seed)
-        prepare_folder(folder)
-    bench = BenchRun[GenerateRow]("generate", where, folder)
+        runner.prepare_folder(folder)
+    bench = runner.BenchRun[GenerateRow]("generate", where, folder)
     given |= {"ranks": together[1], "configs": {name: config.to_dict() for name, config in configs.items()}}
     for name in shapes if model_place is None else [Path(model_place).name]:
         with err.status(f"making {name}"):
@@ -418,7 +410,11 @@ def _print(layers: int, case: object, rows: Sequence[GenerateRow]) -> None:
     title = f"{first.shape}, {layers} layers, {tokens_label(first.context)} tokens and {first.new} new"
     cells = []
     for row in rows:
-        rate = figure(row.tokens_s, ".1f"), figure(row.speedup, ".2f"), figure(row.best.get("tokens_s"), ".2f")
+        rate = (
+            figure(row.tokens_s, ".1f"),
+            figure(row.speedup, ".2f"),
+            figure(row.best.get("tokens_s"), ".2f"),
+        )
         first_ms = figure(row.first_ms, ".1f"), figure(row.best.get("first_ms"), ".2f")
         step_ms = figure(row.step_ms, ".2f"), figure(row.best.get("step_ms"), ".2f")
         peak = figure(row.peak_bytes and row.peak_bytes / 1e9, ".2f")

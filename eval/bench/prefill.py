@@ -3,7 +3,7 @@ figure includes quantization."""
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -12,11 +12,13 @@ import typer
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS, V_SCALES
 from turbo_hf.console import Device, Json, mistakes_end_the_command, out
+from turbo_hf.eval.bench import runner
 from turbo_hf.eval.bench.checked import (
     Check,
     CheckedRow,
     Sample,
     checked,
+    new_row,
     poisoned,
     print_rows,
     timed,
@@ -25,43 +27,14 @@ from turbo_hf.eval.bench.checked import (
 )
 from turbo_hf.eval.bench.random_cache import draw
 from turbo_hf.eval.bench.rivals import Rival, rivals
-from turbo_hf.eval.bench.runner import (
-    DTYPES,
-    Backend,
-    BenchRun,
-    Block,
-    Folder,
-    Modes,
-    Seed,
-    SmoothK,
-    find_device,
-    one_of,
-    prepare_folder,
-    require_choice,
-)
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size
 from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch, side_by_side
-from turbo_hf.layout import MODES, QUANTIZED_MODES, AttentionOutput, Rounding, Scoring
+from turbo_hf.layout import QUANTIZED_MODES, AttentionOutput, Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
 from turbo_hf.ops.prefill import operands
 
 HALVES = ("float16", "bfloat16")
 """What the other methods have kernels for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRow(CheckedRow):
-    """One method on one prompt pass.
-
-    ms: median of the rounds, quantization included.
-    quantize_ms: of K and V apart (Q is quantized inside the attention).
-    tflops: 10^12 operations per second, counted as `PromptCase.flops`.
-    """
-
-    causal: bool
-    ms: float | None = None
-    quantize_ms: float | None = None
-    tflops: float | None = None
 
 
 def run_case(
@@ -71,7 +44,7 @@ def run_case(
     how: Conditions,
     *,
     dtype: torch.dtype,
-) -> list[PrefillRow]:
+) -> list[CheckedRow]:
     """Check, then time every mode and every rival on one case.
 
     Args:
@@ -86,10 +59,10 @@ def run_case(
     scaling = case.heads.dim**-0.5
     how.tell(f"{case}: oracle")
     sample = Sample(q, k, v, scaling=scaling, causal=case.causal, seed=seed)
-    rows: list[PrefillRow] = []
+    rows: list[CheckedRow] = []
     calls: dict[str, Call] = {}
     for rival in rivals(q, k, v, scaling=scaling, causal=case.causal):
-        row = _row(case, rival.name, rival.note)
+        row = new_row(case, rival.name, False, note=rival.note)
         if rival.call is not None:
             row, calls[rival.name] = replace(row, error=_error(rival, sample)), rival.call
         rows.append(row)
@@ -97,7 +70,7 @@ def run_case(
         how.tell(f"{case}: checking {mode}")
         rounding = Rounding(mode, **options_of(mode, options))
         given = {"scoring": Scoring(scaling), "rounding": rounding, "causal": case.causal}
-        row, call = _checked(_row(case, mode), q, k, v, sample, given, backend)
+        row, call = _checked(new_row(case, mode, True), q, k, v, sample, given, backend)
         rows.append(row)
         if call is not None:
             calls[mode] = call
@@ -123,32 +96,20 @@ def inputs(
     return q, k, v
 
 
-def _row(case: PromptCase, method: str, note: str = "") -> PrefillRow:
-    return PrefillRow(
-        shape=case.shape,
-        batch=case.batch,
-        tokens=case.tokens,
-        causal=case.causal,
-        method=method,
-        ours=method in MODES,
-        note=note,
-    )
-
-
 def _error(rival: Rival, sample: Sample) -> float:
     out: Any = rival.call() if rival.call is not None else None
     return sample.error(out)
 
 
 def _checked(
-    row: PrefillRow,
+    row: CheckedRow,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sample: Sample,
     given: dict[str, Any],
     backend: str,
-) -> tuple[PrefillRow, Call | None]:
+) -> tuple[CheckedRow, Call | None]:
     """The row of one mode with its check, and the call to time if the result is right."""
 
     def call() -> AttentionOutput:
@@ -166,27 +127,27 @@ def _apart(mode: str) -> str:
     return f"{mode}: quantization"
 
 
-def _timed(row: PrefillRow, case: PromptCase, times: dict[str, list[float]]) -> PrefillRow:
+def _timed(row: CheckedRow, case: PromptCase, times: dict[str, list[float]]) -> CheckedRow:
     if row.method not in times:
         return row
     ms, apart = statistics.median(times[row.method]), times.get(_apart(row.method))
     quantize_ms = None if apart is None else statistics.median(apart)
-    return timed(row, times, ms=ms, quantize_ms=quantize_ms, tflops=case.flops / ms / 1e9)
+    return timed(row, times, {"ms": ms, "quantize ms": quantize_ms, "TFLOP/s": case.flops / ms / 1e9})
 
 
 def prefill_command(
-    mode: Modes = None,
+    mode: runner.Modes = None,
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}; may be repeated.")] = None,
     size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 4x16k; may be repeated.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="One mask only; default: both.")] = None,
-    block: Block = 128,
+    block: runner.Block = 128,
     v_scale: Annotated[str, typer.Option(help=f"Scales of V: per {', '.join(V_SCALES)}.")] = "block",
-    smooth_k: SmoothK = False,
-    backend: Backend = "auto",
+    smooth_k: runner.SmoothK = False,
+    backend: runner.Backend = "auto",
     dtype: Annotated[str, typer.Option(help=f"Dtype of the inputs: {', '.join(HALVES)}.")] = "float16",
     seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 3.0,
-    seed: Seed = 0,
-    folder: Folder = None,
+    seed: runner.Seed = 0,
+    folder: runner.Folder = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
@@ -197,38 +158,34 @@ def prefill_command(
     """
     given = dict(locals())
     with mistakes_end_the_command():
-        modes = [one_of("mode", name, ATTENTION_MODES) for name in mode or QUANTIZED_MODES]
-        one_of("dtype", dtype, HALVES)
-        one_of("backend", backend, BACKENDS)
-        one_of("v-scale", v_scale, V_SCALES)
+        modes = [runner.one_of("mode", name, ATTENTION_MODES) for name in mode or QUANTIZED_MODES]
+        runner.one_of("dtype", dtype, HALVES)
+        runner.one_of("backend", backend, BACKENDS)
+        runner.one_of("v-scale", v_scale, V_SCALES)
         heads = {name: find_shape(name) for name in shape or SHAPES}
         sizes = [parse_size(text) for text in size or SIZES]
-        stopwatch = Stopwatch(find_device(device))
-        require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
-        prepare_folder(folder)
+        stopwatch = Stopwatch(runner.find_device(device))
+        runner.require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
+        runner.prepare_folder(folder)
     masks = (True, False) if causal is None else (causal,)
     cases = [PromptCase(name, heads[name], *at, mask) for name in heads for mask in masks for at in sizes]
-    bench = BenchRun[PrefillRow]("prefill", stopwatch.device, folder)
+    bench = runner.BenchRun[CheckedRow]("prefill", stopwatch.device, folder)
     options = {"block": block, "v_scale": v_scale, "smooth_k": smooth_k}
     how = Conditions(stopwatch, backend, seed, seconds)
 
     bench.each(
         cases,
-        lambda case, tell: run_case(case, modes, options, how._replace(tell=tell), dtype=DTYPES[dtype]),
+        lambda case, tell: run_case(case, modes, options, how._replace(tell=tell), dtype=runner.DTYPES[dtype]),
         partial(_print_case, device=stopwatch.device),
         options=given,
     )
     bench.finish(json_line, untimed(bench.rows))
 
 
-def _print_case(case: PromptCase, rows: Sequence[PrefillRow], device: torch.device) -> None:
+def _print_case(case: PromptCase, rows: Sequence[CheckedRow], device: torch.device) -> None:
     heads = case.heads
     title = f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}"
-    columns = {
-        "ms": ("ms", ".4g"),
-        "quantize ms": ("quantize_ms", ".3g"),
-        "TFLOP/s": ("tflops", ".4g"),
-    }
+    columns = {"ms": ".4g", "quantize ms": ".3g", "TFLOP/s": ".4g"}
     print_rows(title, "method", rows, columns)
     if device.type != "cuda":
         out.print("On a CPU: plain torch by the wall clock. It says nothing of a GPU.", style="dim")

@@ -17,21 +17,11 @@ from packaging.version import Version
 
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, TurboConfig, resolve_config
 from turbo_hf.console import Device, Json, mistakes_end_the_command, remark, show_table
+from turbo_hf.eval.bench import runner
 from turbo_hf.eval.bench.checked import print_notes
 from turbo_hf.eval.bench.clock import clocked, vocabulary_of
 from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_model
-from turbo_hf.eval.bench.runner import (
-    BenchRun,
-    Folder,
-    ModelPlace,
-    Seed,
-    Tiny,
-    figure,
-    find_device,
-    one_of,
-    prepare_folder,
-    require_choice,
-)
+from turbo_hf.eval.bench.runner import figure
 from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.models.versions import version_of
@@ -232,7 +222,7 @@ def measured(model: Any, row: ServeRow, jobs: Sequence[Job], serve: Callable[[],
 
 def serve_command(
     shape: Annotated[str | None, typer.Option(help=f"{', '.join(KINDS)}. Default: llama3-8b.")] = None,
-    model_place: ModelPlace = None,
+    model_place: runner.ModelPlace = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers; default: as many as the model has.")] = None,
     workload: Annotated[
         list[str] | None,
@@ -251,9 +241,9 @@ def serve_command(
     unpatched: Annotated[bool, typer.Option("--unpatched/--patched-only", help="Also without the patch.")] = True,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a pass, of all requests.")] = 8192,
     pool: Annotated[str | None, typer.Option(help="Tokens that the pool holds; default: as memory allows.")] = None,
-    tiny: Tiny = False,
-    seed: Seed = 0,
-    folder: Folder = None,
+    tiny: runner.Tiny = False,
+    seed: runner.Seed = 0,
+    folder: runner.Folder = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
@@ -265,12 +255,14 @@ def serve_command(
     given = dict(locals())
     with mistakes_end_the_command():
         require_version()
-        workloads = [one_of("workload", name, WORKLOADS) for name in workload or WORKLOADS]
+        workloads = [runner.one_of("workload", name, WORKLOADS) for name in workload or WORKLOADS]
         require_one_model(shape, model_place, layers, tiny)
-        shape = one_of("shape", shape or "llama3-8b", KINDS)
+        shape = runner.one_of("shape", shape or "llama3-8b", KINDS)
         configs = {name: resolve_config(name) for name in preset or [DEFAULT_PRESET]}
-        where = find_device(device)
-        require_choice(where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command")
+        where = runner.find_device(device)
+        runner.require_choice(
+            where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command"
+        )
         asked: dict[str, list[Job]] = {}
         for name in workloads:
             if name == "azure":
@@ -279,8 +271,8 @@ def serve_command(
                 continue
             tokens = parse_tokens(prefix) + OWN_TOKENS if name == "shared" else parse_tokens(context)
             asked[name] = [Job(gap * n, tokens, new) for n in range(requests)]
-        prepare_folder(folder)
-    bench = BenchRun[ServeRow]("serve", where, folder)
+        runner.prepare_folder(folder)
+    bench = runner.BenchRun[ServeRow]("serve", where, folder)
     torch.manual_seed(seed)
     model = bench_model(shape, model_place, layers, where, tiny=tiny)
     options: dict[str, Any] = {"max_batch_tokens": batch_tokens, "page_size": 256}

@@ -135,12 +135,22 @@ class Case:
     ragged: bool
 
     def __str__(self) -> str:
-        return f"{len(self.lengths)}x{tokens_label(max(self.lengths))}{' ragged' if self.ragged else ''}"
+        return f"{self.batch}x{tokens_label(self.tokens)}{' ragged' if self.ragged else ''}"
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Of the longest row."""
+        return max(self.lengths)
 
     @property
     def outputs(self) -> int:
         """Rows times KV heads: what a kernel without splits can distribute over the SMs."""
-        return len(self.lengths) * self.heads.kv
+        return self.batch * self.heads.kv
 
     def packed_bytes(self, groups: HeadGroups) -> int:
         """Bytes of the cache, all of which a step reads. groups: (width, heads) of each width."""
