@@ -250,8 +250,9 @@ def _calibration(model: Any, wanted: list[Method], named: str) -> Calibration | 
 def _write(
     folder: Path, result: dict[str, Any], samples: dict[str, dict[str, list[dict[str, Any]]]], *, shown: bool
 ) -> None:
+    from turbo_hf.eval.plots import accuracy_plot, needle_map  # noqa: PLC0415
     from turbo_hf.eval.report import noise, stamps, tables  # noqa: PLC0415  as above
-    from turbo_hf.eval.report_plots import accuracy_plot, needle_cells, needle_map  # noqa: PLC0415
+    from turbo_hf.eval.scorers import needle_cells  # noqa: PLC0415
 
     identity = result["meta"]["identity"]
     write_whole(folder / "report.json", as_json(result, indent=1) + "\n")

@@ -263,7 +263,7 @@ def _show(rows: dict[str, list[Fidelity]], told: str, facts: dict[str, Any]) -> 
 def _write(
     folder: Path, rows: dict[str, list[Fidelity]], told: str, facts: dict[str, Any], found: dict[str, Any]
 ) -> None:
-    from turbo_hf.eval.fidelity_plots import draw  # noqa: PLC0415  matplotlib is an extra
+    from turbo_hf.eval.plots import draw  # noqa: PLC0415  matplotlib is an extra
 
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "fidelity.json", as_json(found, indent=1) + "\n")

@@ -40,7 +40,6 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
         preset: a method of `turbo_hf.eval.methods`, or its name: fp16 and fp16-eager (both unpatched), presets, other
             caches.
         calibration: for methods that need one: itself, a folder or a Hub id; "auto": beside the checkpoint.
-        attention: how a prompt's attention is computed, as in `TurboConfig.attention`; None: as the preset says.
         chunk: scored tokens per pass.
         batch_tokens: maximum tokens per batch of `generate`: prompts, padding and replies; `batch_size` still limits
             its rows. None: no limit.
@@ -48,14 +47,13 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
         kwargs: HFLM's own arguments.
 
     Raises:
-        ValueError: an unknown preset or attention, a chunk below 1, or a model that cannot be patched.
+        ValueError: an unknown preset, a chunk below 1, or a model that cannot be patched.
     """
 
     def __init__(
         self,
         pretrained: Any,
         preset: str | Method = DEFAULT_PRESET,
-        attention: str | None = None,
         calibration: Calibration | str | None = "auto",
         chunk: int = 64,
         batch_tokens: int | None = None,
@@ -63,8 +61,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
         **kwargs: Any,
     ):
         # report a mistake before the model is loaded
-        named = preset if attention is None else f"{preset}/{attention}"
-        self.method = named if isinstance(named, Method) else method_named(named)
+        self.method = preset if isinstance(preset, Method) else method_named(preset)
         for name, value in (("chunk", chunk), ("batch_tokens", batch_tokens)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 token; got {value}.")

@@ -10,8 +10,7 @@ from turbo_hf.eval.answers import Batch
 from turbo_hf.eval.evaluate import Outcome
 from turbo_hf.eval.methods import AGAIN, BASELINE, SIMULATED
 from turbo_hf.eval.output import LIMITED, Table, without_dashes
-from turbo_hf.eval.report_plots import needle_cells, worst
-from turbo_hf.eval.scorers import reply_of
+from turbo_hf.eval.scorers import needle_cells, reply_of, worst
 from turbo_hf.eval.tasks import Spec
 
 SURE = 0.8

@@ -6,6 +6,7 @@ takes "The answer is 18" without a full stop for 1 and fails on "$18."; BBH's ta
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -117,3 +118,19 @@ BBH = (
     Scorer("corrected", judge=right_statement),
 )
 CHOICES = (Scorer("acc", "none", "acc", headline=True), Scorer("acc_norm", "none", "acc_norm"))
+
+Cells = dict[tuple[int, float], float]
+"""Share of needles found, by (length asked for, depth)."""
+
+
+def needle_cells(samples: list[dict[str, Any]]) -> Cells:
+    """The cells of a heat map from the logged samples of the task `needle`."""
+    found = defaultdict(list)
+    for sample in samples:
+        found[sample["doc"]["length"], sample["doc"]["depth"]].append(float(sample["right"]))
+    return {cell: sum(right) / len(right) for cell, right in sorted(found.items())}
+
+
+def worst(cells: Cells) -> tuple[tuple[int, float], float]:
+    """The cell with the smallest share, the shortest and shallowest of several."""
+    return min(cells.items(), key=lambda pair: (pair[1], pair[0]))

@@ -86,7 +86,7 @@ def test_a_smaller_chunk_reads_more_of_the_text_compressed() -> None:
     stock = scores(HFLM(pretrained=model, tokenizer=tokenizer), rolling)
     off = []
     for chunk in (32, 4096):
-        with_cache = TurboLM(model, preset="turbo2", attention="fp16", chunk=chunk, tokenizer=tokenizer)
+        with_cache = TurboLM(model, preset="turbo2/fp16", chunk=chunk, tokenizer=tokenizer)
         off.append(float((scores(with_cache, rolling) - stock).abs()))
         with_cache.close()
     # one chunk of everything has no past to read: it would be a measurement of nothing

@@ -16,8 +16,9 @@ from turbo_hf.eval.evaluate import Outcome, load_tasks, quiet, run_method
 from turbo_hf.eval.methods import AGAIN, BASELINE, method_named
 from turbo_hf.eval.model import TurboLM
 from turbo_hf.eval.output import EvalReport, markdown
+from turbo_hf.eval.plots import accuracy_plot, needle_map
 from turbo_hf.eval.report import noise, report, stamps, tables
-from turbo_hf.eval.report_plots import accuracy_plot, needle_cells, needle_map, worst
+from turbo_hf.eval.scorers import needle_cells, worst
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec, carried_prose, needle_task, prose_task
 

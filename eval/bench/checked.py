@@ -13,12 +13,14 @@ import torch
 
 from turbo_hf.console import remark, show_table
 from turbo_hf.eval.bench.oracle import attend
+from turbo_hf.eval.bench.random_cache import one_head
 from turbo_hf.eval.bench.rivals import BASELINES
 from turbo_hf.eval.bench.runner import figure
 from turbo_hf.eval.bench.shapes import Case, PromptCase
 from turbo_hf.eval.bench.timing import Call, Rotation, speedup, spread
-from turbo_hf.layout import AttentionOutput
+from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.prefill.reference import reference_prefill
+from turbo_hf.ops.store.quantize import dequantize
 
 ROWS = 64
 """Queries checked per head: the first ones, the last, some at the edges of tiles, the others at random."""
@@ -268,22 +270,27 @@ def our_step(case: Case, method: str, size: int, device: torch.device, prepare: 
 def check_heads(
     case: Case,
     q: torch.Tensor,
+    store: KVStore,
     got: AttentionOutput,
-    attended: Callable[[int, int, torch.Tensor], tuple[AttentionOutput, AttentionOutput]],
+    reference: Callable[[torch.Tensor, KVStore, int, int], AttentionOutput],
+    kept: Callable[[int, int], torch.Tensor] | None = None,
 ) -> Check:
-    """Check the first KV head of the first row and the last one of the last row against float64.
-
-    The budget is the error of the reference, with the same roundings, on the same heads.
+    """Check the first KV head of the first row and the last one of the last row against float64 over the same cache.
 
     Args:
-        q: [B, Hq, 1, D].
-        attended: of a row, a KV head and its queries [1, G, 1, D], what the reference returns and float64's [G, 1, D].
+        q: [B, Hq, 1, D]. store: the cache.
+        reference: of a head's queries [1, G, 1, D], its cache alone, its row and its number: what plain torch returns,
+            with the same roundings. Its error is the budget.
+        kept: bool [tokens] of a row and a head, the keys that are read; None: all.
     """
     group, last = case.heads.query // case.heads.kv, len(case.lengths) - 1
     found: list[tuple[AttentionOutput, AttentionOutput, AttentionOutput]] = []
     for row, head in {(0, 0): None, (last, case.heads.kv - 1): None}:
-        own = slice(head * group, (head + 1) * group)
-        model, exact = attended(row, head, q[row : row + 1, own])
+        own, length, part = slice(head * group, (head + 1) * group), case.lengths[row], one_head(store, row, head)
+        model = reference(q[row : row + 1, own], part, row, head)
+        read = slice(None) if kept is None else kept(row, head)
+        k, v = (x[0, :, :length][:, read] for x in dequantize(part, torch.float64))
+        exact = attend(q[row, own], k, v, scaling=case.heads.dim**-0.5, causal=False)
         sampled = AttentionOutput(got.out[row, own], got.lse[row, own])
         found.append((sampled, AttentionOutput(model.out[0], model.lse[0]), exact))
     stacked = (AttentionOutput(*(torch.stack(x) for x in zip(*part, strict=True))) for part in zip(*found, strict=True))

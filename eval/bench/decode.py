@@ -28,8 +28,7 @@ from turbo_hf.eval.bench.checked import (
     untimed,
 )
 from turbo_hf.eval.bench.latent import latent_bytes, latent_step, torch_calls
-from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.eval.bench.random_cache import draw, one_head, packed_stores
+from turbo_hf.eval.bench.random_cache import draw, packed_stores
 from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
 from turbo_hf.eval.bench.shapes import DECODE_SHAPES, LATENT_SHAPES, WIDTHS, Case, choose_cases, groups_of
 from turbo_hf.eval.bench.sparse import SELECTORS, SHARES, SPARSE_SIZES, Choice, bucket_steps
@@ -37,7 +36,6 @@ from turbo_hf.eval.bench.timing import Call, Conditions, Rotation, Stopwatch, co
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Scoring, in_words
 from turbo_hf.ops.decode import contract as op
 from turbo_hf.ops.decode.reference import reference_decode
-from turbo_hf.ops.store.quantize import dequantize
 
 BURST_MS = 40.0
 """For how long one method is replayed per turn. Decode is bound by memory, whose clock does not depend on power."""
@@ -101,15 +99,9 @@ def _time_all(case: Case, found: list[Found], how: Conditions, copy: float) -> l
 
 
 def check_decode(case: Case, q: torch.Tensor, store: KVStore, got: AttentionOutput) -> Check:
-    """Check a sample against float64 over the same packed cache, as `check_heads` does. q: [B, Hq, 1, D]."""
-
-    def attended(row: int, head: int, query: torch.Tensor) -> tuple[AttentionOutput, AttentionOutput]:
-        part, scaling = one_head(store, row, head), case.heads.dim**-0.5
-        k, v = (x[0, :, : case.lengths[row]] for x in dequantize(part, torch.float64))
-        exact = attend(query[0], k, v, scaling=scaling, causal=False)
-        return reference_decode(query, part, Scoring(scaling)), exact
-
-    return check_heads(case, q, got, attended)
+    """Check a sample as `check_heads` does. q: [B, Hq, 1, D]."""
+    scoring = Scoring(case.heads.dim**-0.5)
+    return check_heads(case, q, store, got, lambda query, part, *_: reference_decode(query, part, scoring))
 
 
 def dense_step(case: Case, width: str, q: torch.Tensor, how: Conditions) -> Found:

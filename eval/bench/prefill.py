@@ -33,7 +33,7 @@ from turbo_hf.layout import QUANTIZED_MODES, AttentionOutput, Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
 from turbo_hf.ops.prefill import operands
 
-HALVES = ("float16", "bfloat16")
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """What the other methods have kernels for."""
 
 
@@ -136,13 +136,13 @@ def _timed(row: CheckedRow, case: PromptCase, times: dict[str, list[float]]) -> 
 
 
 def prefill_command(
-    mode: runner.Modes = None,
+    mode: Annotated[list[str] | None, typer.Option(help=f"{', '.join(ATTENTION_MODES)}; may be repeated.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}; may be repeated.")] = None,
     size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 4x16k; may be repeated.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="One mask only; default: both.")] = None,
-    block: runner.Block = 128,
+    block: Annotated[int, typer.Option(help="Tokens in a block of keys and values: 32, 64 or 128.")] = 128,
     v_scale: Annotated[str, typer.Option(help=f"Scales of V: per {', '.join(V_SCALES)}.")] = "block",
-    smooth_k: runner.SmoothK = False,
+    smooth_k: Annotated[bool, typer.Option("--smooth-k", help="Subtract the keys' channel means first.")] = False,
     backend: runner.Backend = "auto",
     dtype: Annotated[str, typer.Option(help=f"Dtype of the inputs: {', '.join(HALVES)}.")] = "float16",
     seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 3.0,
@@ -175,7 +175,7 @@ def prefill_command(
 
     bench.each(
         cases,
-        lambda case, tell: run_case(case, modes, options, how._replace(tell=tell), dtype=runner.DTYPES[dtype]),
+        lambda case, tell: run_case(case, modes, options, how._replace(tell=tell), dtype=HALVES[dtype]),
         partial(_print_case, device=stopwatch.device),
         options=given,
     )

@@ -11,20 +11,14 @@ from typing import Annotated, Any, Generic, TypeVar
 import torch
 import typer
 
-from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS
+from turbo_hf.config.turbo_config import BACKENDS
 from turbo_hf.config.whole_files import write_whole
 from turbo_hf.console import choose_device, err, out, print_error
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.models.versions import version_of
 from turbo_hf.patching.doctor import machine
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-
-Modes = Annotated[list[str] | None, typer.Option("--mode", help=f"{', '.join(ATTENTION_MODES)}; may be repeated.")]
-Block = Annotated[int, typer.Option(help="Tokens in a block of keys and values: 32, 64 or 128.")]
-SmoothK = Annotated[bool, typer.Option("--smooth-k", help="Subtract the keys' channel means before rounding.")]
 Backend = Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")]
-Dtype = Annotated[str, typer.Option(help=f"Dtype of random inputs: {', '.join(DTYPES)}.")]
 Seed = Annotated[int, typer.Option(help="Random seed of the inputs.")]
 ModelPlace = Annotated[
     str | None, typer.Option("--model", help="A folder or a Hub id, with its own weights, instead of --shape.")
