@@ -142,7 +142,7 @@ def poisoned() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedRow:
+class Row:
     """One method on one case; `figures` are none where it did not run, and `note` says why.
 
     shape, case: of the model, and the rows and tokens; batch, tokens: rows, and tokens of the longest one.
@@ -176,9 +176,7 @@ class CheckedRow:
 AnyCall = TypeVar("AnyCall", bound=Call)
 
 
-def checked(
-    row: CheckedRow, prepare: Callable[[], tuple[Check, Callable[[], AnyCall]]]
-) -> tuple[CheckedRow, AnyCall | None]:
+def first_checked(row: Row, prepare: Callable[[], tuple[Check, Callable[[], AnyCall]]]) -> tuple[Row, AnyCall | None]:
     """The row with its check, and what to time if the result is right; else the note says what is wrong.
 
     prepare: computes and judges the result; beside the check it returns what makes the call that is timed.
@@ -195,7 +193,7 @@ def checked(
         return replace(row, note=f"failed: {type(error).__name__}: {error}"), None
 
 
-def timed(row: CheckedRow, times: dict[str, list[float]], figures: dict[str, float | None]) -> CheckedRow:
+def timed(row: Row, times: dict[str, list[float]], figures: dict[str, float | None]) -> Row:
     """The row with `figures`, and the spread and speedups that follow from the times of all methods, round by round."""
     own = times[row.method]
     others = [name for name in BASELINES if name in times and name != row.method]
@@ -203,7 +201,7 @@ def timed(row: CheckedRow, times: dict[str, list[float]], figures: dict[str, flo
     return replace(row, spread=spread(own), rounds=len(own), speedup=ratios, figures=figures)
 
 
-def print_rows(title: str, first: str, rows: Sequence[CheckedRow], columns: dict[str, str]) -> None:
+def print_rows(title: str, first: str, rows: Sequence[Row], columns: dict[str, str]) -> None:
     """A table of one case: methods, `columns`, speedups and errors; below it the notes, and how far rounds lie apart.
 
     Args:
@@ -231,7 +229,7 @@ def print_notes(notes: Iterable[tuple[str, str]]) -> None:
             remark(f"{method}: {text}")
 
 
-def untimed(rows: Sequence[CheckedRow]) -> list[str]:
+def untimed(rows: Sequence[Row]) -> list[str]:
     """Those of our own that were refused, failed or are wrong, a sentence each."""
     return [
         f"{row.method} on {row.shape}, {row.case}, is not timed; {row.note}"
@@ -240,16 +238,16 @@ def untimed(rows: Sequence[CheckedRow]) -> list[str]:
     ]
 
 
-Found = tuple[CheckedRow, Rotation | None]
+Found = tuple[Row, Rotation | None]
 """A method's row, and what to time for it."""
 
 Prepared = tuple[list[Callable[[], AttentionOutput]], Callable[[AttentionOutput], Check]]
 """Calls to time, each over a cache of its own, and the check of the first one's result."""
 
 
-def new_row(case: Case | PromptCase, method: str, ours: bool, size: int = 0, note: str = "") -> CheckedRow:
+def new_row(case: Case | PromptCase, method: str, ours: bool, size: int = 0, note: str = "") -> Row:
     """A row without figures. size: bytes of keys and values read."""
-    return CheckedRow(case.shape, str(case), case.batch, case.tokens, method, ours, size, note=note)
+    return Row(case.shape, str(case), case.batch, case.tokens, method, ours, size, note=note)
 
 
 def our_step(case: Case, method: str, size: int, device: torch.device, prepare: Callable[[], Prepared]) -> Found:
@@ -264,7 +262,7 @@ def our_step(case: Case, method: str, size: int, device: torch.device, prepare: 
             got = calls[0]()
         return check(got), lambda: Rotation(list[Call](calls), device)
 
-    return checked(new_row(case, method, True, size), check_first)
+    return first_checked(new_row(case, method, True, size), check_first)
 
 
 def check_heads(

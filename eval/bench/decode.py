@@ -14,19 +14,7 @@ import typer
 
 from turbo_hf.config.turbo_config import BACKENDS
 from turbo_hf.console import Device, Json, mistakes_end_the_command, out
-from turbo_hf.eval.bench import runner
-from turbo_hf.eval.bench.checked import (
-    Check,
-    CheckedRow,
-    Found,
-    Prepared,
-    check_heads,
-    new_row,
-    our_step,
-    print_rows,
-    timed,
-    untimed,
-)
+from turbo_hf.eval.bench import checked, runner
 from turbo_hf.eval.bench.latent import latent_bytes, latent_step, torch_calls
 from turbo_hf.eval.bench.random_cache import draw, packed_stores
 from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
@@ -45,7 +33,7 @@ PADDED = "rows padded to the longest, without a mask"
 
 def run_case(
     case: Case, widths: list[str], how: Conditions, copy: float, sparse: Sequence[Choice] = ()
-) -> list[CheckedRow]:
+) -> list[checked.Row]:
     """Check, then time decode at every width and every rival on one case, over tokens that are N(0, 1).
 
     Args:
@@ -70,13 +58,13 @@ def run_case(
     return _time_all(case, _theirs(case, q, generator) + found, how, copy)
 
 
-def _latent_steps(case: Case, widths: list[str], how: Conditions) -> list[Found]:
+def _latent_steps(case: Case, widths: list[str], how: Conditions) -> list[checked.Found]:
     """Torch over 16-bit latents and over what they expand to; our kernel at 16 bit, then at the other widths."""
-    found: list[Found] = []
+    found: list[checked.Found] = []
     sixteen = latent_bytes(case, "16")
     for name, ready in torch_calls(case, how.device, how.seed).items():
         how.tell(f"{case}: {name}")
-        row = new_row(case, name, False, sixteen)
+        row = checked.new_row(case, name, False, sixteen)
         try:
             found.append((row, ready()))
         except RuntimeError as error:
@@ -87,7 +75,7 @@ def _latent_steps(case: Case, widths: list[str], how: Conditions) -> list[Found]
     return found
 
 
-def _time_all(case: Case, found: list[Found], how: Conditions, copy: float) -> list[CheckedRow]:
+def _time_all(case: Case, found: list[checked.Found], how: Conditions, copy: float) -> list[checked.Row]:
     """The rows, with the times of all methods, taken in the same rounds."""
     calls = {row.method: rotation for row, rotation in found if rotation is not None}
     how.tell(f"{case}: timing")
@@ -98,13 +86,13 @@ def _time_all(case: Case, found: list[Found], how: Conditions, copy: float) -> l
     return [_timed(row, each, eager, copy) for row, _ in found]
 
 
-def check_decode(case: Case, q: torch.Tensor, store: KVStore, got: AttentionOutput) -> Check:
+def check_decode(case: Case, q: torch.Tensor, store: KVStore, got: AttentionOutput) -> checked.Check:
     """Check a sample as `check_heads` does. q: [B, Hq, 1, D]."""
     scoring = Scoring(case.heads.dim**-0.5)
-    return check_heads(case, q, store, got, lambda query, part, *_: reference_decode(query, part, scoring))
+    return checked.check_heads(case, q, store, got, lambda query, part, *_: reference_decode(query, part, scoring))
 
 
-def dense_step(case: Case, width: str, q: torch.Tensor, how: Conditions) -> Found:
+def dense_step(case: Case, width: str, q: torch.Tensor, how: Conditions) -> checked.Found:
     """The row of one width with its check, and what to time if the result is right."""
     groups = groups_of(width, case.heads.kv)
     size = case.packed_bytes(groups)
@@ -115,31 +103,31 @@ def dense_step(case: Case, width: str, q: torch.Tensor, how: Conditions) -> Foun
     def step(store: KVStore) -> AttentionOutput:
         return op.decode(q, store, Scoring(case.heads.dim**-0.5), backend=how.backend)
 
-    def prepare() -> Prepared:
+    def prepare() -> checked.Prepared:
         # another seed: keys that begin like the query would be the only ones that it sees
         stores = packed_stores(case, groups, cold_copies(size, q.device), q.device, how.seed + 1)
         return [partial(step, store) for store in stores], partial(check_decode, case, q, stores[0])
 
-    return our_step(case, name, size, q.device, prepare)
+    return checked.our_step(case, name, size, q.device, prepare)
 
 
-def _theirs(case: Case, q: torch.Tensor, generator: torch.Generator) -> list[Found]:
+def _theirs(case: Case, q: torch.Tensor, generator: torch.Generator) -> list[checked.Found]:
     """FP16 attention of the same heads and lengths; what does not fit the memory is left out, and its row says so."""
     size, device = case.dense_bytes(q.element_size()), q.device
     note = PADDED if case.ragged else ""
     shape = (2, len(case.lengths), case.heads.kv, max(case.lengths), case.heads.dim)
     names = (CUDNN, FLASH) if device.type == "cuda" else (MATH,)
-    theirs: list[Found] = []
+    theirs: list[checked.Found] = []
     try:
         copies = [draw(generator, *shape) for _ in range(cold_copies(size, device))]
         found = [sdpa_rivals(q, k, v, scaling=case.heads.dim**-0.5, causal=False) for k, v in copies]
         for each in zip(*found, strict=True):
             rotation, problem = _rotation(each, device)
             notes = "; ".join(text for text in (note, problem) if text)
-            theirs.append((new_row(case, each[0].name, False, size, notes), rotation))
+            theirs.append((checked.new_row(case, each[0].name, False, size, notes), rotation))
     except torch.OutOfMemoryError:
         gone = f"left out: {size / 1e9:.3g} GB of FP16 keys and values do not fit beside the rest"
-        return [(new_row(case, name, False, size, gone), None) for name in names]
+        return [(checked.new_row(case, name, False, size, gone), None) for name in names]
     return theirs
 
 
@@ -157,12 +145,12 @@ def _rotation(copies: Sequence[Rival], device: torch.device) -> tuple[Rotation |
         return None, f"cannot run in a graph: {error}"
 
 
-def _timed(row: CheckedRow, times: dict[str, list[float]], eager: dict[str, float], copy: float) -> CheckedRow:
+def _timed(row: checked.Row, times: dict[str, list[float]], eager: dict[str, float], copy: float) -> checked.Row:
     if row.method not in times:
         return row
     us = statistics.median(times[row.method])
     rate = row.bytes / us / 1e6
-    return timed(row, times, {"us": us, "eager us": eager[row.method], "TB/s": rate, "of copy": rate / copy})
+    return checked.timed(row, times, {"us": us, "eager us": eager[row.method], "TB/s": rate, "of copy": rate / copy})
 
 
 def decode_command(
@@ -215,7 +203,7 @@ def decode_command(
         runner.require_choice(stopwatch.device, size not in (None, list(SPARSE_SIZES)), "--size 1x1k, or less")
         runner.prepare_folder(folder)
     sparse = [Choice(name, shares, buckets, hidden, AlwaysRead(1, window)) for name in selectors]
-    bench = runner.BenchRun[CheckedRow]("decode", stopwatch.device, folder)
+    bench = runner.BenchRun[checked.Row]("decode", stopwatch.device, folder)
     copy = copy_bandwidth(stopwatch)
     out.print(f"Copy bandwidth measured now: {copy:.3g} TB/s.", highlight=False)
     stopwatch.burst_ms = min(stopwatch.burst_ms, BURST_MS)
@@ -229,12 +217,12 @@ def decode_command(
     )
     if stopwatch.device.type != "cuda":
         out.print("On a CPU: by the wall clock, without graphs. It says nothing of a GPU.", style="dim")
-    bench.finish(json_line, untimed(bench.rows))
+    bench.finish(json_line, checked.untimed(bench.rows))
 
 
-def print_case(case: Case, rows: Sequence[CheckedRow]) -> None:
+def print_case(case: Case, rows: Sequence[checked.Row]) -> None:
     """The table of one case."""
     heads = case.heads
     title = f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}, {case.outputs} outputs"
     columns = {"us": ".1f", "eager us": ".0f", "TB/s": ".3g", "of copy": ".0%"}
-    print_rows(title, "keys, values", rows, columns)
+    checked.print_rows(title, "keys, values", rows, columns)

@@ -12,19 +12,7 @@ import typer
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS, V_SCALES
 from turbo_hf.console import Device, Json, mistakes_end_the_command, out
-from turbo_hf.eval.bench import runner
-from turbo_hf.eval.bench.checked import (
-    Check,
-    CheckedRow,
-    Sample,
-    checked,
-    new_row,
-    poisoned,
-    print_rows,
-    timed,
-    untimed,
-    verify,
-)
+from turbo_hf.eval.bench import checked, runner
 from turbo_hf.eval.bench.random_cache import draw
 from turbo_hf.eval.bench.rivals import Rival, rivals
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size
@@ -44,7 +32,7 @@ def run_case(
     how: Conditions,
     *,
     dtype: torch.dtype,
-) -> list[CheckedRow]:
+) -> list[checked.Row]:
     """Check, then time every mode and every rival on one case.
 
     Args:
@@ -58,11 +46,11 @@ def run_case(
     q, k, v = inputs(case, dtype, how.device, seed)
     scaling = case.heads.dim**-0.5
     how.tell(f"{case}: oracle")
-    sample = Sample(q, k, v, scaling=scaling, causal=case.causal, seed=seed)
-    rows: list[CheckedRow] = []
+    sample = checked.Sample(q, k, v, scaling=scaling, causal=case.causal, seed=seed)
+    rows: list[checked.Row] = []
     calls: dict[str, Call] = {}
     for rival in rivals(q, k, v, scaling=scaling, causal=case.causal):
-        row = new_row(case, rival.name, False, note=rival.note)
+        row = checked.new_row(case, rival.name, False, note=rival.note)
         if rival.call is not None:
             row, calls[rival.name] = replace(row, error=_error(rival, sample)), rival.call
         rows.append(row)
@@ -70,7 +58,7 @@ def run_case(
         how.tell(f"{case}: checking {mode}")
         rounding = Rounding(mode, **options_of(mode, options))
         given = {"scoring": Scoring(scaling), "rounding": rounding, "causal": case.causal}
-        row, call = _checked(new_row(case, mode, True), q, k, v, sample, given, backend)
+        row, call = _checked(checked.new_row(case, mode, True), q, k, v, sample, given, backend)
         rows.append(row)
         if call is not None:
             calls[mode] = call
@@ -96,43 +84,43 @@ def inputs(
     return q, k, v
 
 
-def _error(rival: Rival, sample: Sample) -> float:
+def _error(rival: Rival, sample: checked.Sample) -> float:
     out: Any = rival.call() if rival.call is not None else None
     return sample.error(out)
 
 
 def _checked(
-    row: CheckedRow,
+    row: checked.Row,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    sample: Sample,
+    sample: checked.Sample,
     given: dict[str, Any],
     backend: str,
-) -> tuple[CheckedRow, Call | None]:
+) -> tuple[checked.Row, Call | None]:
     """The row of one mode with its check, and the call to time if the result is right."""
 
     def call() -> AttentionOutput:
         return op.prefill(q, k, v, backend=backend, **given)
 
-    def prepare() -> tuple[Check, Callable[[], Call]]:
-        with poisoned():
+    def prepare() -> tuple[checked.Check, Callable[[], Call]]:
+        with checked.poisoned():
             got = call()
-        return verify(got, sample, given), lambda: call
+        return checked.verify(got, sample, given), lambda: call
 
-    return checked(row, prepare)
+    return checked.first_checked(row, prepare)
 
 
 def _apart(mode: str) -> str:
     return f"{mode}: quantization"
 
 
-def _timed(row: CheckedRow, case: PromptCase, times: dict[str, list[float]]) -> CheckedRow:
+def _timed(row: checked.Row, case: PromptCase, times: dict[str, list[float]]) -> checked.Row:
     if row.method not in times:
         return row
     ms, apart = statistics.median(times[row.method]), times.get(_apart(row.method))
     quantize_ms = None if apart is None else statistics.median(apart)
-    return timed(row, times, {"ms": ms, "quantize ms": quantize_ms, "TFLOP/s": case.flops / ms / 1e9})
+    return checked.timed(row, times, {"ms": ms, "quantize ms": quantize_ms, "TFLOP/s": case.flops / ms / 1e9})
 
 
 def prefill_command(
@@ -169,7 +157,7 @@ def prefill_command(
         runner.prepare_folder(folder)
     masks = (True, False) if causal is None else (causal,)
     cases = [PromptCase(name, heads[name], *at, mask) for name in heads for mask in masks for at in sizes]
-    bench = runner.BenchRun[CheckedRow]("prefill", stopwatch.device, folder)
+    bench = runner.BenchRun[checked.Row]("prefill", stopwatch.device, folder)
     options = {"block": block, "v_scale": v_scale, "smooth_k": smooth_k}
     how = Conditions(stopwatch, backend, seed, seconds)
 
@@ -179,13 +167,13 @@ def prefill_command(
         partial(_print_case, device=stopwatch.device),
         options=given,
     )
-    bench.finish(json_line, untimed(bench.rows))
+    bench.finish(json_line, checked.untimed(bench.rows))
 
 
-def _print_case(case: PromptCase, rows: Sequence[CheckedRow], device: torch.device) -> None:
+def _print_case(case: PromptCase, rows: Sequence[checked.Row], device: torch.device) -> None:
     heads = case.heads
     title = f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}"
     columns = {"ms": ".4g", "quantize ms": ".3g", "TFLOP/s": ".4g"}
-    print_rows(title, "method", rows, columns)
+    checked.print_rows(title, "method", rows, columns)
     if device.type != "cuda":
         out.print("On a CPU: plain torch by the wall clock. It says nothing of a GPU.", style="dim")
