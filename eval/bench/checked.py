@@ -176,17 +176,26 @@ class Row:
 AnyCall = TypeVar("AnyCall", bound=Call)
 
 
-def first_checked(row: Row, prepare: Callable[[], tuple[Check, Callable[[], AnyCall]]]) -> tuple[Row, AnyCall | None]:
+Prepared = tuple[list[Callable[[], AttentionOutput]], Callable[[AttentionOutput], Check]]
+"""Calls to time, each over inputs of its own, and the check of the first one's result."""
+
+
+def first_checked(
+    row: Row, prepare: Callable[[], Prepared], ready: Callable[[list[Call]], AnyCall]
+) -> tuple[Row, AnyCall | None]:
     """The row with its check, and what to time if the result is right; else the note says what is wrong.
 
-    prepare: computes and judges the result; beside the check it returns what makes the call that is timed.
+    prepare: makes the inputs. ready: makes what is timed of the calls.
     """
     try:
-        check, ready = prepare()
-        row = replace(row, error=check.error, check=check)
-        if check.problem:
-            return replace(row, note=f"wrong: {check.problem}"), None
-        return row, ready()
+        calls, check = prepare()
+        with poisoned():
+            got = calls[0]()
+        found = check(got)
+        row = replace(row, error=found.error, check=found)
+        if found.problem:
+            return replace(row, note=f"wrong: {found.problem}"), None
+        return row, ready(list(calls))
     except ValueError as error:
         return replace(row, note=f"refused: {error}"), None
     except Exception as error:  # a failing method must not cost the others their figures
@@ -241,9 +250,6 @@ def untimed(rows: Sequence[Row]) -> list[str]:
 Found = tuple[Row, Rotation | None]
 """A method's row, and what to time for it."""
 
-Prepared = tuple[list[Callable[[], AttentionOutput]], Callable[[AttentionOutput], Check]]
-"""Calls to time, each over a cache of its own, and the check of the first one's result."""
-
 
 def new_row(case: Case | PromptCase, method: str, ours: bool, size: int = 0, note: str = "") -> Row:
     """A row without figures. size: bytes of keys and values read."""
@@ -255,14 +261,7 @@ def our_step(case: Case, method: str, size: int, device: torch.device, prepare: 
 
     size: bytes of keys and values read. prepare: makes the caches.
     """
-
-    def check_first() -> tuple[Check, Callable[[], Rotation]]:
-        calls, check = prepare()
-        with poisoned():
-            got = calls[0]()
-        return check(got), lambda: Rotation(list[Call](calls), device)
-
-    return first_checked(new_row(case, method, True, size), check_first)
+    return first_checked(new_row(case, method, True, size), prepare, lambda calls: Rotation(calls, device))
 
 
 def check_heads(

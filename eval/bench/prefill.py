@@ -1,8 +1,9 @@
 """`turbo-hf bench prefill`: speed of `ops.prefill` against existing kernels. Every result is checked first, every
 figure includes quantization."""
 
+import operator
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
@@ -14,10 +15,10 @@ from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS, V_SCALES
 from turbo_hf.console import Device, Json, mistakes_end_the_command, out
 from turbo_hf.eval.bench import checked, runner
 from turbo_hf.eval.bench.random_cache import draw
-from turbo_hf.eval.bench.rivals import Rival, rivals
+from turbo_hf.eval.bench.rivals import rivals
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size
 from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch, side_by_side
-from turbo_hf.layout import QUANTIZED_MODES, AttentionOutput, Rounding, Scoring
+from turbo_hf.layout import QUANTIZED_MODES, Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
 from turbo_hf.ops.prefill import operands
 
@@ -52,13 +53,19 @@ def run_case(
     for rival in rivals(q, k, v, scaling=scaling, causal=case.causal):
         row = checked.new_row(case, rival.name, False, note=rival.note)
         if rival.call is not None:
-            row, calls[rival.name] = replace(row, error=_error(rival, sample)), rival.call
+            out: Any = rival.call()
+            row, calls[rival.name] = replace(row, error=sample.error(out)), rival.call
         rows.append(row)
     for mode in modes:
         how.tell(f"{case}: checking {mode}")
         rounding = Rounding(mode, **options_of(mode, options))
-        given = {"scoring": Scoring(scaling), "rounding": rounding, "causal": case.causal}
-        row, call = _checked(checked.new_row(case, mode, True), q, k, v, sample, given, backend)
+        given: dict[str, Any] = {"scoring": Scoring(scaling), "rounding": rounding, "causal": case.causal}
+
+        def prepare(given: dict[str, Any] = given) -> checked.Prepared:
+            calls = [partial(op.prefill, q, k, v, backend=backend, **given)]
+            return calls, partial(checked.verify, sample=sample, options=given)
+
+        row, call = checked.first_checked(checked.new_row(case, mode, True), prepare, operator.itemgetter(0))
         rows.append(row)
         if call is not None:
             calls[mode] = call
@@ -82,33 +89,6 @@ def inputs(
     counts = (heads.query, heads.kv, heads.kv)
     q, k, v = (draw(generator, case.batch, count, case.tokens, heads.dim, dtype=dtype) for count in counts)
     return q, k, v
-
-
-def _error(rival: Rival, sample: checked.Sample) -> float:
-    out: Any = rival.call() if rival.call is not None else None
-    return sample.error(out)
-
-
-def _checked(
-    row: checked.Row,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sample: checked.Sample,
-    given: dict[str, Any],
-    backend: str,
-) -> tuple[checked.Row, Call | None]:
-    """The row of one mode with its check, and the call to time if the result is right."""
-
-    def call() -> AttentionOutput:
-        return op.prefill(q, k, v, backend=backend, **given)
-
-    def prepare() -> tuple[checked.Check, Callable[[], Call]]:
-        with checked.poisoned():
-            got = call()
-        return checked.verify(got, sample, given), lambda: call
-
-    return checked.first_checked(row, prepare)
 
 
 def _apart(mode: str) -> str:
