@@ -176,7 +176,7 @@ class Row:
 AnyCall = TypeVar("AnyCall", bound=Call)
 
 
-Prepared = tuple[list[Callable[[], AttentionOutput]], Callable[[AttentionOutput], Check]]
+Prepared = tuple[Sequence[Callable[[], AttentionOutput]], Callable[[AttentionOutput], Check]]
 """Calls to time, each over inputs of its own, and the check of the first one's result."""
 
 
