@@ -24,6 +24,7 @@ def test_the_published_sizes() -> None:
     assert [parse_size(text) for text in SIZES] == sizes
     assert [f"{batch}x{tokens_label(n)}" for batch, n in sizes] == list(SIZES)
     assert parse_tokens("128k") == parse_tokens("131072") == 131072
+    assert (parse_tokens("1M"), tokens_label(1 << 20), tokens_label(1 << 19)) == (1 << 20, "1M", "524k")
     for n in (1, 63, 1000, 3072, 134144, 65536):
         assert parse_tokens(tokens_label(n)) == n
 
@@ -88,17 +89,33 @@ def test_the_oracle_is_a_loop_over_keys(options: dict[str, Any], monkeypatch: py
 @in_one_test(
     ("words", "message"),
     [
-        (["prefill", "--shape", "llama9"], "unknown shape llama9; shapes are llama3-8b, phi3-medium, qwen2.5-0.5b."),
-        (["prefill", "--mode", "int4"], "unknown mode int4; choose from turbo, int8, half, fp8, fp16."),
-        (["prefill", "--size", "1k"], "expected a size like 16x1k (rows x tokens); got '1k'."),
-        (["prefill", "--backend", "cuda"], "unknown backend cuda; choose from auto, triton, reference."),
-        (["prefill", "--dtype", "float32"], "unknown dtype float32; choose from float16, bfloat16."),
-        (["prefill", "--v-scale", "row"], "unknown v-scale row; choose from block, channel, tensor."),
-        (["prefill", "--device", "nowhere"], "no device 'nowhere'"),
+        ("prefill --shape llama9", "unknown shape llama9; shapes are llama3-8b, phi3-medium, qwen2.5-0.5b."),
+        ("prefill --mode int4", "unknown mode int4; choose from turbo, int8, half, fp8, fp16."),
+        ("prefill --size 1k", "expected a size like 16x1k (rows x tokens); got '1k'."),
+        ("prefill --backend cuda", "unknown backend cuda; choose from auto, triton, reference."),
+        ("prefill --dtype float32", "unknown dtype float32; choose from float16, bfloat16."),
+        ("prefill --v-scale row", "unknown v-scale row; choose from block, channel, tensor."),
+        ("prefill --device nowhere", "no device 'nowhere'"),
+        ("decode --shape llama9", "unknown shape llama9; shapes are llama3-8b, phi3-medium, qwen2.5-0.5b, lea"),
+        ("decode --width 5", "unknown width 5; choose from 16, 8, 4, 3, 2, mixed, k4v3, k4v2."),
+        ("decode --shape lean-16 --ragged", "no default case of lean-16 is ragged; give --size."),
+        ("decode --selector mean", "unknown selector mean; choose from saap, kmeans, kmeans-rotated."),
+        ("decode --share 0", "a share must be above 0 and at most 1; got [0.0]."),
+        ("decode --share 0.1", "--share is of sparse steps: add --selector saap."),
+        ("decode --selector saap --shape deepseek-v2-lite", "steps over latents are not sparse: leave o"),
+        ("generate --shape phi", "unknown shape phi; choose from llama3-8b, qwen2.5-0.5b, deepseek-v2-lite."),
+        ("generate --context long", "expected a number of tokens like 4096 or 4k; got 'long'."),
+        ("generate --batch all", "expected a batch like 8, or largest; got 'all'."),
+        ("generate --batch 0", "expected a batch like 8, or largest; got '0'."),
+        ("generate --preset turbo9", "turbo9"),
+        ("generate --mode fast", "unknown mode fast; choose from auto, turbo, int8, half, fp8, fp16."),
+        ("generate --decoding beam", "unknown decoding beam; choose from greedy, beams, prompt-lookup."),
+        ("generate --paper --new 5", "--paper sets --context, --batch and --new; omit them."),
+        ("generate --paper --device cpu", "--batch largest needs a GPU"),
     ],
 )
-def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:
-    check_refused(message, *words)
+def test_mistakes_get_one_sentence_and_exit_1(words: str, message: str) -> None:
+    check_refused(message, *words.split())
 
 
 def test_json_has_no_nan() -> None:

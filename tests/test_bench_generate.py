@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from models import LAB_MODEL
 from turbo_hf import TurboConfig
 from turbo_hf.eval.bench import clock, generate
 from turbo_hf.eval.bench.clock import attempt
-from turbo_hf.eval.bench.generate import FINENESS, GenerateMethod, GenerateRow, Work, compare
+from turbo_hf.eval.bench.generate import FINENESS, GenerateMethod, Work, compare
 from turbo_hf.eval.bench.random_models import KINDS, random_model
 from turbo_hf.eval.bench.shapes import largest
 
@@ -113,6 +114,37 @@ def test_the_largest_is_found_to_a_sixteenth(limit: int) -> None:
     assert largest(lambda _: True, 7) == 7
 
 
+def test_the_largest_batch_by_what_a_few_rows_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    gpu: dict[str, Any] = {
+        "reset_peak_memory_stats": lambda device: None,
+        "max_memory_allocated": lambda device: 100 + 7 * tried[-1],
+        "memory_allocated": lambda device: 90,
+        "mem_get_info": lambda device: (910, 2000),
+    }
+    for name, what in gpu.items():
+        monkeypatch.setattr(torch.cuda, name, what)
+    holds = {"rows": 17}
+
+    def runs(model: Any, method: Any, rows: int, work: Any) -> Any:
+        tried.append(rows)
+        if rows > holds["rows"]:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return rows
+
+    monkeypatch.setattr(generate, "_run", runs)
+    monkeypatch.setattr(clock, "free_memory", lambda: None)
+    model, method, work = SimpleNamespace(device=torch.device("cuda")), GenerateMethod("SDPA"), Work(10, 2, 1, None, 0)
+    # 900 bytes are left for rows of 7
+    assert generate._guess(model, method, work, 4096) == 128 * 15 // 16
+    assert generate._guess(model, method, work, 50) == 50
+    assert generate._guess(model, method, work, 15) == 15
+    assert tried == [4, 4, 16, 4, 4, 16, 4, 4, 1, 1, 2]
+    for fit, found in ((2, 120), (1, 1), (0, 0)):
+        holds["rows"] = fit
+        assert generate._guess(model, method, work, 4096) == found
+
+
 def test_memory_that_runs_out_is_no_error_and_all_else_is() -> None:
     def fail(error: Exception) -> None:
         raise error
@@ -125,10 +157,10 @@ def test_memory_that_runs_out_is_no_error_and_all_else_is() -> None:
 
 
 def test_a_batch_that_does_not_fit_and_one_that_no_longer_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, holds = generate._generate, {"prompts": 40, "timed": 37}
+    right, holds = generate._generate, {"rows": 37}
 
     def full(model: Any, method: GenerateMethod, batch: int, work: Work, record: bool = False) -> Any:
-        if batch > holds["prompts" if work.new == 2 else "timed"]:
+        if batch > holds["rows"]:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return right(model, method, 1, work, record)
 
@@ -141,7 +173,7 @@ def test_a_batch_that_does_not_fit_and_one_that_no_longer_does(monkeypatch: pyte
     (found,) = compare(model, "llama3-8b", [GenerateMethod("SDPA")], work, None, 512)
     assert 33 <= found.batch <= 37
     assert found.tokens_s
-    holds["prompts"] = 0
+    holds["rows"] = 0
     (none,) = compare(model, "llama3-8b", [GenerateMethod("SDPA")], work, None, 512)
     assert none.note == "does not fit the memory"
 
@@ -156,44 +188,6 @@ def test_a_patched_model_that_fails_is_named_and_the_others_stay(monkeypatch: py
     assert base["tokens_s"] > 0
     assert ours["note"] == "failed: ValueError: no such family"
     assert "turbo4 on llama3-8b, 20 tokens: failed" in complaint(result)
-
-
-def test_without_the_model_that_is_compared_with_it_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed = generate._timed
-
-    def refuse(model: Any, row: GenerateRow, *rest: Any) -> GenerateRow:
-        if row.method == "SDPA":
-            raise TypeError("no such argument")
-        return timed(model, row, *rest)
-
-    monkeypatch.setattr(generate, "_timed", refuse)
-    result = run(*TINY, "--context", "20", "--decoding", "greedy", "--json", code=1)
-    base, _, ours = last_json(result)["rows"][:3]
-    assert (base["tokens_s"], ours["speedup"]) == (None, None)
-    assert ours["tokens_s"] > 0
-    assert "SDPA on llama3-8b, 20 tokens: failed: TypeError: no such argument" in complaint(result)
-
-
-@in_one_test(
-    ("words", "message"),
-    [
-        (["generate", "--shape", "phi"], "unknown shape phi; choose from llama3-8b, qwen2.5-0.5b, deepseek-v2-lite."),
-        (["generate", "--context", "long"], "expected a number of tokens like 4096 or 4k; got 'long'."),
-        (["generate", "--batch", "all"], "expected a batch like 8, or largest; got 'all'."),
-        (["generate", "--batch", "0"], "expected a batch like 8, or largest; got '0'."),
-        (["generate", "--preset", "turbo9"], "turbo9"),
-        (["generate", "--mode", "fast"], "unknown mode fast; choose from auto, turbo, int8, half, fp8, fp16."),
-        (
-            ["generate", "--decoding", "beam"],
-            "unknown decoding beam; choose from greedy, beams, prompt-lookup.",
-        ),
-        (["generate", "--paper", "--new", "5"], "--paper sets --context, --batch and --new; omit them."),
-        (["generate", "--paper", "--device", "cpu"], "--batch largest needs a GPU"),
-        (["generate", "--device", "nowhere"], "no device 'nowhere'"),
-    ],
-)
-def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:
-    check_refused(message, *words)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

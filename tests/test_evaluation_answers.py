@@ -245,7 +245,7 @@ def interrupt_before(*_: Any, **__: Any) -> NoReturn:
 
 def test_ctrl_c_says_how_to_go_on_and_a_second_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    monkeypatch.setattr("turbo_hf.eval.suites.carried_prose", lambda texts, sentences: carried_prose(texts, 12))
+    monkeypatch.setattr("turbo_hf.eval.tasks.carried_prose", lambda texts, sentences: carried_prose(texts, 12))
     folder = tmp_path / "out"
 
     def interrupt(*_: Any, **__: Any) -> NoReturn:

@@ -123,7 +123,7 @@ def test_a_task_that_does_not_fit_is_skipped_and_told() -> None:
 
 def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    monkeypatch.setattr("turbo_hf.eval.suites.carried_prose", lambda texts, sentences: carried_prose(texts, 12))
+    monkeypatch.setattr("turbo_hf.eval.tasks.carried_prose", lambda texts, sentences: carried_prose(texts, 12))
 
     def command(*more: str, code: int = 0, methods: str = "turbo4") -> Any:
         words = ["eval", str(LAB_MODEL), "--methods", methods, "--limit", "1", "--longest", "512", "--device", "cpu"]

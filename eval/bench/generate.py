@@ -22,7 +22,7 @@ from turbo_hf.eval.bench.checked import print_notes
 from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, speed
 from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_model
 from turbo_hf.eval.bench.runner import figure
-from turbo_hf.eval.bench.shapes import largest, parse_tokens, tokens_label
+from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import BACKENDS, installed
 from turbo_hf.patching.patch_model import patch
@@ -41,7 +41,10 @@ REPEATED = 64
 """Tokens that a prompt for prompt lookup consists of, over and over."""
 
 FINENESS = 16
-"""The largest batch is found to within 1 / FINENESS of itself."""
+"""A guess of the largest batch stays below by 1 / FINENESS of itself, and falls by as much if it does not fit."""
+
+SAMPLES = ((4, 16), (1, 2))
+"""Batch sizes from whose memory use the largest batch is guessed; the second pair where the first does not fit."""
 
 LARGEST = "largest"
 
@@ -205,16 +208,35 @@ def _measured(model: Any, row: GenerateRow, method: GenerateMethod, work: Work, 
     if row.largest:
         # as long a prompt as the rows will be at the end: two passes show what all of them would
         whole = replace(work, context=work.context + max(0, work.new - 2), new=2, rounds=1)
-        batch = largest(
-            lambda rows: attempt(partial(_run, model, method, rows, whole)) is not None, most, fineness=FINENESS
-        )
+        batch = _guess(model, method, whole, most)
     while batch:
         found = attempt(partial(_timed, model, replace(row, batch=batch), method, work))
         if found is not None:
             return found
-        # what was free when a batch was tried may not be free now
+        # a guess may be too high
         batch = batch - max(1, batch // FINENESS) if row.largest else 0
     return replace(row, note="does not fit the memory")
+
+
+def _guess(model: Any, method: GenerateMethod, work: Work, most: int) -> int:
+    """About how many rows fit, up to `most`, from what two small batches take; on a CPU, which does not say, `most`."""
+    if model.device.type != "cuda":
+        return most
+    peaks: list[int] = []
+    for few, more in SAMPLES:
+        peaks = []
+        for rows in (few, few, more):  # the first pass compiles, and leaves workspaces behind
+            torch.cuda.reset_peak_memory_stats(model.device)
+            if rows > most or attempt(partial(_run, model, method, rows, work)) is None:
+                break
+            peaks.append(torch.cuda.max_memory_allocated(model.device))
+        if len(peaks) == 3:
+            each = max(1, peaks[2] - peaks[1]) / (more - few)
+            free_memory()
+            free, _ = torch.cuda.mem_get_info(model.device)
+            room = free + torch.cuda.memory_allocated(model.device) - (peaks[1] - few * each)
+            return max(1, min(most, int(room / each * (1 - 1 / FINENESS))))
+    return min(1, len(peaks))
 
 
 @contextmanager
