@@ -19,19 +19,8 @@ from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET
 from turbo_hf.config.whole_files import one_writer, write_whole
 from turbo_hf.console import Device, GgufFile, Json, choose_device, err, fail, load, out
+from turbo_hf.eval import methods as known
 from turbo_hf.eval.bench.runner import as_json, facts
-from turbo_hf.eval.methods import (
-    AGAIN,
-    BASELINE,
-    EXPLAINED,
-    SIMULATED,
-    Method,
-    applied,
-    folder_of,
-    known_methods,
-    method_named,
-    method_names,
-)
 from turbo_hf.eval.output import EvalReport, show, write_report
 from turbo_hf.eval.reading import NO_PLANS
 from turbo_hf.eval.run_identity import identity
@@ -58,7 +47,7 @@ REPLY_ROOM = 4096
 def _explain(wanted: bool) -> None:
     if not wanted:
         return
-    for title, lines in (("suite", SUITES.items()), ("method", EXPLAINED)):
+    for title, lines in (("suite", SUITES.items()), ("method", known.EXPLAINED)):
         table = Table(box=None, padding=(0, 2, 0, 0))
         table.add_column(title)
         table.add_column("")
@@ -73,7 +62,7 @@ def eval_command(
     suite: Annotated[str, typer.Option(help=f"{', '.join(SUITES)}; --list explains them.")] = "smoke",
     methods: Annotated[
         list[str] | None,
-        typer.Option(help=f"Comma-separated or repeated; --list explains them: {method_names()}."),
+        typer.Option(help=f"Comma-separated or repeated; --list explains them: {known.method_names()}."),
     ] = None,
     listed: Annotated[
         bool,
@@ -106,11 +95,11 @@ def eval_command(
             raise fail(f'turbo-hf eval needs {package}: pip install "turbo_hf[eval]".')
     chosen = folder or Path("eval-results") / f"{Path(gguf_file or model).name.replace(':', '-')}-{suite}"
     named = [name for words in methods or [DEFAULT_PRESET] for name in words.split(",")]
-    wanted = [name for name in dict.fromkeys(named) if name not in ("", BASELINE)]
+    wanted = [name for name in dict.fromkeys(named) if name not in ("", known.BASELINE)]
     try:
         if not wanted:
-            raise ValueError(f"--methods names none; {known_methods()}.")
-        chosen_methods = list(map(method_named, wanted))
+            raise ValueError(f"--methods names none; {known.known_methods()}.")
+        chosen_methods = list(map(known.method_named, wanted))
         if suite not in SUITES:
             raise ValueError(f"unknown suite {suite}; suites are {', '.join(SUITES)}.")
         items = limit or (SMOKE_ITEMS if suite == "smoke" else None)
@@ -163,7 +152,7 @@ def _batch_sizes(rows: int | None, tokens: int | None, device: str) -> tuple[int
 def _run(
     model: str,
     suite: str,
-    wanted: list[Method],
+    wanted: list[known.Method],
     data: Path | None,
     asked: Limits,
     sizes: tuple[int, int | None],
@@ -192,7 +181,7 @@ def _run(
     notes += skipped
     if str(loaded.device).startswith("cuda"):
         notes.append(NO_PLANS)
-    if any(method.name in SIMULATED for method in wanted):
+    if any(method.name in known.SIMULATED for method in wanted):
         notes.append(SIMULATION)
     batch, batch_tokens = sizes
     ranks = ranks_of(loaded)
@@ -202,8 +191,8 @@ def _run(
     digest = None if made is None else made.digest()
     folder = _own_folder(folder, ranks)
     with one_writer(folder, LOCK):
-        base = method_named(BASELINE)
-        runs = {BASELINE: base, AGAIN: base, **{method.name: method for method in wanted}}
+        base = known.method_named(known.BASELINE)
+        runs = {known.BASELINE: base, known.AGAIN: base, **{method.name: method for method in wanted}}
         outcomes: dict[str, Any] = {}
         result: dict[str, Any] = {}
         for number, (label, method) in enumerate(runs.items(), 1):
@@ -228,11 +217,11 @@ def _run(
         return result
 
 
-def _uses_calibration(method: Method) -> bool:
+def _uses_calibration(method: known.Method) -> bool:
     return method.config is not None and uses_calibration(method.config)
 
 
-def _calibration(model: Any, wanted: list[Method], named: str) -> Calibration | None:
+def _calibration(model: Any, wanted: list[known.Method], named: str) -> Calibration | None:
     """The calibration, if one is used. It is tried with all methods first, so that errors appear early."""
     used = any(map(_uses_calibration, wanted))
     if named != "auto" and not used:
@@ -240,7 +229,7 @@ def _calibration(model: Any, wanted: list[Method], named: str) -> Calibration | 
     made = None if not used else find(checkpoint_of(model)) if named == "auto" else Calibration.from_pretrained(named)
     for method in wanted:
         try:
-            with applied(model, method, made):
+            with known.applied(model, method, made):
                 pass
         except ValueError as error:
             raise ValueError(f"{method.name}: {error}") from error
@@ -261,11 +250,11 @@ def _write(
     # of an unfinished run the tables alone: pictures of all methods after each would take longer than they are worth
     if shown and accuracy_plot(result, " ".join([title, *lines[1:]]), folder / "accuracy.png"):
         pictures.append(folder / "accuracy.png")
-    if shown and "needle" in samples[BASELINE]:
+    if shown and "needle" in samples[known.BASELINE]:
         cells = {label: needle_cells(own["needle"]) for label, own in samples.items()}
         for label in list(cells)[2:]:
-            pictures.append(folder / f"needle-{folder_of(label)}.png")
-            needle_map(cells[BASELINE], cells[label], label, pictures[-1])
+            pictures.append(folder / f"needle-{known.folder_of(label)}.png")
+            needle_map(cells[known.BASELINE], cells[label], label, pictures[-1])
     notes = [noise(result), *result["notes"]]
     whole = EvalReport(f"turbo-hf eval: {title}", lines, tables(result), notes, result["meta"], pictures)
     if shown:
