@@ -187,7 +187,8 @@ def _run(
     ranks = ranks_of(loaded)
     options = {"suite": suite, **asdict(limits), "seed": SEED, "batch": batch, "batch_tokens": batch_tokens}
     about = identity(loaded, tokenizer, tasks, {**options, "ranks": ranks.count if ranks else 1})
-    meta = {"identity": about, "commit": facts(loaded.device)["commit"], "argv": sys.argv}
+    configs = {method.name: method.config and method.config.to_dict() for method in wanted}
+    meta = {"identity": about, "commit": facts(loaded.device)["commit"], "argv": sys.argv, "configs": configs}
     digest = None if made is None else made.digest()
     folder = _own_folder(folder, ranks)
     with one_writer(folder, LOCK):

@@ -232,8 +232,8 @@ def test_a_full_disk_ends_a_run_with_the_name_of_the_file(tmp_path: Path, monkey
     assert small_run(tmp_path).samples["needle"]
 
 
-def command(folder: Path, code: int, *more: str) -> str:
-    words = ["eval", str(LAB_MODEL), "--task", "prose", "--limit", "1", "--longest", "512", "--device", "cpu", *more]
+def command(folder: Path, code: int) -> str:
+    words = ["eval", str(LAB_MODEL), "--task", "prose", "--limit", "1", "--longest", "512", "--device", "cpu"]
     result = CliRunner().invoke(app, [*words, "--out", str(folder)])
     assert result.exit_code == code, result.output
     return " ".join(result.output.split())
@@ -265,8 +265,3 @@ def test_ctrl_c_says_how_to_go_on_and_a_second_run_is_told(tmp_path: Path, monke
         assert "is in use: another process is writing there" in command(folder, 1)
     assert "Kept in" in command(folder, 0)
     assert not (folder / LOCK).exists()
-    mine = tmp_path / "mine.json"
-    for bits, code in ((3, 0), (2, 1)):
-        mine.write_text(json.dumps({"bits": bits}))
-        told = command(folder, code, "--methods", str(mine))
-    assert "config.bits was 3, now 2" in told
