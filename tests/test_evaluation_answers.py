@@ -16,11 +16,9 @@ from typer.testing import CliRunner
 pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
 pytest.importorskip("datasets", reason='datasets is not installed: pip install -e ".[eval]"')
 
-from lm_eval.api.instance import Instance
-
 from turbo_hf.cli.main import app
 from turbo_hf.config.whole_files import InUse, one_writer
-from turbo_hf.eval.answers import AnsweredLM, Answers, Batch
+from turbo_hf.eval.answers import Answers, Batch
 from turbo_hf.eval.eval_command import LOCK
 from turbo_hf.eval.evaluate import Outcome, load_tasks, run_method
 from turbo_hf.eval.methods import method_named
@@ -116,67 +114,6 @@ def test_answers_that_do_not_fit_the_disk_are_told(tmp_path: Path) -> None:
     assert "key" not in answers
     answers["key"] = "y"
     assert Answers(tmp_path / "answers.jsonl", {})["key"] == "y"
-
-
-class Model:
-    """A model of the harness that dies at its n-th answer, and counts what it is asked."""
-
-    def __init__(self, dies: int):
-        self.left, self.asked = dies, list[str]()
-        self.hook: Any = None
-
-    def set_cache_hook(self, hook: Any) -> None:
-        self.hook = hook
-
-    def _answer(self, kind: str, requests: list[Instance], answer: Any) -> list[Any]:
-        for request in requests:
-            if not self.left:
-                raise KeyboardInterrupt
-            self.left -= 1
-            self.asked.append(request.args[0])
-            self.hook.add_partial(kind, request.args, answer)
-        return [answer for _ in requests]
-
-    def loglikelihood(self, requests: list[Instance]) -> list[Any]:
-        return self._answer("loglikelihood", requests, (-1.5, True))
-
-    def loglikelihood_rolling(self, requests: list[Instance]) -> list[Any]:
-        return self._answer("loglikelihood_rolling", requests, -2.5)
-
-    def generate_until(self, requests: list[Instance]) -> list[Any]:
-        return self._answer("generate_until", requests, "reply")
-
-
-@pytest.mark.parametrize(
-    ("kind", "more", "answer"),
-    [
-        ("loglikelihood", ("end",), (-1.5, True)),
-        ("loglikelihood_rolling", (), -2.5),
-        ("generate_until", ({"until": ["."]},), "reply"),
-    ],
-)
-def test_a_killed_call_goes_on_at_its_next_request(
-    kind: str, more: tuple[Any, ...], answer: Any, tmp_path: Path
-) -> None:
-    requests = [Instance(kind, {}, (text, *more), at) for at, text in enumerate("abcde")]
-    model = Model(3)
-    first = Answers(tmp_path / "answers.jsonl", {})
-    with pytest.raises(KeyboardInterrupt):
-        getattr(AnsweredLM(model, first), kind)(requests)
-    model.left = 10
-    lm = AnsweredLM(model, Answers(tmp_path / "answers.jsonl", {}))
-    assert lm.left == 10
-    for _ in range(2):
-        assert getattr(lm, kind)(requests) == [answer] * 5
-        assert model.asked == list("abcde")
-
-
-def test_requests_that_sample_are_asked_each_time(tmp_path: Path) -> None:
-    request = Instance("generate_until", {}, ("a", {"do_sample": True}), 0)
-    model, answers = Model(10), Answers(tmp_path / "answers.jsonl", {})
-    for _ in range(2):
-        assert AnsweredLM(model, answers).generate_until([request]) == ["reply"]
-    assert model.asked == ["a", "a"]
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
