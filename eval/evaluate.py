@@ -26,9 +26,6 @@ SEED = 1234
 TOGETHER = 256
 """Prompts tokenized per call: more would only take memory."""
 
-BOOTSTRAP = 1000
-"""Resamples for the standard error of a perplexity."""
-
 Samples = dict[str, list[dict[str, Any]]]
 """The harness's logged samples, by task."""
 
@@ -149,7 +146,7 @@ def run_method(
             lm=AnsweredLM(lm, answers),
             task_dict={"tasks": tasks},
             limit=limits.limit,
-            bootstrap_iters=BOOTSTRAP,
+            bootstrap_iters=1000,  # for the standard error of a perplexity
             log_samples=True,
         )
     logged = found.pop("samples")

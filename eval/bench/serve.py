@@ -38,8 +38,6 @@ UNPATCHED = "Transformers"
 OWN_TOKENS = 128
 """Tokens of a prompt behind the shared one."""
 
-PERCENTS = (50, 90, 99)
-
 Served = tuple[list[list[float]], float | None]
 """The seconds of each job's tokens, and the share of prompt tokens that stored prefixes have saved."""
 
@@ -98,7 +96,7 @@ def azure_jobs(count: int, longest: int) -> list[Job]:
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """By nearest rank: the least value that this percentage of the values do not exceed."""
     order = sorted(values)
-    return {f"p{percent}": order[max(0, -(-percent * len(order) // 100) - 1)] for percent in PERCENTS}
+    return {f"p{percent}": order[max(0, -(-percent * len(order) // 100) - 1)] for percent in (50, 90, 99)}
 
 
 def with_prompts(jobs: Sequence[Job], shared: int, vocabulary: int, seed: int) -> list[Job]:
