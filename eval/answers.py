@@ -1,13 +1,16 @@
 """The answers of one method, kept as they come: a run that was killed goes on at its next unanswered item."""
 
+import json
 import math
 import sys
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from lm_eval.api.model import CachingLM
 
 from turbo_hf.config.whole_files import append_line, read_lines
+from turbo_hf.eval.run_identity import differences
 
 Answer = str | float | tuple[float, bool]
 """A reply, the log-likelihood of a text, or that of a continuation and whether greedy decoding gives it."""
@@ -15,29 +18,78 @@ Answer = str | float | tuple[float, bool]
 REMEDY = "Delete it, and the same command asks its items anew; do not use one whose origin you do not know."
 
 
-class Answers(dict[str, Answer]):
-    """Answers by the hash of their request. Each is written as a line of JSON as soon as it is set.
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one call of `generate` took.
 
-    Raises:
-        ValueError: the file holds anything but such answers; the message names it.
-        OSError: an answer cannot be written; the message names the file.
+    rows: number of prompts.
+    new_tokens: generated tokens, without those after a row's end token.
+    seconds: of the whole call.
+    kv_bytes: of the cache when it returned; computed for a simulated one.
+    kv_tokens: what the cache holds, padding included only for a dense cache, which stores it.
+    keys: since the batch before, the keys that decode steps of sparse layers could have read, those among them that
+        are always read, and those that were read; None without sparse layers.
     """
 
-    def __init__(self, path: Path):
+    rows: int
+    new_tokens: int
+    seconds: float
+    kv_bytes: int
+    kv_tokens: int
+    keys: tuple[int, int, int] | None = None
+
+
+class Answers(dict[str, Answer]):
+    """Answers by the hash of their request, and the batches of `generate` that gave them.
+
+    Lines of JSON: first the identity of what they are of, then each answer and batch, written as soon as it is there.
+
+    Args:
+        path: of the file; made if missing.
+        about: from `identity`, and what is the method's own.
+
+    Raises:
+        ValueError: the file is of another model, version, data or choice, and the message names what differs; or it
+            holds anything but answers and batches.
+        OSError: a line cannot be written; the message names the file.
+    """
+
+    def __init__(self, path: Path, about: dict[str, Any]):
         super().__init__()
-        self.path = path
-        for line in read_lines(path, REMEDY, growing=True):
-            key, found = line.get("key"), line.get("answer")
-            answer: Any = tuple(found) if isinstance(found, list) else found
-            if len(line) != 2 or not isinstance(key, str) or not _is_answer(answer):
-                raise ValueError(f"{str(path)!r} was changed: {str(line)[:80]} is no answer. {REMEDY}")
-            super().__setitem__(key, answer)
+        self.path, self.batches = path, list[Batch]()
+        lines, about = read_lines(path, REMEDY, growing=True), json.loads(json.dumps(about))
+        if not lines:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            append_line(path, {"identity": about})
+        elif not isinstance(was := lines[0].get("identity"), dict):
+            raise ValueError(
+                f"{str(path)!r} does not begin with what its answers are of: another version wrote it, or it was "
+                "changed. Choose another --out."
+            )
+        elif changed := differences(was, about):
+            raise ValueError(
+                f"{str(path)!r} is of a run that cannot be continued by this one: {'; '.join(changed)}. Results of "
+                "different runs are not merged: choose another --out, or restore what it was."
+            )
+        for line in lines[1:]:
+            match line:
+                case {"key": str() as key, "answer": answer} if len(line) == 2 and _is_answer(answer):
+                    super().__setitem__(key, tuple(answer) if isinstance(answer, list) else answer)
+                case {"batch": own} if len(line) == 1 and (batch := _batch(own)) is not None:
+                    self.batches.append(batch)
+                case _:
+                    raise ValueError(f"{str(path)!r} was changed: {str(line)[:80]} is no answer. {REMEDY}")
 
     def __setitem__(self, key: str, answer: Answer) -> None:
         # the harness sets each one when it comes, and again at the end of its call
         if key not in self or self[key] != answer:
             append_line(self.path, {"key": key, "answer": answer})
             super().__setitem__(key, answer)
+
+    def keep(self, batch: Batch) -> None:
+        """Keep what a call of `generate` took."""
+        append_line(self.path, {"batch": asdict(batch)})
+        self.batches.append(batch)
 
     def commit(self) -> None:
         """Nothing: the harness asks for it, and all is written."""
@@ -48,9 +100,22 @@ def _is_answer(found: object) -> bool:
     match found:
         case str():
             return True
-        case (float() as score, bool()) | (float() | int() as score) if not isinstance(score, bool):
+        case [float() as score, bool()] | (float() | int() as score) if not isinstance(score, bool):
             return -sys.float_info.max <= score <= sys.float_info.max or score == -math.inf
     return False
+
+
+def _batch(own: Any) -> Batch | None:
+    """None: no batch."""
+    if not isinstance(own, dict) or set(own) != {field.name for field in fields(Batch)}:
+        return None
+    keys = own["keys"]
+    if keys is not None and not (isinstance(keys, list) and len(keys) == 3):
+        return None
+    counts = [*(own[name] for name in ("rows", "new_tokens", "kv_bytes", "kv_tokens")), *(keys or ())]
+    right = all(type(count) is int and 0 <= count < 1 << 62 for count in counts) and own["rows"]
+    timed = type(own["seconds"]) is float and 0 <= own["seconds"] < math.inf
+    return Batch(**{**own, "keys": keys and tuple(keys)}) if right and timed else None
 
 
 class AnsweredLM(CachingLM):  # type: ignore[misc]

@@ -2,17 +2,15 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.needle import Needle
-from turbo_hf.eval.token_cache import until
-from turbo_hf.eval.without_cudnn_plans import without_plans
+from turbo_hf.eval.reading import cache_size, until, without_plans
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.handle import Handle
 from turbo_hf.patching.patch_model import patch
@@ -43,28 +41,17 @@ class DemoRow:
     tokens_per_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class DemoRun:
-    """Replies and sizes of one method over all prompts."""
-
+class _Run(NamedTuple):
     replies: list[list[int]]
     kv_bytes_per_token: float
     seconds: float
 
 
-def run_method(
-    model: Any,
-    tokenizer: Any,
-    prompts: list[Needle],
-    handle: Handle | None,
-    batch: int,
-    advance: Callable[[int], None],
+def _run(
+    model: Any, tokenizer: Any, texts: list[list[str]], handle: Handle | None, advance: Callable[[int], None],
     rehearse: bool,
-) -> DemoRun:
-    """Greedy replies to all prompts, in left-padded batches; `handle` None: the unpatched model.
-
-    rehearse: run everything once before timing starts.
-    """
+) -> _Run:  # fmt: skip
+    """Greedy replies to batches of prompts, padded at the left; rehearse: run everything once before it is timed."""
     replies: list[list[int]] = []
     stored, cached, seconds = 0, 0, 0.0
 
@@ -72,7 +59,6 @@ def run_method(
         options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
         return model.generate(**inputs, **options, return_dict_in_generate=True)
 
-    texts = [[p.prompt for p in prompts[at : at + batch]] for at in range(0, len(prompts), batch)]
     batches = [tokenizer(rows, return_tensors="pt", padding=True).to(model.device) for rows in texts]
     # timing starts once everything is loaded, and on a GPU compiled for each size
     for inputs in batches if rehearse else ():
@@ -85,10 +71,9 @@ def run_method(
         seconds += time.perf_counter() - start
         size, held = cache_size(out[CACHE], len(new), handle)
         stored, cached = stored + size, cached + held
-        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-        replies += [until(row, ends) for row in new]
+        replies += [until(row, {tokenizer.eos_token_id, tokenizer.pad_token_id}) for row in new]
         advance(len(new))
-    return DemoRun(replies, stored / cached, seconds)
+    return _Run(replies, stored / cached, seconds)
 
 
 def demo(
@@ -111,34 +96,25 @@ def demo(
         rehearse: run everything once before timing starts; None: on a GPU, where kernels are compiled at first use.
         advance: called with the method and the number of prompts just finished.
     """
-    base: DemoRun | None = None
+    base: _Run | None = None
+    asked = [[p.prompt for p in prompts[at : at + batch]] for at in range(0, len(prompts), batch)]
     for method in [BASELINE, *methods]:
-        patched: AbstractContextManager[Handle | None] = (
-            nullcontext(None) if method == BASELINE else patch(model, method)
-        )
+        patched = nullcontext() if method == BASELINE else patch(model, method)
         with torch.inference_mode(), without_plans(), patched as handle:
             twice = model.device.type == "cuda" if rehearse is None else rehearse
-            run = run_method(model, tokenizer, prompts, handle, batch, partial(advance, method), twice)
+            run = _run(model, tokenizer, asked, handle, partial(advance, method), twice)
         base = base or run
         texts = tokenizer.batch_decode(run.replies, skip_special_tokens=True)
-        yield _row(method, prompts, texts, run, base), texts
-
-
-def _row(method: str, prompts: list[Needle], texts: list[str], run: DemoRun, base: DemoRun) -> DemoRow:
-    pairs = list(zip(run.replies, base.replies, strict=True))
-    same = sum(a == b for mine, theirs in pairs for a, b in zip(mine, theirs, strict=False))
-    longest = sum(max(len(mine), len(theirs)) for mine, theirs in pairs)
-    return DemoRow(
-        method=method,
-        needle_right=sum(p.found_in(text) for p, text in zip(prompts, texts, strict=True)),
-        needle_total=len(prompts),
-        tokens_equal_pct=round(100 * same / longest, 2) if longest else 100.0,
-        kv_bytes_per_token=round(run.kv_bytes_per_token, 1),
-        compression=round(base.kv_bytes_per_token / run.kv_bytes_per_token, 2),
-        tokens_per_s=round(sum(map(len, run.replies)) / run.seconds, 1),
-    )
-
-
-def as_json(rows: list[DemoRow], **facts: Any) -> dict[str, Any]:
-    """What `turbo-hf demo --json` prints."""
-    return {"rows": [asdict(row) for row in rows], **facts}
+        pairs = list(zip(run.replies, base.replies, strict=True))
+        same = sum(a == b for mine, theirs in pairs for a, b in zip(mine, theirs, strict=False))
+        longest = sum(max(len(mine), len(theirs)) for mine, theirs in pairs)
+        row = DemoRow(
+            method=method,
+            needle_right=sum(p.found_in(text) for p, text in zip(prompts, texts, strict=True)),
+            needle_total=len(prompts),
+            tokens_equal_pct=round(100 * same / longest, 2) if longest else 100.0,
+            kv_bytes_per_token=round(run.kv_bytes_per_token, 1),
+            compression=round(base.kv_bytes_per_token / run.kv_bytes_per_token, 2),
+            tokens_per_s=round(sum(map(len, run.replies)) / run.seconds, 1),
+        )
+        yield row, texts

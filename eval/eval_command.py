@@ -4,6 +4,7 @@ import atexit
 import importlib.util
 import json
 import shutil
+import sys
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,30 +17,14 @@ from turbo_hf.calibration.artifacts import Calibration, find
 from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET
-from turbo_hf.config.whole_files import write_whole
+from turbo_hf.config.whole_files import one_writer, write_whole
 from turbo_hf.console import Device, GgufFile, Json, choose_device, err, fail, load, out
-from turbo_hf.eval.bench.options import as_json
-from turbo_hf.eval.methods import (
-    AGAIN,
-    BASELINE,
-    EXPLAINED,
-    applied,
-    expanded,
-    folder_of,
-    is_simulated,
-    known_methods,
-    method_named,
-    method_names,
-    options_of_files,
-    require_options,
-    same_settings,
-)
+from turbo_hf.eval import methods as known
+from turbo_hf.eval.bench.runner import as_json, facts
 from turbo_hf.eval.output import EvalReport, show, write_report
-from turbo_hf.eval.run_identity import BY_METHOD, CONFIGS, META, identity, only_run
+from turbo_hf.eval.reading import NO_PLANS
+from turbo_hf.eval.run_identity import identity
 from turbo_hf.eval.suites import SUITES, Limits, build
-from turbo_hf.eval.token_cache import Prompts
-from turbo_hf.eval.without_cudnn_plans import NO_PLANS
-from turbo_hf.models.model_layers import kv_heads, layer_windows
 from turbo_hf.ranks import Ranks, ranks_of
 
 LONGEST = {"smoke": 1024, "core": 4096, "reasoning": 4096}
@@ -53,6 +38,8 @@ SIMULATION = (
     "is in full precision, bytes are computed, a prompt reads itself unrounded."
 )
 
+LOCK = "run.lock"
+
 REPLY_ROOM = 4096
 """Tokens beyond the longest prompt: long answers, few-shot tasks' replies, prompts that cannot be chosen shorter."""
 
@@ -60,7 +47,7 @@ REPLY_ROOM = 4096
 def _explain(wanted: bool) -> None:
     if not wanted:
         return
-    for title, lines in (("suite", SUITES.items()), ("method", EXPLAINED)):
+    for title, lines in (("suite", SUITES.items()), ("method", known.EXPLAINED)):
         table = Table(box=None, padding=(0, 2, 0, 0))
         table.add_column(title)
         table.add_column("")
@@ -75,7 +62,7 @@ def eval_command(
     suite: Annotated[str, typer.Option(help=f"{', '.join(SUITES)}; --list explains them.")] = "smoke",
     methods: Annotated[
         list[str] | None,
-        typer.Option(help=f"Comma-separated or repeated; --list explains them: {method_names()}."),
+        typer.Option(help=f"Comma-separated or repeated; --list explains them: {known.method_names()}."),
     ] = None,
     listed: Annotated[
         bool,
@@ -107,12 +94,12 @@ def eval_command(
         if importlib.util.find_spec(package) is None:
             raise fail(f'turbo-hf eval needs {package}: pip install "turbo_hf[eval]".')
     chosen = folder or Path("eval-results") / f"{Path(gguf_file or model).name.replace(':', '-')}-{suite}"
-    wanted = expanded([name for words in methods or [DEFAULT_PRESET] for name in words.split(",") if name])
+    named = [name for words in methods or [DEFAULT_PRESET] for name in words.split(",")]
+    wanted = [name for name in dict.fromkeys(named) if name not in ("", known.BASELINE)]
     try:
         if not wanted:
-            raise ValueError(f"--methods names none; {known_methods()}.")
-        for name in wanted:
-            method_named(name)
+            raise ValueError(f"--methods names none; {known.known_methods()}.")
+        chosen_methods = list(map(known.method_named, wanted))
         if suite not in SUITES:
             raise ValueError(f"unknown suite {suite}; suites are {', '.join(SUITES)}.")
         items = limit or (SMOKE_ITEMS if suite == "smoke" else None)
@@ -121,7 +108,7 @@ def eval_command(
         if shortest > most:
             raise ValueError(f"--shortest {shortest} is above the longest prompt, {most}.")
         asked = Limits(0, most, items, shortest, tuple(sorted(set(task or ()))))
-        found = _run(model, suite, wanted, data, asked, sizes, calibration, chosen, device, gguf_file)
+        found = _run(model, suite, chosen_methods, data, asked, sizes, calibration, chosen, device, gguf_file)
     except (ValueError, OSError) as mistake:
         raise fail(str(mistake)) from mistake
     except KeyboardInterrupt as stop:
@@ -150,12 +137,8 @@ def _own_folder(folder: Path, ranks: Ranks) -> Path:
 def _interrupted(folder: Path) -> typer.Exit:
     """Say what is kept and how to go on; raise the returned exception to end the command."""
     kept = f"what was done is kept in {folder}; the same command goes on with the rest"
-    err.print(
-        f"interrupted: {kept if (folder / META).is_file() else 'nothing was begun, so that nothing is kept'}.",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    told = kept if any(folder.glob("*/answers.jsonl")) else "nothing was begun, so that nothing is kept"
+    err.print(f"interrupted: {told}.", markup=False, highlight=False, soft_wrap=True)
     return typer.Exit(130)
 
 
@@ -169,7 +152,7 @@ def _batch_sizes(rows: int | None, tokens: int | None, device: str) -> tuple[int
 def _run(
     model: str,
     suite: str,
-    wanted: list[str],
+    wanted: list[known.Method],
     data: Path | None,
     asked: Limits,
     sizes: tuple[int, int | None],
@@ -191,36 +174,34 @@ def _run(
     limits = replace(asked, context=min(positions or room, room))
     with err.status(f"reading the tasks of {suite}"):
         specs, notes = build(suite, tokenizer, limits, data)
-        prompts = Prompts(tokenizer)
         try:
-            tasks, skipped = load_tasks(specs, prompts, limits)
+            tasks, skipped = load_tasks(specs, tokenizer, limits)
         except ValueError as error:
             raise ValueError(" ".join([str(error), *notes])) from error
-    batch, batch_tokens = sizes
-    options = {"suite": suite, **asdict(limits), "seed": SEED, "batch": batch, "batch_tokens": batch_tokens}
-    digest = None if made is None else made.digest()
-    options[BY_METHOD] = {name: digest for name in wanted if _uses_calibration(name)}
-    options[CONFIGS] = options_of_files(wanted)
     notes += skipped
     if str(loaded.device).startswith("cuda"):
         notes.append(NO_PLANS)
-    if any(map(is_simulated, wanted)):
+    if any(method.name in known.SIMULATED for method in wanted):
         notes.append(SIMULATION)
-    notes += _alike(loaded, wanted)
+    batch, batch_tokens = sizes
     ranks = ranks_of(loaded)
-    if ranks:
-        options["ranks"] = ranks.count
+    options = {"suite": suite, **asdict(limits), "seed": SEED, "batch": batch, "batch_tokens": batch_tokens}
+    about = identity(loaded, tokenizer, tasks, {**options, "ranks": ranks.count if ranks else 1})
+    configs = {method.name: method.config and method.config.to_dict() for method in wanted}
+    meta = {"identity": about, "commit": facts(loaded.device)["commit"], "argv": sys.argv, "configs": configs}
+    digest = None if made is None else made.digest()
     folder = _own_folder(folder, ranks)
-    with only_run(folder, identity(loaded, tokenizer, tasks, options)) as meta:
-        runs = {BASELINE: BASELINE, AGAIN: BASELINE, **{name: name for name in wanted}}
+    with one_writer(folder, LOCK):
+        base = known.method_named(known.BASELINE)
+        runs = {known.BASELINE: base, known.AGAIN: base, **{method.name: method for method in wanted}}
         outcomes: dict[str, Any] = {}
         result: dict[str, Any] = {}
         for number, (label, method) in enumerate(runs.items(), 1):
             err.print(f"{label} ({number} of {len(runs)})", style="bold", highlight=False)
-            require_options(method, options[CONFIGS])
             outcomes[label] = run_method(
-                label, method, loaded, prompts, tasks, folder, batch=batch, batch_tokens=batch_tokens, limits=limits,
-                calibration=made,
+                label, method, loaded, tokenizer, tasks, folder,
+                {**about, "calibration": digest if _uses_calibration(method) else None},
+                batch=batch, batch_tokens=batch_tokens, limits=limits, calibration=made,
             )  # fmt: skip
             left = list(runs)[number:]
             if left and number < 3:
@@ -231,63 +212,52 @@ def _run(
             result = {"meta": meta, "notes": [*unfinished, *notes], **found}
             _write(folder, result, {name: outcome.samples for name, outcome in outcomes.items()}, shown=not left)
         out.print(
-            f"Kept in {folder}: report.html, report.md, report.json, run_meta.json, samples and results by method.",
+            f"Kept in {folder}: report.html, report.md, report.json, answers, samples and results by method.",
             style="dim",
         )
         return result
 
 
-def _alike(model: Any, wanted: list[str]) -> list[str]:
-    text = model.config.get_text_config(decoder=True)
-    counts = sorted({kv_heads(text, layer) for layer in range(len(layer_windows(text)))})
-    heads = " or ".join(map(str, counts))
-    return [
-        f"One setting under {len(names)} names, for a layer of this model has {heads} KV heads: {', '.join(names)}. "
-        "What differs between their rows is noise."
-        for names in same_settings(wanted, counts)
-    ]
+def _uses_calibration(method: known.Method) -> bool:
+    return method.config is not None and uses_calibration(method.config)
 
 
-def _uses_calibration(name: str) -> bool:
-    config = method_named(name).config
-    return config is not None and uses_calibration(config)
-
-
-def _calibration(model: Any, wanted: list[str], named: str) -> Calibration | None:
+def _calibration(model: Any, wanted: list[known.Method], named: str) -> Calibration | None:
     """The calibration, if one is used. It is tried with all methods first, so that errors appear early."""
     used = any(map(_uses_calibration, wanted))
     if named != "auto" and not used:
         raise ValueError(f"--calibration {named}: none of these methods takes anything from a calibration.")
     made = None if not used else find(checkpoint_of(model)) if named == "auto" else Calibration.from_pretrained(named)
-    for name in wanted:
+    for method in wanted:
         try:
-            with applied(model, method_named(name), made):
+            with known.applied(model, method, made):
                 pass
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+            raise ValueError(f"{method.name}: {error}") from error
     return made
 
 
 def _write(
     folder: Path, result: dict[str, Any], samples: dict[str, dict[str, list[dict[str, Any]]]], *, shown: bool
 ) -> None:
+    from turbo_hf.eval.plots import accuracy_plot, needle_map  # noqa: PLC0415
     from turbo_hf.eval.report import noise, stamps, tables  # noqa: PLC0415  as above
-    from turbo_hf.eval.report_plots import accuracy_plot, memory_plot, needle_cells, needle_map  # noqa: PLC0415
+    from turbo_hf.eval.scorers import needle_cells  # noqa: PLC0415
 
     identity = result["meta"]["identity"]
     write_whole(folder / "report.json", as_json(result, indent=1) + "\n")
-    limited = "" if identity["limit"] is None else f", LIMITED to {identity['limit']} items a task"
-    title = f"{identity['model']}, suite {identity['suite']}{limited}"
+    title = f"{identity['model']}, suite {identity['suite']}"
+    lines, pictures = stamps(identity), []
     # of an unfinished run the tables alone: pictures of all methods after each would take longer than they are worth
-    drawn = (("accuracy", accuracy_plot), ("memory", memory_plot)) if shown else ()
-    pictures = [folder / f"{name}.png" for name, draw in drawn if draw(result, title, folder / f"{name}.png")]
-    if shown and "needle" in samples[BASELINE]:
+    if shown and accuracy_plot(result, " ".join([title, *lines[1:]]), folder / "accuracy.png"):
+        pictures.append(folder / "accuracy.png")
+    if shown and "needle" in samples[known.BASELINE]:
         cells = {label: needle_cells(own["needle"]) for label, own in samples.items()}
         for label in list(cells)[2:]:
-            pictures.append(folder / f"needle-{folder_of(label)}.png")
-            needle_map(cells[BASELINE], cells[label], label, pictures[-1])
-    heading, notes = f"turbo-hf eval: {identity['model']}, suite {identity['suite']}", [noise(result), *result["notes"]]
-    whole = EvalReport(heading, stamps(identity), tables(result), notes, result["meta"], pictures)
+            pictures.append(folder / f"needle-{known.folder_of(label)}.png")
+            needle_map(cells[known.BASELINE], cells[label], label, pictures[-1])
+    notes = [noise(result), *result["notes"]]
+    whole = EvalReport(f"turbo-hf eval: {title}", lines, tables(result), notes, result["meta"], pictures)
     if shown:
         show(whole)
     write_report(folder, whole)

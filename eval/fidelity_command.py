@@ -15,12 +15,12 @@ from turbo_hf.calibration.texts import token_windows
 from turbo_hf.config.whole_files import write_whole
 from turbo_hf.console import Device, GgufFile, Json, counting, fail, load, out, remark, show_table
 from turbo_hf.errors import out_of_memory
-from turbo_hf.eval.bench.options import as_json
+from turbo_hf.eval.bench.runner import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.fidelity import STEP, Case, Fidelity, grid, layer_map, measure, named, suggestion, unsteady
 from turbo_hf.eval.methods import BACKENDS, installed, known_methods
 from turbo_hf.eval.output import EvalReport, Table, write_report
-from turbo_hf.eval.without_cudnn_plans import without_plans
+from turbo_hf.eval.reading import without_plans
 from turbo_hf.layout import BITS
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import version_of
@@ -263,7 +263,7 @@ def _show(rows: dict[str, list[Fidelity]], told: str, facts: dict[str, Any]) -> 
 def _write(
     folder: Path, rows: dict[str, list[Fidelity]], told: str, facts: dict[str, Any], found: dict[str, Any]
 ) -> None:
-    from turbo_hf.eval.fidelity_plots import draw  # noqa: PLC0415  matplotlib is an extra
+    from turbo_hf.eval.plots import draw  # noqa: PLC0415  matplotlib is an extra
 
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "fidelity.json", as_json(found, indent=1) + "\n")

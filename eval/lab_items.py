@@ -1,43 +1,40 @@
-"""Items of the lab models' task sets.
+"""The lab models' task sets: a folder with one JSONL file per family.
 
-A folder holds one JSONL file per family: `prompt`, or `parts` that an excerpt and seeded generators fill in, and
-`answer`.
+A line has `prompt`, or `parts` that an excerpt and seeded generators fill in, and `answer`.
 """
 
 import json
 import random
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ANSWER = re.compile(r"(?:So the answer is|The answer is|####) ?(.+?)(?:\.(?:\s|$)|\n|$)")
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One question. chain: the answer comes at the end of a chain of thought; otherwise the reply begins with it."""
-
-    task: str
-    prompt: str
-    answer: str
-    chain: bool
-    length: int
-    new_tokens: int
-
-    def right(self, reply: str) -> bool:
-        """Whether the reply gives the answer."""
-        if not self.chain:
-            return reply.strip().startswith(self.answer)
-        found = ANSWER.findall(reply.split("\n\n", maxsplit=1)[0])
-        return bool(found) and str(found[0]).strip() == self.answer
+def right_answer(doc: dict[str, Any], reply: str) -> bool:
+    """Whether the reply gives the answer: at the end of its chain of thought, or where it begins."""
+    if not doc["chain"]:
+        return reply.strip().startswith(doc["answer"])
+    found = ANSWER.findall(reply.split("\n\n", maxsplit=1)[0])
+    return bool(found) and str(found[0]).strip() == doc["answer"]
 
 
-def load_items(folder: Path, tokenizer: Any, longest: int, shortest: int = 0) -> list[Item]:
-    """Every item of every family from `shortest` to `longest` tokens."""
+def lab_families(folder: Path, tokenizer: Any, longest: int, shortest: int = 0) -> dict[str, list[dict[str, Any]]]:
+    """Items of each family from `shortest` to `longest` tokens: prompt, answer, chain (the answer comes at the end of a
+    chain of thought), length, and the tokens that a reply may take.
+
+    Raises:
+        ValueError: the folder is no such set.
+    """
+    missing = [name for name in ("haystack.txt", "words.json") if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"expected {missing[0]} and one JSONL file per family in {folder}; pass --data with lab_tasks/."
+        )
     excerpt = (folder / "haystack.txt").read_text("utf-8")
     words = json.loads((folder / "words.json").read_text("utf-8"))
-    items = []
+    families: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text("utf-8").splitlines():
             raw = json.loads(line)
@@ -45,9 +42,10 @@ def load_items(folder: Path, tokenizer: Any, longest: int, shortest: int = 0) ->
                 continue
             prompt = raw.get("prompt") or "".join(_part(part, excerpt, words) for part in raw["parts"])
             # a quarter more than the model was trained to say, so that a reply is never cut short of its answer
-            limit = 8 + len(tokenizer(raw["completion"]).input_ids) * 5 // 4
-            items.append(Item(path.stem, prompt, raw["answer"], raw["kind"] == "cot", raw["length"], limit))
-    return items
+            room = 8 + len(tokenizer(raw["completion"]).input_ids) * 5 // 4
+            doc = {"prompt": prompt, "answer": raw["answer"], "chain": raw["kind"] == "cot"}
+            families.setdefault(path.stem, []).append({**doc, "length": raw["length"], "room": room})
+    return families
 
 
 def _part(part: Any, excerpt: str, words: list[list[str]]) -> str:

@@ -6,7 +6,6 @@ in the prompt, so that an error of the cache shows in each of them.
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 NAMES = ("Ada", "Boris", "Chen", "Dora", "Emil", "Fatima", "Goran", "Hana", "Igor", "Jana", "Karim", "Lena", "Milo")
@@ -20,27 +19,17 @@ ROWS = {"json": 70, "sentences": 100, "sums": 160}
 NEW_TOKENS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class LongAnswer:
-    """One prompt, which ends within its answer. form: of `ROWS`; rows: those that are still to be written."""
-
-    form: str
-    prompt: str
-    rows: tuple[str, ...]
-
-
-def long_answers(form: str, count: int, seed: int = 0) -> list[LongAnswer]:
-    """`count` prompts of one form; same seed, same prompts. ValueError names the forms."""
-    if form not in ROWS:
-        raise ValueError(f"unknown form {form}; forms are {', '.join(ROWS)}.")
-    return [_item(form, random.Random(f"{form} {seed} {number}")) for number in range(count)]
+def long_answers(form: str, count: int) -> list[dict[str, Any]]:
+    """`count` items of one form, the same each time: a prompt, which ends within its answer, and the answer's rows that
+    are still to be written."""
+    return [_item(form, random.Random(f"{form} 0 {number}")) for number in range(count)]
 
 
 def _csv(record: Any) -> str:
     return ",".join(map(str, record))
 
 
-def _item(form: str, rng: random.Random) -> LongAnswer:
+def _item(form: str, rng: random.Random) -> dict[str, Any]:
     records = [
         (rng.randrange(1000, 10000), rng.choice(NAMES), rng.choice(CITIES), rng.randrange(10, 1000))
         for _ in range(ROWS[form])
@@ -48,8 +37,9 @@ def _item(form: str, rng: random.Random) -> LongAnswer:
     heading, of_table, of_answer = FORMS[form]
     table = "\n".join(map(of_table, records))
     answer = [of_answer(record) for record in records]
-    begun = "\n".join(answer[:BEGUN])
-    return LongAnswer(form, f"{heading}\n\n{table}\n\nAll {len(records)} rows:\n\n{begun}\n", tuple(answer[BEGUN:]))
+    begun, rows = "\n".join(answer[:BEGUN]), answer[BEGUN:]
+    prompt = f"{heading}\n\n{table}\n\nAll {len(records)} rows:\n\n{begun}\n"
+    return {"prompt": prompt, "answer": "\n".join(rows), "rows": rows}
 
 
 FORMS: dict[str, tuple[str, Callable[[Any], str], Callable[[Any], str]]] = {

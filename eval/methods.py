@@ -1,9 +1,8 @@
 """The method names that `turbo-hf eval` and the harness adapter know."""
 
-import hashlib
 import importlib.util
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
@@ -24,9 +23,7 @@ from turbo_hf.config.turbo_config import (
     preset_named,
     resolve_config,
 )
-from turbo_hf.eval.published.simulate import Scheme, gear_l, kivi, kvarn
-from turbo_hf.eval.published.simulated_cache import compressed_cache, window_cache
-from turbo_hf.layout import widths_of
+from turbo_hf.eval.published import Kivi, KVarN, Scheme, simulated_cache
 from turbo_hf.patching.handle import Handle
 from turbo_hf.patching.patch_model import patch
 
@@ -41,8 +38,6 @@ EAGER = "fp16-eager"
 
 MakeCache = Callable[[Any, torch.Tensor], Any]
 """(model, attention mask [B, columns] of the first pass) -> an empty cache for it."""
-
-WINDOW = re.compile(r"streaming-(\d+)")
 
 BASE = re.compile(r".*?\.(?:json|yaml|yml)(?=$|[/+@])|[^/+@]*", re.IGNORECASE)
 """What a method's choices are added to: the path of a config file, or a preset's name."""
@@ -65,45 +60,17 @@ class Method:
 
 
 SIMULATED: dict[str, Scheme] = {
-    **{f"kivi{bits}": kivi(bits) for bits in (4, 3, 2)},
-    **{f"gear-l-{base}{bits}": gear_l(bits, base) for base in ("kcvt", "kivi") for bits in (4, 3, 2)},
-    # 104 bytes per token and head at d = 128, as turbo-k4v2, and 72, as turbo2; GEAR's own rank of 4 takes 8 more
-    **{f"kivi-k{bits}v2-g128": kivi(bits, 2, group=128) for bits in (4, 2)},
-    **{f"gear-l-kcvt-k{bits}v2-r{rank}": gear_l(bits, "kcvt", 2, rank) for bits in (4, 2) for rank in (4, 2)},
-    **{f"kvarn-k{bits}v2-g{block}": kvarn(bits, block) for bits in (4, 2) for block in (128, 64)},
+    **{f"kivi{bits}": Kivi(bits, bits) for bits in (4, 3, 2)},
+    # 104 bytes per token and head at d = 128, as turbo-k4v2, and 72, as turbo2
+    **{f"kivi-k{bits}v2-g128": Kivi(bits, 2, group=128) for bits in (4, 2)},
+    **{f"kvarn-k{bits}v2-g{block}": KVarN(bits, 2, block) for bits in (4, 2) for block in (128, 64)},
 }
 """Published caches, simulated in plain torch: full-precision attention over what they would return."""
-
-ABLATIONS: dict[str, tuple[str, ...]] = {
-    "ablation-heads": tuple(
-        f"turbo4+low_heads={share}+head_metric={metric}"
-        for share in (0.25, 0.5, 0.75)
-        for metric in ("priority", "entropy", "min_max", "variation")
-    ),
-    "ablation-blocks": tuple(f"{preset}+block_size={b}" for preset in ("turbo4", "turbo2") for b in (32, 64, 128)),
-    # FlashQ alone, SAS alone (16-bit storage and attention), both
-    "ablation-parts": ("turbo4", "turbo4/fp16+bits=16+sas=True", "turbo4+sas=True"),
-    # SAAP: the window alone, then more and more buckets; other numbers of clusters by --calibration
-    "ablation-probes": (
-        "turbo4@window",
-        *(f"turbo4@{chosen}:probes={n}" for chosen in ("kmeans-rotated", "kmeans", "saap") for n in (8, 16, 32, 64)),
-    ),
-    # SAAP sec. 5: what else could choose keys, 32 buckets of as many as there are
-    "ablation-selectors": tuple(
-        f"turbo4@{chosen}" for chosen in ("full", "window", "saap", "kmeans", "kmeans-rotated")
-    ),
-    # the always-read tokens, alone and together with buckets
-    "ablation-window": tuple(
-        f"turbo4@{chosen}:window_tokens={n}" for chosen in ("window", "kmeans-rotated") for n in (255, 511, 1023, 2047)
-    ),
-    "ablation-sas": ("turbo4", *(f"turbo4+sas=True+sas_threshold={t}" for t in (-4, -6, -8, -10)), "turbo4+sas=True"),
-}
-"""Sets of methods that one name stands for: the ablations of TurboAttention (sec. 5.6) and of SAAP (sec. 6.5)."""
 
 
 def method_names() -> str:
     """The names that methods begin with."""
-    return ", ".join((BASELINE, EAGER, *PRESETS, *SIMULATED, *_quantized(), "streaming-N", *ABLATIONS))
+    return ", ".join((BASELINE, EAGER, *PRESETS, *SIMULATED, *_quantized()))
 
 
 EXPLAINED = (
@@ -120,17 +87,7 @@ EXPLAINED = (
     ("quanto4, quanto2, hqq8, hqq4, hqq2", "Transformers' QuantizedCache, if optimum-quanto or hqq is installed"),
     ("kivi4, kivi3, kivi2", "KIVI, groups of 64, the 64 newest tokens in full precision. Simulated"),
     ("kivi-k4v2-g128 (also k2v2)", "KIVI of 4-bit keys and 2-bit values, groups of 128. Simulated"),
-    ("gear-l-kcvt4, gear-l-kivi4 (also 3, 2)", "GEAR-L over either base, rank 4 and 2. Simulated"),
-    ("gear-l-kcvt-k4v2-r4 (also k2v2, r2)", "GEAR-L of 4-bit keys, 2-bit values, rank 4 and 2, or 2 and 1. Simulated"),
     ("kvarn-k4v2-g128 (also k2v2, g64)", "KVarN: 4-bit keys, 2-bit values, tiles of 128 tokens. Simulated"),
-    ("streaming-N", "StreamingLLM: a window of N tokens, including the first 4. Simulated"),
-    ("ablation-heads", "set: head metric x share of heads with 2 bits"),
-    ("ablation-blocks", "set: blocks of 32, 64 and 128 tokens"),
-    ("ablation-parts", "set: FlashQ alone, SAS alone, both"),
-    ("ablation-sas", "set: thresholds of SAS"),
-    ("ablation-probes", "set: selector x buckets that are visited, of 64 or more"),
-    ("ablation-selectors", "set: what chooses keys"),
-    ("ablation-window", "set: tokens that are always read"),
 )
 """What `turbo-hf eval --list` says of the methods. Simulated: accuracy only, in plain torch."""
 
@@ -138,7 +95,7 @@ EXPLAINED = (
 def known_methods() -> str:
     """The available methods, in one sentence."""
     return (
-        f"methods are {method_names()} (a window of N tokens), a JSON or YAML file in a preset's place, "
+        f"methods are {method_names()}, a JSON or YAML file in a preset's place, "
         f"a preset followed by /{', /'.join(ATTENTION_MODES)}, and either followed by +FIELD=VALUE of TurboConfig, "
         "such as turbo4/fp16+block_size=32, and all of these by @SELECTOR:FIELD=VALUE of SparseConfig, such as "
         "turbo4@window:window_tokens=511"
@@ -153,67 +110,9 @@ def _quantized() -> dict[str, MakeCache]:
     return {f"{name}{bits}": maker(name, bits) for name, (_, widths, _) in BACKENDS.items() for bits in widths}
 
 
-def options_of_files(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """For each method that is read from a config file, every option of it as it is now; other names stand for
-    themselves."""
-    configs = {name: method_named(name).config for name in names if names_a_file(_base(name))}
-    return {name: config.to_dict() for name, config in configs.items() if config is not None}
-
-
 def folder_of(label: str) -> str:
-    """The name under which a method's results are kept: of no two methods the same."""
-    name = label.replace(" ", "-").replace("/", "-")
-    if not names_a_file(_base(label)):
-        return name
-    # a/b.json is not a-b.json
-    return f"{name}-{hashlib.sha256(label.encode()).hexdigest()[:8]}"
-
-
-def require_options(name: str, before: Mapping[str, Mapping[str, Any]]) -> None:
-    """ValueError if a method's config file has changed since `options_of_files` read it."""
-    now = options_of_files([name])
-    if now.get(name) != before.get(name):
-        raise ValueError(f"the config file of {name} has changed since this run began. Begin anew, with another --out.")
-
-
-def _base(name: str) -> str:
-    found = BASE.match(name)
-    return found[0] if found else ""
-
-
-def is_simulated(name: str) -> bool:
-    """Whether a method is for accuracy only, with computed bytes."""
-    return name in SIMULATED or WINDOW.fullmatch(name) is not None
-
-
-def expanded(names: list[str]) -> list[str]:
-    """The names with each set of methods in its place, none twice, and the baseline left out."""
-    found = [one for name in names for one in ABLATIONS.get(name, (name,))]
-    return list(dict.fromkeys(name for name in found if name != BASELINE))
-
-
-def same_settings(names: list[str], kv_heads: Collection[int]) -> list[list[str]]:
-    """Methods that differ in a share or choice of heads, but not in layers of these numbers of KV heads."""
-    alike: dict[tuple[TurboConfig, ...], list[str]] = {}
-    for name in names:
-        config = method_named(name).config
-        if config is not None:
-            alike.setdefault(tuple(_in_effect(config, heads) for heads in kv_heads), []).append(name)
-    return [same for same in alike.values() if len(same) > 1]
-
-
-def _in_effect(config: TurboConfig, kv_heads: int) -> TurboConfig:
-    """The config, with the defaults for what changes nothing in a layer of so many KV heads."""
-    default = TurboConfig()
-    groups = config.head_groups(kv_heads) if config.low_heads else ()
-    low = sum(heads for width, heads in groups if widths_of(width)[0] == config.low_bits)
-    return replace(
-        config,
-        low_heads=low / kv_heads,
-        low_bits=config.low_bits if low else default.low_bits,
-        # where no head is low, or every one, nothing is chosen
-        head_metric=config.head_metric if 0 < low < kv_heads else default.head_metric,
-    )
+    """The name of the folder under which a method's results are kept."""
+    return re.sub(r"[ /]", "-", label)
 
 
 def method_named(name: str) -> Method:
@@ -227,14 +126,10 @@ def method_named(name: str) -> Method:
     if name in (BASELINE, EAGER):
         return Method(name)
     if name in SIMULATED:
-        return Method(name, make=lambda model, mask: compressed_cache(model, SIMULATED[name], mask))
+        return Method(name, make=lambda model, mask: simulated_cache(model, SIMULATED[name], mask))
     if name in _quantized():
         _need(name)
         return Method(name, make=_quantized()[name])
-    window = WINDOW.fullmatch(name)
-    if window and int(window[1]) > 4:
-        size = int(window[1])
-        return Method(name, make=lambda model, mask: window_cache(model, size, mask))
     return Method(name, config=_patched(name))
 
 
@@ -253,7 +148,8 @@ def _need(name: str) -> None:
 
 
 def _patched(name: str) -> TurboConfig:
-    base = _base(name)
+    found = BASE.match(name)
+    base = found[0] if found else ""
     stored, at, sparse = name[len(base) :].partition("@")
     head, *changes = stored.split("+")
     _, slash, attention = head.partition("/")

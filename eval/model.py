@@ -4,7 +4,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from tqdm import tqdm
 
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET
-from turbo_hf.eval.cache_size import cache_size
-from turbo_hf.eval.methods import applied, method_named
-from turbo_hf.eval.token_cache import Prompts, until
+from turbo_hf.eval.answers import Batch
+from turbo_hf.eval.methods import Method, applied, method_named
+from turbo_hf.eval.reading import cache_size, until
 from turbo_hf.models.versions import CACHE
 
 Request = tuple[Any, list[int], list[int]]
@@ -25,27 +24,6 @@ Request = tuple[Any, list[int], list[int]]
 
 LOGITS = 1 << 31
 """Logits of a batch where its rows are chosen by their tokens: 8 GiB in float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What one call of `generate` took.
-
-    rows: number of prompts.
-    new_tokens: generated tokens, without those after a row's end token.
-    seconds: of the whole call.
-    kv_bytes: of the cache when it returned; computed for a simulated one.
-    kv_tokens: what the cache holds, padding included only for a dense cache, which stores it.
-    keys: since the batch before, the keys that decode steps of sparse layers could have read, those among them that
-        are always read, and those that were read; None without sparse layers.
-    """
-
-    rows: int
-    new_tokens: int
-    seconds: float
-    kv_bytes: int
-    kv_tokens: int
-    keys: tuple[int, int, int] | None = None
 
 
 @register_model("turbo-hf")
@@ -59,34 +37,31 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
 
     Args:
         pretrained: a folder, a Hub id, or a loaded model.
-        preset: a method of `turbo_hf.eval.methods`: fp16 and fp16-eager (both unpatched), presets, other caches.
+        preset: a method of `turbo_hf.eval.methods`, or its name: fp16 and fp16-eager (both unpatched), presets, other
+            caches.
         calibration: for methods that need one: itself, a folder or a Hub id; "auto": beside the checkpoint.
-        attention: how a prompt's attention is computed, as in `TurboConfig.attention`; None: as the preset says.
         chunk: scored tokens per pass.
         batch_tokens: maximum tokens per batch of `generate`: prompts, padding and replies; `batch_size` still limits
             its rows. None: no limit.
-        prompts: token ids that already exist, from the same tokenizer; None: tokenized anew.
         on_batch: called with what each call of `generate` took.
         kwargs: HFLM's own arguments.
 
     Raises:
-        ValueError: an unknown preset or attention, a chunk below 1, or a model that cannot be patched.
+        ValueError: an unknown preset, a chunk below 1, or a model that cannot be patched.
     """
 
     def __init__(
         self,
         pretrained: Any,
-        preset: str = DEFAULT_PRESET,
-        attention: str | None = None,
+        preset: str | Method = DEFAULT_PRESET,
         calibration: Calibration | str | None = "auto",
         chunk: int = 64,
         batch_tokens: int | None = None,
-        prompts: Prompts | None = None,
         on_batch: Callable[[Batch], None] | None = None,
         **kwargs: Any,
     ):
         # report a mistake before the model is loaded
-        self.method = method_named(preset if attention is None else f"{preset}/{attention}")
+        self.method = preset if isinstance(preset, Method) else method_named(preset)
         for name, value in (("chunk", chunk), ("batch_tokens", batch_tokens)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 token; got {value}.")
@@ -94,7 +69,6 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
         self.chunk = chunk
         self.batch_tokens = batch_tokens
         self._closed = False
-        self.prompts = prompts or Prompts(self.tokenizer)
         self._on_batch = on_batch
         self._keys = (0, 0, 0)
         self._stack = ExitStack()
@@ -118,7 +92,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
             return replies
         most = self.batch_size
         found: dict[int, str] = {}
-        prompts = self.prompts.ids([request.args[0] for request in requests])
+        prompts = [self.tok_encode(request.args[0]) for request in requests]
         # as many tokens as HFLM lets a reply have
         rooms = [int(request.args[1].get("max_gen_toks") or self.max_gen_toks) for request in requests]
         lengths = [len(ids) + room for ids, room in zip(prompts, rooms, strict=True)]
@@ -156,27 +130,6 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
                 bar.update(1)
         bar.close()
         return [answers[at] for at in range(len(requests))]
-
-    def tok_batch_encode(
-        self,
-        strings: list[str],
-        padding_side: str = "left",
-        left_truncate_len: int | None = None,
-        truncation: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """HFLM's, from ids that are known; what HFLM would cut or begin in another way is left to it."""
-        if padding_side == "left" and not truncation and self.add_bos_token is None:
-            ids, mask = self.prompts.padded(strings)
-            if left_truncate_len is None or ids.shape[1] <= left_truncate_len:
-                return ids, mask
-        return super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)  # type: ignore[no-any-return]
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """HFLM's, from ids that are known."""
-        if add_special_tokens is None and self.add_bos_token is None and not kwargs:
-            known: list[int] = self.prompts.ids([string])[0].tolist()
-            return known
-        return super().tok_encode(string, add_special_tokens, **kwargs)  # type: ignore[no-any-return]
 
     def _rows_that_fit(self, requests: list[Request], scored: int | None = None) -> int:
         """Rows of a batch within `batch_tokens`, with logits of `scored` positions each (None: of all)."""

@@ -2,18 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict
-from math import sqrt
+from math import comb, sqrt
 from statistics import stdev
 from typing import Any
 
+from turbo_hf.eval.answers import Batch
 from turbo_hf.eval.evaluate import Outcome
-from turbo_hf.eval.mcnemar import paired
-from turbo_hf.eval.methods import AGAIN, BASELINE, is_simulated
-from turbo_hf.eval.model import Batch
+from turbo_hf.eval.methods import AGAIN, BASELINE, SIMULATED
 from turbo_hf.eval.output import LIMITED, Table, without_dashes
-from turbo_hf.eval.report_plots import needle_cells, worst
-from turbo_hf.eval.scorers import reply_of
+from turbo_hf.eval.scorers import needle_cells, reply_of, worst
 from turbo_hf.eval.tasks import Spec
 
 SURE = 0.8
@@ -22,7 +19,8 @@ SURE = 0.8
 SAME_BYTES = 0.01
 """Methods are paired with each other if their bytes per token differ by at most this share."""
 
-PERPLEXITIES = ("word_perplexity", "byte_perplexity")
+Verdicts = Mapping[str, list[bool]]
+"""Right or wrong, item by item, of each method; the baseline is first."""
 
 
 def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
@@ -33,8 +31,7 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         outcomes: by label; the baseline is first, and every other method is paired with it.
 
     Returns:
-        accuracy: a row for each task and scorer: items; for each method right, accuracy, stderr and (but for the
-            baseline) kept, lost, gained, neither and the exact McNemar p.
+        accuracy: a row for each task and scorer: items; for each method right, accuracy, stderr and what `paired` says.
         means: of the headline scorers, over all tasks and over those whose baseline is at least 80 % right, with the
             pairs of all items.
         lengths: the same verdicts by length of the prompt, pooled over tasks that have several lengths.
@@ -42,44 +39,31 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         pairs: the same between methods of equal bytes and the first of them.
         needles: cells (length, depth, share found), their mean and the worst.
         perplexity: one row per metric.
-        memory: bytes of a row's cache by its tokens.
         replies: for each method the share of replies that are the baseline's, letter by letter, and their mean length.
         serving: bytes of the KV cache per token, against the baseline's, and generated tokens per second.
         reading: for sparse methods, the share of the keys that decode steps read in sparse layers, and the same without
             the always-read tokens.
     """
     rows = []
-    headline: dict[str, dict[str, list[bool]]] = {}
+    headline: dict[str, Verdicts] = {}
     classes: dict[str, list[int]] = {}
     for spec in specs:
         for scorer in spec.scorers:
             found = {label: scorer.verdicts(outcome.samples[spec.name]) for label, outcome in outcomes.items()}
             order = sorted(found[BASELINE])
             verdicts = {label: [own[item] for item in order] for label, own in found.items()}
-            rows.append(
-                {
-                    "task": spec.name,
-                    "scorer": scorer.name,
-                    "stock": scorer.stock,
-                    "headline": scorer.headline,
-                    "items": len(order),
-                    "methods": _compared(verdicts),
-                }
-            )
+            about = {"task": spec.name, "scorer": scorer.name, "stock": scorer.stock, "headline": scorer.headline}
+            rows.append({**about, "items": len(order), "methods": _compared(verdicts)})
             if scorer.headline:
                 headline[spec.name] = verdicts
                 # a headline counts items, so that a verdict has a document
                 docs = {sample["doc_id"]: sample["doc"] for sample in outcomes[BASELINE].samples[spec.name]}
                 classes[spec.name] = [length_class(docs[item]) for item in order]
     sure = {task: own for task, own in headline.items() if sum(own[BASELINE]) >= SURE * len(own[BASELINE])}
-    means = [
-        {"over": over, "tasks": len(tasks), **_mean(tasks)}
-        for over, tasks in (("all tasks", headline), (f"baseline >= {SURE:.0%}", sure))
-        if tasks
-    ]
+    over = {"all tasks": headline, f"baseline >= {SURE:.0%}": sure}
     return {
         "accuracy": rows,
-        "means": means,
+        "means": [{"over": name, "tasks": len(tasks), **_mean(tasks)} for name, tasks in over.items() if tasks],
         "lengths": _by_length(headline, classes),
         "differences": _differences(headline, BASELINE, [label for label in outcomes if label != BASELINE]),
         "pairs": [
@@ -89,75 +73,66 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         ],
         "needles": _needles(outcomes),
         "perplexity": _perplexities(outcomes),
-        "memory": {label: _memory(outcome.batches) for label, outcome in outcomes.items()},
         "replies": _replies(outcomes),
         "serving": _serving(outcomes),
         "reading": _reading(outcomes),
     }
 
 
-def _compared(verdicts: Mapping[str, list[bool]]) -> dict[str, dict[str, Any]]:
-    base = verdicts[BASELINE]
+def paired(baseline: list[bool], other: list[bool]) -> dict[str, Any]:
+    """Items of two methods: right with both (kept), with the baseline alone (lost), with the other alone (gained), with
+    none; and p, the exact two-sided McNemar probability that lost and gained differ this much by chance."""
+    both = list(zip(baseline, other, strict=True))
+    lost, gained = both.count((True, False)), both.count((False, True))
+    tail = sum(comb(lost + gained, i) for i in range(min(lost, gained) + 1)) / 2 ** (lost + gained)
+    kept, neither = both.count((True, True)), both.count((False, False))
+    return {"kept": kept, "lost": lost, "gained": gained, "neither": neither, "p": min(1.0, 2 * tail)}
+
+
+def _compared(verdicts: Verdicts) -> dict[str, dict[str, Any]]:
     compared: dict[str, dict[str, Any]] = {}
     for label, own in verdicts.items():
         share, count = sum(own) / len(own), len(own)
-        compared[label] = {
-            "right": sum(own),
-            "accuracy": share,
-            "stderr": sqrt(share * (1 - share) / (count - 1)) if count > 1 else None,
-            **(asdict(paired(base, own)) if label != BASELINE else {}),
-        }
+        error = sqrt(share * (1 - share) / (count - 1)) if count > 1 else None
+        compared[label] = {"right": sum(own), "accuracy": share, "stderr": error}
+        if label != BASELINE:
+            compared[label] |= paired(verdicts[BASELINE], own)
     return compared
 
 
-def _mean(tasks: Mapping[str, Mapping[str, list[bool]]]) -> dict[str, Any]:
+def _mean(tasks: Mapping[str, Verdicts]) -> dict[str, Any]:
     """The mean of the tasks' accuracies, each task counting once, and the pairs of all their items."""
-    labels = list(next(iter(tasks.values())))
-    pooled = _compared({label: [v for own in tasks.values() for v in own[label]] for label in labels})
-    for label in labels:
-        pooled[label]["accuracy"] = sum(sum(own[label]) / len(own[label]) for own in tasks.values()) / len(tasks)
+    each = [_compared(own) for own in tasks.values()]
+    pooled = _compared({label: [v for own in tasks.values() for v in own[label]] for label in each[0]})
+    for label, own in pooled.items():
+        own["accuracy"] = sum(task[label]["accuracy"] for task in each) / len(each)
         # the error of a mean of tasks, each with its own
-        pooled[label]["stderr"] = _mean_error([_compared(own)[label]["stderr"] for own in tasks.values()])
-    return {"items": sum(len(own[labels[0]]) for own in tasks.values()), "methods": pooled}
+        own["stderr"] = _mean_error([task[label]["stderr"] for task in each])
+    return {"items": sum(len(own[BASELINE]) for own in tasks.values()), "methods": pooled}
 
 
-def _differences(
-    headline: Mapping[str, Mapping[str, list[bool]]], base: str, others: list[str]
-) -> list[dict[str, Any]]:
+def _differences(headline: Mapping[str, Verdicts], base: str, others: list[str]) -> list[dict[str, Any]]:
     """Points of accuracy between methods and a base: their mean over tasks, and the task that loses most."""
-    if not headline:
-        return []
     found = []
-    for label in others:
+    for label in others if headline else ():
         points = {t: 100 * (sum(v[label]) - sum(v[base])) / len(v[label]) for t, v in headline.items()}
         least = min(points, key=lambda task: points[task])
         error = _mean_error([_paired_error(own[base], own[label]) for own in headline.values()])
-        found.append(
-            {
-                "method": label,
-                "mean": sum(points.values()) / len(points),
-                "stderr": None if error is None else 100 * error,
-                "worst_task": least if points[least] < 0 else None,
-                "worst": points[least],
-            }
-        )
+        means = {"mean": sum(points.values()) / len(points), "stderr": None if error is None else 100 * error}
+        lost = {"worst_task": least if points[least] < 0 else None, "worst": points[least]}
+        found.append({"method": label, **means, **lost})
     return found
 
 
 def _of_equal_bytes(outcomes: Mapping[str, Outcome]) -> list[list[str]]:
     """Groups of methods, without the baseline, whose caches take the same bytes per token, to within one percent."""
-    groups: list[list[str]] = []
+    groups: dict[float, list[str]] = {}
     for label, outcome in outcomes.items():
         own = _bytes(outcome.batches)
-        if own is None or label in (BASELINE, AGAIN):
-            continue
-        for group in groups:
-            if abs(own / (_bytes(outcomes[group[0]].batches) or 1) - 1) < SAME_BYTES:
-                group.append(label)
-                break
-        else:
-            groups.append([label])
-    return groups
+        if own and label not in (BASELINE, AGAIN):
+            near = next((size for size in groups if abs(own / size - 1) < SAME_BYTES), own)
+            groups.setdefault(near, []).append(label)
+    return list(groups.values())
 
 
 def _paired_error(base: list[bool], own: list[bool]) -> float | None:
@@ -177,12 +152,10 @@ def _needles(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, Any]]:
     for label, outcome in outcomes.items():
         cells = needle_cells(outcome.samples.get("needle", []))
         if cells:
+            rows = [{"length": length, "depth": depth, "share": own} for (length, depth), own in cells.items()]
             (length, depth), share = worst(cells)
-            found[label] = {
-                "mean": sum(cells.values()) / len(cells),
-                "worst": {"length": length, "depth": depth, "share": share},
-                "cells": [{"length": at, "depth": deep, "share": own} for (at, deep), own in cells.items()],
-            }
+            least = {"length": length, "depth": depth, "share": share}
+            found[label] = {"mean": sum(cells.values()) / len(cells), "worst": least, "cells": rows}
     return found
 
 
@@ -208,27 +181,13 @@ def _replies(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float]]:
     }
 
 
-def _memory(batches: list[Batch]) -> list[dict[str, float]]:
-    """Tokens and KV bytes of a row, means of the batches of about one length (within a factor of two)."""
-    grouped: dict[int, list[Batch]] = defaultdict(list)
-    for batch in batches:
-        grouped[(batch.kv_tokens // batch.rows).bit_length()].append(batch)
-    found = []
-    for _, own in sorted(grouped.items()):
-        rows = sum(b.rows for b in own)
-        found.append({"tokens": sum(b.kv_tokens for b in own) / rows, "bytes": sum(b.kv_bytes for b in own) / rows})
-    return found
-
-
 def length_class(doc: Mapping[str, Any]) -> int:
     """The power of two that a document's "length" in tokens does not exceed; 0 where it says none."""
     length = doc.get("length")
     return 1 << (length - 1).bit_length() if isinstance(length, int) and length > 0 else 0
 
 
-def _by_length(
-    headline: Mapping[str, Mapping[str, list[bool]]], classes: Mapping[str, list[int]]
-) -> list[dict[str, Any]]:
+def _by_length(headline: Mapping[str, Verdicts], classes: Mapping[str, list[int]]) -> list[dict[str, Any]]:
     """One row per length: tasks with one length say nothing about it, and are left out."""
     pooled: dict[int, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for task, verdicts in headline.items():
@@ -243,14 +202,13 @@ def _by_length(
 
 
 def _perplexities(outcomes: Mapping[str, Outcome]) -> list[dict[str, Any]]:
-    rows = []
-    for task, figures in outcomes[BASELINE].results["results"].items():
-        for metric in PERPLEXITIES:
-            key = f"{metric},none"
-            if key in figures:
-                found = {label: outcome.results["results"][task][key] for label, outcome in outcomes.items()}
-                rows.append({"task": task, "metric": metric, "methods": found})
-    return rows
+    each = {label: outcome.results["results"] for label, outcome in outcomes.items()}
+    return [
+        {"task": task, "metric": metric, "methods": {label: own[task][f"{metric},none"] for label, own in each.items()}}
+        for task, figures in each[BASELINE].items()
+        for metric in ("word_perplexity", "byte_perplexity")
+        if f"{metric},none" in figures
+    ]
 
 
 def _serving(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float | int | None]]:
@@ -258,15 +216,14 @@ def _serving(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float | int
     serving: dict[str, dict[str, float | int | None]] = {}
     for label, outcome in outcomes.items():
         own, seconds = _bytes(outcome.batches), sum(b.seconds for b in outcome.batches)
+        # a simulation's speed is that of rounding in plain torch: it says nothing about the method
+        timed = seconds and label not in SIMULATED
         serving[label] = {
-            "simulated": is_simulated(label),
+            "simulated": label in SIMULATED,
             "prompts": sum(b.rows for b in outcome.batches),
             "kv_bytes_per_token": own,
             "compression": base / own if base and own else None,
-            # a simulation's speed is that of rounding in plain torch: it says nothing about the method
-            "tokens_per_s": (
-                sum(b.new_tokens for b in outcome.batches) / seconds if seconds and not is_simulated(label) else None
-            ),
+            "tokens_per_s": sum(b.new_tokens for b in outcome.batches) / seconds if timed else None,
         }
     return serving
 
@@ -287,73 +244,50 @@ def _bytes(batches: list[Batch]) -> float | None:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """Tables for the terminal, Markdown and HTML alike."""
+    """Tables for the terminal, Markdown and HTML alike; those without rows are left out."""
     labels = list(found["serving"])
     named = [label + (" (simulated)" if own["simulated"] else "") for label, own in found["serving"].items()]
     shown = []
-    if found["accuracy"]:
-        rows = [
-            [row["task"], row["scorer"] + (" *" if row["headline"] else ""), str(row["items"])]
-            + [_cell(row["methods"][label]) for label in labels]
-            for row in found["accuracy"]
-        ]
-        shown.append(
-            Table(
-                "right: % ± standard error; - lost, + gained against fp16; exact McNemar p; * enters the means",
-                ["task", "scorer", "items", *named],
-                rows,
-            )
-        )
-        means = [
-            [f"{mean['over']} ({mean['tasks']})", str(mean["items"])]
-            + [_cell(mean["methods"][label]) for label in labels]
-            for mean in found["means"]
-        ]
-        shown.append(Table("mean of tasks", ["over", "items", *named], means))
-    if found["differences"]:
-        headings = ["method", "mean of tasks", "largest loss in", "there"]
-        rows = [_points(own) for own in found["differences"]]
-        shown.append(Table("points of accuracy against fp16 ± standard error of the pairs", headings, rows))
-    if found["pairs"]:
-        headings = ["method", "method of equal bytes", "mean of tasks", "largest loss in", "there"]
-        rows = [[own["base"], *_points(own)] for own in found["pairs"]]
-        shown.append(Table("points of accuracy of the second against the first, as above", headings, rows))
-    if found["replies"]:
-        rows = [[label, f"{own['same']:.1%}", f"{own['characters']:.0f}"] for label, own in found["replies"].items()]
-        shown.append(Table("replies", ["method", "the same text as fp16", "mean length, characters"], rows))
-    if found["needles"]:
-        rows = [
-            [label, f"{own['mean']:.3f}", f"{least['share']:.2f}", f"{least['length']:,}", f"{least['depth']:.0%}"]
-            for label, own in found["needles"].items()
-            for least in (own["worst"],)
-        ]
-        headings = ["method", "mean of cells", "worst cell", "its tokens", "its depth"]
-        shown.append(Table("needles: share found", headings, rows))
-    if found["lengths"]:
-        rows = [
-            [f"{row['up_to']:,}", str(row["items"])] + [_cell(row["methods"][label]) for label in labels]
-            for row in found["lengths"]
-        ]
-        shown.append(Table("tasks of several lengths, by tokens of the prompt", ["up to", "items", *named], rows))
-    if found["perplexity"]:
-        rows = [
-            [row["task"], row["metric"]] + [f"{row['methods'][label]:.4f}" for label in labels]
-            for row in found["perplexity"]
-        ]
-        shown.append(Table("perplexity, lower is better", ["task", "metric", *named], rows))
-    serving = [
+
+    def add(title: str, headings: list[str], rows: list[list[str]]) -> None:
+        if rows:
+            shown.append(without_dashes(Table(title, headings, rows)))
+
+    def cells(row: dict[str, Any], *first: object) -> list[str]:
+        return [*map(str, first), str(row["items"]), *(_cell(row["methods"][label]) for label in labels)]
+
+    title = "right: % ± standard error; - lost, + gained against fp16; exact McNemar p; * enters the means"
+    rows = [cells(row, row["task"], row["scorer"] + " *" * row["headline"]) for row in found["accuracy"]]
+    add(title, ["task", "scorer", "items", *named], rows)
+    rows = [cells(row, f"{row['over']} ({row['tasks']})") for row in found["means"]]
+    add("mean of tasks", ["over", "items", *named], rows)
+    title, headings = "points of accuracy against fp16 ± standard error of the pairs", ["mean of tasks"]
+    headings += ["largest loss in", "there"]
+    add(title, ["method", *headings], [_points(own) for own in found["differences"]])
+    title, rows = title.replace("against fp16", "of the second against the first"), found["pairs"]
+    add(title, ["method", "method of equal bytes", *headings], [[own["base"], *_points(own)] for own in rows])
+    rows = [[label, f"{own['same']:.1%}", f"{own['characters']:.0f}"] for label, own in found["replies"].items()]
+    add("replies", ["method", "the same text as fp16", "mean length, characters"], rows)
+    rows = [
+        [label, f"{own['mean']:.3f}", f"{least['share']:.2f}", f"{least['length']:,}", f"{least['depth']:.0%}"]
+        for label, own in found["needles"].items()
+        for least in (own["worst"],)
+    ]
+    add("needles: share found", ["method", "mean of cells", "worst cell", "its tokens", "its depth"], rows)
+    rows = [cells(row, f"{row['up_to']:,}") for row in found["lengths"]]
+    add("tasks of several lengths, by tokens of the prompt", ["up to", "items", *named], rows)
+    rows = [[r["task"], r["metric"], *(f"{r['methods'][x]:.4f}" for x in labels)] for r in found["perplexity"]]
+    add("perplexity, lower is better", ["task", "metric", *named], rows)
+    rows = [
         [name, str(own["prompts"]), *_figures(own), "computed" if own["simulated"] else "measured"]
         for name, own in zip(named, found["serving"].values(), strict=True)
         if own["prompts"]
     ]
-    if serving:
-        headings = ["method", "prompts", "KV bytes/token", "ratio", "tokens/s", "bytes are"]
-        shown.append(Table("memory and speed of generation", headings, serving))
-    if found["reading"]:
-        rows = [[label, f"{own['share']:.1%}", f"{own['share_beyond']:.1%}"] for label, own in found["reading"].items()]
-        headings = ["method", "of all", "of those not always read"]
-        shown.append(Table("keys that decode steps of sparse layers read", headings, rows))
-    return [without_dashes(table) for table in shown]
+    headings = ["method", "prompts", "KV bytes/token", "ratio", "tokens/s", "bytes are"]
+    add("memory and speed of generation", headings, rows)
+    rows = [[label, f"{own['share']:.1%}", f"{own['share_beyond']:.1%}"] for label, own in found["reading"].items()]
+    add("keys that decode steps of sparse layers read", ["method", "of all", "of those not always read"], rows)
+    return shown
 
 
 def _figures(own: dict[str, Any]) -> list[str]:
@@ -362,12 +296,8 @@ def _figures(own: dict[str, Any]) -> list[str]:
 
 
 def _points(own: dict[str, Any]) -> list[str]:
-    mean = f"{own['mean']:+.2f}{_error(own['stderr'])}"
-    return [own["method"], mean, own["worst_task"] or "-", f"{own['worst']:+.2f}"]
-
-
-def _error(points: float | None) -> str:
-    return "" if points is None else f" ± {points:.2f}"
+    error = "" if own["stderr"] is None else f" ± {own['stderr']:.2f}"
+    return [own["method"], f"{own['mean']:+.2f}{error}", own["worst_task"] or "-", f"{own['worst']:+.2f}"]
 
 
 def _cell(own: dict[str, Any]) -> str:
@@ -378,16 +308,13 @@ def _cell(own: dict[str, Any]) -> str:
 
 def stamps(identity: dict[str, Any]) -> list[str]:
     """Lines that must be read with the tables."""
-    limit = identity["limit"]
-    versions = identity["versions"]
+    limit, versions = identity["limit"], identity["versions"]
     first = [
         f"{identity['model']} ({identity['model_fingerprint']}), {identity['dtype']} on {identity['device']}; suite "
         f"{identity['suite']}, batch {identity['batch']}, greedy, seed {identity['seed']}; lm-eval "
         f"{versions['lm_eval']}, transformers {versions['transformers']}, torch {versions['torch']}."
     ]
-    if limit is not None:
-        first.append(f"{LIMITED} to {limit} items a task: a smoke test, not a result.")
-    return first
+    return first if limit is None else [*first, f"{LIMITED} to {limit} items a task: a smoke test, not a result."]
 
 
 def noise(found: dict[str, Any]) -> str:

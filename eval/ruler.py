@@ -1,21 +1,17 @@
-"""RULER's synthetic tasks (Hsieh et al. 2024, arXiv:2404.06654) for any tokenizer and length, with its parameters.
+"""RULER's needle tasks (Hsieh et al. 2024, arXiv:2404.06654) for any tokenizer and length, with its parameters.
 
 Made from the description of NVIDIA/RULER, not run through it: words and haystacks are of other sources, so that scores
 stand beside each other and not beside published ones. Prompts are as long as fits: length less the reply's tokens.
 """
 
 import random
-import string
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from turbo_hf.eval.bench.shapes import largest
 from turbo_hf.eval.needle import carried_sentences
-from turbo_hf.eval.token_cache import TOGETHER
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -24,31 +20,13 @@ NIAH = (
     "the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided "
     "text? The special magic {kind} for {query} mentioned in the provided text are"
 )
-TRACKING = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find "
-    "all variables that are assigned the value {value} in the text above. Answer: According to the chain(s) of "
-    "variable assignment in the text above, {count} variables are assigned the value {value}, they are: "
-)
-COMMON = (
-    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-    "appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 "
-    "words that appear most often in the list are:"
-)
-FREQUENT = (
-    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
-    "coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the "
-    "three most frequently appeared words in the above coded text? Answer: According to the coded text above, the "
-    "three most frequently appeared words are:"
-)
 
 DEPTHS = [round(100 * i / 39) for i in range(40)]
-ZETA_2 = 1.6449340668482264
-HOPS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where text comes from. essays: sentences of the haystack; words: distinct ones, for keys and lists."""
+    """Where text comes from. essays: sentences of the haystack; words: distinct ones, for keys."""
 
     essays: list[str]
     words: list[str]
@@ -87,11 +65,11 @@ NIAH_TASKS = {
     "niah_multiquery": Niah("essay", keys=4, queries=4),
 }
 
-REPLIES = {**dict.fromkeys(NIAH_TASKS, 128), "vt": 30, "cwe": 120, "fwe": 50}
-"""Tokens of a reply, by task: all eleven that need no data set of questions."""
+REPLY_TOKENS = 128
+"""Of each task."""
 
-Make = Callable[[int, random.Random], Question]
-"""(units of haystack, random numbers) -> a question."""
+LEAST = 4
+"""Units of the smallest haystack."""
 
 
 def sources(data: Path | None = None) -> Sources:
@@ -109,55 +87,29 @@ def questions(task: str, tokenizer: Any, length: int, count: int, text: Sources,
     """`count` questions of a task whose prompts and replies take at most `length` tokens.
 
     Raises:
-        ValueError: an unknown task, a length without room for the smallest question, or too few words for the list.
+        ValueError: an unknown task, or a length without room for the smallest question.
     """
-    if task not in REPLIES:
-        raise ValueError(f"unknown RULER task {task}; tasks are {', '.join(REPLIES)}.")
-    room = length - REPLIES[task]
-    make = _maker(task, length, text)
+    if task not in NIAH_TASKS:
+        raise ValueError(f"unknown RULER task {task}; tasks are {', '.join(NIAH_TASKS)}.")
 
-    def tokens(units: int, name: object) -> int:
-        question = make(units, random.Random(f"{seed} {task} {length} {name}"))
-        return len(tokenizer(question.prompt).input_ids)
+    def make(units: int, at: int) -> Question:
+        return _needles(NIAH_TASKS[task], units, random.Random(f"{seed} {task} {length} {at}"), length, text)
 
-    least = HOPS + 1 if task == "vt" else 10 if task == "cwe" else 4
-    if tokens(least, 0) > room:
-        raise ValueError(f"{task} has no room in {length} tokens: the smallest question takes {tokens(least, 0)}.")
-    most = len(text.words) if task == "cwe" else length
-    units = largest(lambda units: tokens(units, 0) <= room, most, least, fineness=128)
-    # names and numbers take more tokens in some questions
-    named = lambda units, at: make(units, random.Random(f"{seed} {task} {length} {at}"))  # noqa: E731
-    return within(named, tokenizer, room, units, least, count)
+    def fits(question: Question) -> bool:
+        return len(tokenizer(question.prompt).input_ids) + REPLY_TOKENS <= length
 
-
-def within(
-    make: Callable[[int, int], Question], tokenizer: Any, room: int, units: int, least: int, count: int
-) -> list[Question]:
-    """make(units, at) for each of `count` questions, with fewer units where its prompt takes more than `room` tokens,
-    and no fewer than `least`."""
+    if not fits(make(LEAST, 0)):
+        raise ValueError(f"{task} has no room in {length} tokens for its smallest question and reply.")
+    units = largest(lambda units: fits(make(units, 0)), length, LEAST, fineness=128)
     found = []
-    for begin in range(0, count, TOGETHER):
-        part = [make(units, at) for at in range(begin, min(begin + TOGETHER, count))]
-        # one call for many: tokenizers then use every core
-        sizes = [len(ids) for ids in tokenizer([question.prompt for question in part]).input_ids]
-        for at, (question, size) in enumerate(zip(part, sizes, strict=True), begin):
-            own, less, taken = question, units, size
-            while taken > room and less > least:
-                less = max(least, less - max(1, less // 64))
-                own = make(less, at)
-                taken = len(tokenizer(own.prompt).input_ids)
-            found.append(own)
+    for at in range(count):
+        own, less = make(units, at), units
+        # names and numbers take more tokens in some questions
+        while less > LEAST and not fits(own):
+            less = max(LEAST, less - max(1, less // 64))
+            own = make(less, at)
+        found.append(own)
     return found
-
-
-def _maker(task: str, length: int, text: Sources) -> Make:
-    if task in NIAH_TASKS:
-        return lambda units, rng: _needles(NIAH_TASKS[task], units, rng, length, text)
-    if task == "vt":
-        return lambda units, rng: _tracking(units, rng, length)
-    if task == "cwe":
-        return lambda units, rng: _common(units, rng, length, text)
-    return lambda units, rng: _frequent(units, rng, length)
 
 
 def _name(kind: str, rng: random.Random, text: Sources) -> str:
@@ -194,55 +146,3 @@ def _needles(task: Niah, units: int, rng: random.Random, length: int, source: So
     context = (" " if task.haystack == "essay" else "\n").join(text)
     prompt = template.format(kind=kind, context=context, query=query)
     return Question(prompt, [value for key in asked for value in values[key]], length, depth)
-
-
-def _tracking(units: int, rng: random.Random, length: int) -> Question:
-    example, names = _chain(8, rng, 3)
-    own, asked = _chain(units, rng, 5)
-    return Question(f"{example}{' '.join(names)}\n\n{own}", asked, length)
-
-
-def _chain(units: int, rng: random.Random, letters: int) -> tuple[str, list[str]]:
-    names: list[str] = []
-    while len(names) < HOPS + 1:
-        name = "".join(rng.choices(string.ascii_uppercase, k=letters))
-        if name not in names:
-            names.append(name)
-    value = rng.randrange(10000, 99999)
-    chain = [f"VAR {names[0]} = {value}", *(f"VAR {b} = VAR {a} " for a, b in pairwise(names))]
-    text = [NOISE + "\n"] * units
-    for moved, (place, line) in enumerate(zip(sorted(rng.sample(range(units), len(chain))), chain, strict=True)):
-        text.insert(place + moved, line)
-    context = " ".join(text).replace(". \n", ".\n")
-    return TRACKING.format(context=context, value=value, count=len(names)), names
-
-
-def _common(units: int, rng: random.Random, length: int, text: Sources) -> Question:
-    # RULER's numbers, and its smaller ones for short contexts
-    example, shots = _list(20, 3, 1, rng, text) if length < 4096 else _list(40, 10, 3, rng, text)
-    own, asked = _list(units, 6, 1, rng, text) if length < 4096 else _list(units, 30, 3, rng, text)
-    worked = f"{example} {' '.join(f'{i}. {word}' for i, word in enumerate(shots, 1))}"
-    return Question(f"{worked}\n{own}", asked, length)
-
-
-def _list(count: int, often: int, seldom: int, rng: random.Random, text: Sources) -> tuple[str, list[str]]:
-    if count > len(text.words):
-        raise ValueError(f"a list of {count} different words was asked for; the sources have {len(text.words)}.")
-    chosen = rng.sample(text.words, count)
-    words = chosen[:10] * often + chosen[10:] * seldom
-    rng.shuffle(words)
-    return COMMON.format(context=" ".join(f"{i}. {word}" for i, word in enumerate(words, 1))), chosen[:10]
-
-
-def _frequent(units: int, rng: random.Random, length: int) -> Question:
-    """Zipf's law, alpha 2: `units` words in all; the most frequent one is dots, and the next three are the answer."""
-    size = max(4, length // 50)
-    names: list[str] = []
-    while len(names) < size:
-        name = "".join(rng.choices(string.ascii_lowercase, k=6))
-        if name not in names:
-            names.append(name)
-    names[0] = "..."
-    text = [name for rank, name in enumerate(names, 1) for _ in range(int(units * rank**-2.0 / ZETA_2))]
-    rng.shuffle(text)
-    return Question(FREQUENT.format(context=" ".join(text)), names[1:4], length)

@@ -6,6 +6,7 @@ takes "The answer is 18" without a full stop for 1 and fails on "$18."; BBH's ta
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -87,18 +88,17 @@ def right_choice(sample: Sample) -> bool:
     return bool(found) and found.casefold() == str(sample["target"]).strip("() ").casefold()
 
 
-def named_answers(sample: Sample) -> list[bool]:
+def named_answers(doc: dict[str, Any], reply: str) -> list[bool]:
     """RULER: for each of the item's answers, whether it occurs in the reply, case ignored."""
-    reply = reply_of(sample).casefold()
-    return [str(answer).casefold() in reply for answer in sample["doc"]["answers"]]
+    return [str(answer).casefold() in reply.casefold() for answer in doc["answers"]]
 
 
 OWN = (Scorer("right", headline=True),)
 """Of tasks made here: their own verdict."""
 
 RULER = (
-    Scorer("all named", judge=lambda s: all(named_answers(s)), headline=True),
-    Scorer("named", parts=named_answers),
+    Scorer("all named", judge=lambda s: all(named_answers(s["doc"], reply_of(s))), headline=True),
+    Scorer("named", parts=lambda s: named_answers(s["doc"], reply_of(s))),
 )
 """An item is right if each answer is named; "named", answer by answer, is RULER's own score (string_match_all)."""
 
@@ -118,3 +118,19 @@ BBH = (
     Scorer("corrected", judge=right_statement),
 )
 CHOICES = (Scorer("acc", "none", "acc", headline=True), Scorer("acc_norm", "none", "acc_norm"))
+
+Cells = dict[tuple[int, float], float]
+"""Share of needles found, by (length asked for, depth)."""
+
+
+def needle_cells(samples: list[dict[str, Any]]) -> Cells:
+    """The cells of a heat map from the logged samples of the task `needle`."""
+    found = defaultdict(list)
+    for sample in samples:
+        found[sample["doc"]["length"], sample["doc"]["depth"]].append(float(sample["right"]))
+    return {cell: sum(right) / len(right) for cell, right in sorted(found.items())}
+
+
+def worst(cells: Cells) -> tuple[tuple[int, float], float]:
+    """The cell with the smallest share, the shortest and shallowest of several."""
+    return min(cells.items(), key=lambda pair: (pair[1], pair[0]))

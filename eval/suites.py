@@ -5,63 +5,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turbo_hf.eval import infinitebench, ruler
+from turbo_hf.eval import ruler, tasks
+from turbo_hf.eval.lab_items import lab_families
 from turbo_hf.eval.long_answers import ROWS
 from turbo_hf.eval.scorers import BBH, CHOICES, GSM8K, Scorer
-from turbo_hf.eval.tasks import (
-    REPLY,
-    Spec,
-    aqua_cot,
-    carried_prose,
-    infinite_task,
-    lab_families,
-    lab_task,
-    long_task,
-    needle_task,
-    prose_task,
-    reply_tokens,
-    ruler_task,
-)
+from turbo_hf.eval.tasks import Spec
 
 SUITES = {
     "smoke": "minutes on a CPU: needles, perplexity of carried prose, and with --data a few lab families",
     "core": "GSM8K and BBH with chains of thought, AQuA, needles, RULER at 4k, WikiText",
     "reasoning": "GSM8K, BBH and AQuA only: decode-heavy, short prompts",
-    "long": "to the longest context: needles at every depth, RULER, InfiniteBench's retrieval, perplexity of windows",
-    "ruler": "RULER's eleven synthetic tasks with its 500 items per length, from 4k on",
+    "long": "to the longest context: needles at every depth, RULER, perplexity of windows",
+    "ruler": "RULER's eight needle tasks with its 500 items per length, from 4k on",
     "answers": "tables written in another form, row by row: answers of 2k tokens and more",
     "lab": "every family of --data/lab_tasks, and needles, for the lab models",
 }
 
 BBH_TASKS = (
-    "boolean_expressions",
-    "causal_judgement",
-    "date_understanding",
-    "disambiguation_qa",
-    "dyck_languages",
-    "formal_fallacies",
-    "geometric_shapes",
-    "hyperbaton",
-    "logical_deduction_five_objects",
-    "logical_deduction_seven_objects",
-    "logical_deduction_three_objects",
-    "movie_recommendation",
-    "multistep_arithmetic_two",
-    "navigate",
-    "object_counting",
-    "penguins_in_a_table",
-    "reasoning_about_colored_objects",
-    "ruin_names",
-    "salient_translation_error_detection",
-    "snarks",
-    "sports_understanding",
-    "temporal_sequences",
-    "tracking_shuffled_objects_five_objects",
-    "tracking_shuffled_objects_seven_objects",
-    "tracking_shuffled_objects_three_objects",
-    "web_of_lies",
+    "boolean_expressions", "causal_judgement", "date_understanding", "disambiguation_qa", "dyck_languages",
+    "formal_fallacies", "geometric_shapes", "hyperbaton", "logical_deduction_five_objects",
+    "logical_deduction_seven_objects", "logical_deduction_three_objects", "movie_recommendation",
+    "multistep_arithmetic_two", "navigate", "object_counting", "penguins_in_a_table",
+    "reasoning_about_colored_objects", "ruin_names", "salient_translation_error_detection", "snarks",
+    "sports_understanding", "temporal_sequences", "tracking_shuffled_objects_five_objects",
+    "tracking_shuffled_objects_seven_objects", "tracking_shuffled_objects_three_objects", "web_of_lies",
     "word_sorting",
-)
+)  # fmt: skip
 
 SMOKE_FAMILIES = ("arith_few_shot", "bbh_boolean_expressions", "facts", "kv_hex", "niah_multikey", "passkey")
 
@@ -122,17 +91,16 @@ def build(suite: str, tokenizer: Any, limits: Limits, data: Path | None = None) 
         specs += _reasoning(data, limits.limit, notes)
     if suite == "core":
         specs.append(_wikitext(data))
-    specs += [long_task(form, LONG_ITEMS, limits.limit) for form in ROWS if suite == "answers"]
+    specs += [tasks.long_task(form, LONG_ITEMS, limits.limit) for form in ROWS if suite == "answers"]
     if suite not in ("reasoning", "ruler", "answers"):
         specs += _needles(suite, tokenizer, limits, notes)
     if suite == "smoke":
-        specs.append(prose_task("prose", carried_prose(2, 80)))
+        specs.append(tasks.prose_task("prose", tasks.carried_prose(2, 80)))
         if data is not None:
             specs += _lab(data, tokenizer, limits, notes, SMOKE_FAMILIES)
     if suite in RULER_ITEMS:
         specs += _ruler(suite, tokenizer, limits, data, notes)
     if suite == "long":
-        specs += _infinite(tokenizer, limits, notes)
         specs += _long_prose(data, limits)
     if suite == "lab":
         if data is None:
@@ -161,11 +129,13 @@ def _needles(suite: str, tokenizer: Any, limits: Limits, notes: list[str]) -> li
     # of a context that is no power of two, its end as well
     lengths = lengths or list(dict.fromkeys((*_doubled(1024, limits), limits.longest)))
     depths, seeds = (DEPTHS[::5], range(2)) if suite == "smoke" else (DEPTHS, range(1 if suite == "core" else 5))
-    fit = [length for length in lengths if limits.shortest <= length <= min(limits.longest, limits.context - REPLY)]
+    fit = [
+        length for length in lengths if limits.shortest <= length <= min(limits.longest, limits.context - tasks.REPLY)
+    ]
     left = sorted(set(lengths) - set(fit))
     if left:
         notes.append(f"needle: lengths {', '.join(map(str, left))} left out ({_bounds(limits)}).")
-    return [needle_task(tokenizer, fit, depths, list(seeds), limits.limit)] if fit else []
+    return [tasks.needle_task(tokenizer, fit, depths, list(seeds), limits.limit)] if fit else []
 
 
 def _doubled(first: int, limits: Limits) -> list[int]:
@@ -183,16 +153,9 @@ def _ruler(suite: str, tokenizer: Any, limits: Limits, data: Path | None, notes:
     text = ruler.sources(data)
     if data is not None and text == ruler.sources():
         notes.append(f"RULER: no needle/essays/*.txt in the data folder {data}; haystacks are of the carried prose.")
-    made = [ruler_task(t, tokenizer, fit, RULER_ITEMS[suite], text, limits.limit) for t in ruler.REPLIES if fit]
-    notes += [note for _, own in made for note in own]
-    return [spec for spec, _ in made if spec is not None]
-
-
-def _infinite(tokenizer: Any, limits: Limits, notes: list[str]) -> list[Spec]:
-    fit = [length for length in _doubled(1024, limits) if length <= limits.context]
-    if not fit:
-        notes.append(f"InfiniteBench: left out; it has lengths of 1024 tokens and doubled ({_bounds(limits)}).")
-    made = [infinite_task(t, tokenizer, fit, RULER_ITEMS["long"], limits.limit) for t in infinitebench.REPLIES]
+    made = [
+        tasks.ruler_task(t, tokenizer, fit, RULER_ITEMS[suite], text, limits.limit) for t in ruler.NIAH_TASKS if fit
+    ]
     notes += [note for _, own in made for note in own]
     return [spec for spec, _ in made if spec is not None]
 
@@ -203,7 +166,7 @@ def _lab(data: Path, tokenizer: Any, limits: Limits, notes: list[str], chosen: t
     least = f"{limits.shortest} to " if limits.shortest else "up to "
     notes.append(f"lab families: {LAB_ITEMS} items at most, spread evenly, of {least}{fit} tokens.")
     for name, items in families.items():
-        within = [item for item in items if item.length + reply_tokens(items) <= limits.context]
+        within = [item for item in items if item["length"] + tasks.reply_tokens(items) <= limits.context]
         if within and len(within) < len(items):
             notes.append(
                 f"{name}: {len(items) - len(within)} items left out, which with their reply take more than the "
@@ -215,14 +178,14 @@ def _lab(data: Path, tokenizer: Any, limits: Limits, notes: list[str], chosen: t
         if name not in families:
             notes.append(f"{name}: left out; it has no item of {least}{fit} tokens.")
     names = [name for name in chosen or families if name in families]
-    constant = [name for name in names if len(families[name]) > 1 and len({i.answer for i in families[name]}) == 1]
+    constant = [name for name in names if len(families[name]) > 1 and len({i["answer"] for i in families[name]}) == 1]
     if constant:
         notes.append(
             f"{', '.join(constant)}: one answer for all items, so that a reply that reads nothing of its prompt can "
             "score 1.0; the means count such a family."
         )
     most = min(limits.limit or LAB_ITEMS, LAB_ITEMS)
-    return [lab_task(name, families[name], most) for name in names]
+    return [tasks.lab_task(name, families[name], most) for name in names]
 
 
 def _reasoning(data: Path | None, limit: int | None, notes: list[str]) -> list[Spec]:
@@ -231,7 +194,7 @@ def _reasoning(data: Path | None, limit: int | None, notes: list[str]) -> list[S
     if data is not None:
         for file in AQUA_FILES:
             _expect(data, file)
-        return [*specs, aqua_cot(data / "aqua", limit)]
+        return [*specs, tasks.aqua_cot(data / "aqua", limit)]
     notes.append("AQuA by log-likelihood of its options; its chain of thought needs the exemplars of --data.")
     return [*specs, Spec("agieval_aqua_rat", "agieval_aqua_rat", CHOICES, AQUA_FILES)]
 
@@ -245,14 +208,14 @@ def _wikitext(data: Path | None) -> Spec:
 
 def _long_prose(data: Path | None, limits: Limits) -> list[Spec]:
     if data is None:
-        return [prose_task("prose", carried_prose(1, 163))]
+        return [tasks.prose_task("prose", tasks.carried_prose(1, 163))]
     # four characters a token, about: one window of the longest context
     size = 4 * min(limits.longest, limits.context)
     books = [_expect(data, f"books/{name}.txt").read_text("utf-8")[:size] for name in BOOKS]
     wiki = _expect(data, "wikitext2/test_documents.jsonl").read_text("utf-8").splitlines()
     articles = "".join(json.loads(line)["page"] for line in wiki)
     windows = [articles[at : at + size] for at in range(0, len(articles) - size, size)][:4] or [articles]
-    return [prose_task("books", books), prose_task("wikitext_long", windows)]
+    return [tasks.prose_task("books", books), tasks.prose_task("wikitext_long", windows)]
 
 
 def _stock(task: str, data: Path | None, file: str, scorers: tuple[Scorer, ...] = (), **reading: str) -> Spec:

@@ -1,16 +1,16 @@
 """Tasks made here, as task configs for the harness: needles by depth, prose, AQuA with chain of thought, lab sets."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turbo_hf.eval import infinitebench, ruler
-from turbo_hf.eval.lab_items import Item, load_items
+from turbo_hf.eval import ruler
+from turbo_hf.eval.lab_items import right_answer
 from turbo_hf.eval.long_answers import NEW_TOKENS, long_answers, right_rows
 from turbo_hf.eval.needle import needle_grid, prose
-from turbo_hf.eval.scorers import LONG, OWN, RULER, Scorer, right_choice
+from turbo_hf.eval.scorers import LONG, OWN, RULER, Scorer, named_answers, right_choice
 
 REPLY = 32
 """Tokens of a reply to a needle: a number of seven digits, and room around it."""
@@ -80,93 +80,47 @@ def needle_task(
     return Spec("needle", _own_task("needle", docs, lambda doc, reply: doc["answer"] in reply, [], REPLY), OWN)
 
 
-def _questions_task(
-    name: str,
-    lengths: Sequence[int],
-    count: int,
-    limit: int | None,
-    make: Callable[[int, int], list[ruler.Question]],
-    judge: Callable[[dict[str, Any], str], bool],
-    new_tokens: int,
-    scorers: tuple[Scorer, ...],
+def ruler_task(
+    task: str, tokenizer: Any, lengths: Sequence[int], count: int, text: ruler.Sources, limit: int | None = None
 ) -> tuple[Spec | None, list[str]]:
-    """A task of what `make` gives for (length, items of it), and a note for each length that has no room for it."""
+    """One of RULER's tasks with `count` items per length, and a note for each length that has no room for it."""
     found: list[ruler.Question] = []
-    notes = []
+    notes, name = [], f"ruler_{task}"
     for length in lengths:
+        # of `limit` over all lengths: each item takes time to make
+        items = count if limit is None else min(count, -(-limit // len(lengths)))
         try:
-            # of `limit` over all lengths: each item takes time to make
-            found += make(length, count if limit is None else min(count, -(-limit // len(lengths))))
+            found += ruler.questions(task, tokenizer, length, items, text)
         except ValueError as small:
             notes.append(f"{name}: {small} Left out.")
     docs = [
         {"prompt": q.prompt, "answer": ", ".join(q.answers), "answers": q.answers, "length": q.length, "depth": q.depth}
         for q in evenly(found, limit)
     ]
-    return (Spec(name, _own_task(name, docs, judge, [], new_tokens), scorers) if docs else None), notes
-
-
-def ruler_task(
-    task: str, tokenizer: Any, lengths: Sequence[int], count: int, text: ruler.Sources, limit: int | None = None
-) -> tuple[Spec | None, list[str]]:
-    """One of RULER's tasks with `count` items per length, and notes as in `_questions_task`."""
-
-    def judge(doc: dict[str, Any], reply: str) -> bool:
-        return all(answer.casefold() in reply.casefold() for answer in doc["answers"])
-
-    make = lambda length, items: ruler.questions(task, tokenizer, length, items, text)  # noqa: E731
-    return _questions_task(f"ruler_{task}", lengths, count, limit, make, judge, ruler.REPLIES[task], RULER)
-
-
-def infinite_task(
-    task: str, tokenizer: Any, lengths: Sequence[int], count: int, limit: int | None = None
-) -> tuple[Spec | None, list[str]]:
-    """One of InfiniteBench's retrieval tasks with `count` items per length, and notes as in `_questions_task`."""
-    make = lambda length, items: infinitebench.questions(task, tokenizer, length, items)  # noqa: E731
-    judge = lambda doc, reply: infinitebench.right(task, doc["answer"], reply)  # noqa: E731
-    room = infinitebench.reply_tokens(task, tokenizer)
-    return _questions_task(f"infinite_{task}", lengths, count, limit, make, judge, room, OWN)
+    judge = lambda doc, reply: all(named_answers(doc, reply))  # noqa: E731
+    return (Spec(name, _own_task(name, docs, judge, [], ruler.REPLY_TOKENS), RULER) if docs else None), notes
 
 
 def long_task(form: str, count: int, limit: int | None = None) -> Spec:
     """Long answers of one form."""
-    docs = [
-        {"prompt": item.prompt, "answer": "\n".join(item.rows), "rows": list(item.rows)}
-        for item in evenly(long_answers(form, count), limit)
-    ]
     judge = lambda doc, reply: all(right_rows(doc["rows"], reply))  # noqa: E731
+    docs = evenly(long_answers(form, count), limit)
     return Spec(f"long_{form}", _own_task(f"long_{form}", docs, judge, ["\n\n"], NEW_TOKENS), LONG)
 
 
-def lab_task(name: str, items: list[Item], limit: int | None = None) -> Spec:
+def lab_task(name: str, items: list[dict[str, Any]], limit: int | None = None) -> Spec:
     """One family of the lab models' task sets, judged as these sets say."""
     chosen = evenly(items, limit)
-    judged = {(item.prompt, item.answer): item for item in chosen}
-    docs = [{"prompt": item.prompt, "answer": item.answer, "length": item.length} for item in chosen]
     # a chain of thought ends with an empty line
-    until = ["\n\n"] if chosen[0].chain else []
-    judge = lambda doc, reply: judged[doc["prompt"], doc["answer"]].right(reply)  # noqa: E731
-    return Spec(name, _own_task(name, docs, judge, until, reply_tokens(chosen)), OWN)
+    until = ["\n\n"] if chosen[0]["chain"] else []
+    return Spec(name, _own_task(name, chosen, right_answer, until, reply_tokens(chosen)), OWN)
 
 
-def reply_tokens(items: list[Item]) -> int:
+def reply_tokens(items: list[dict[str, Any]]) -> int:
     """Tokens that a reply to any of a family's items may take."""
-    longest = max(item.new_tokens for item in items)
+    longest = int(max(item["room"] for item in items))
     # room that chains of thought do not use, so that families share batches
-    return 1 << (longest - 1).bit_length() if items[0].chain else longest
-
-
-def lab_families(folder: Path, tokenizer: Any, longest: int, shortest: int = 0) -> dict[str, list[Item]]:
-    """Items of each family from `shortest` to `longest` tokens, ValueError where the folder is no such set."""
-    missing = [name for name in ("haystack.txt", "words.json") if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(
-            f"expected {missing[0]} and one JSONL file per family in {folder}; pass --data with lab_tasks/."
-        )
-    families: dict[str, list[Item]] = {}
-    for item in load_items(folder, tokenizer, longest, shortest):
-        families.setdefault(item.task, []).append(item)
-    return families
+    return 1 << (longest - 1).bit_length() if items[0]["chain"] else longest
 
 
 def prose_task(name: str, texts: list[str]) -> Spec:

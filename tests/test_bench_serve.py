@@ -7,18 +7,18 @@ from bench_support import check_refused, last_json, run
 
 pytest.importorskip("transformers", minversion="5.19")
 
-from turbo_hf.eval.bench.serve import Job, Request, azure_requests, jobs_of, percentiles, summed
+from turbo_hf.eval.bench.serve import Job, ServeRow, azure_jobs, percentiles, summed, with_prompts
 
 
 def test_requests_of_the_trace_that_fit() -> None:
-    requests = azure_requests(10_000, 1 << 20)
+    requests = azure_jobs(10_000, 1 << 20)
     assert 900 < len(requests) <= 1000
     assert requests[0].arrival == 0
     assert [one.arrival for one in requests] == sorted(one.arrival for one in requests)
-    fit = [one for one in requests if one.context + one.generated <= 500][:7]
-    assert azure_requests(7, 500) == [replace(one, arrival=one.arrival - fit[0].arrival) for one in fit]
+    fit = [one for one in requests if one.context + one.new <= 500][:7]
+    assert azure_jobs(7, 500) == [replace(one, arrival=one.arrival - fit[0].arrival) for one in fit]
     with pytest.raises(ValueError, match=r"no request of the trace has 5 tokens or fewer"):
-        azure_requests(2, 5)
+        azure_jobs(2, 5)
 
 
 def test_percentiles_are_by_nearest_rank() -> None:
@@ -27,15 +27,15 @@ def test_percentiles_are_by_nearest_rank() -> None:
 
 
 def test_prompts_begin_alike() -> None:
-    first, second = jobs_of([Request(0.0, 9, 2), Request(1.0, 7, 3)], 5, 100, seed=0)
+    first, second = with_prompts([Job(0.0, 9, 2), Job(1.0, 7, 3)], 5, 100, seed=0)
     assert (len(first.prompt), len(second.prompt), second.new, second.arrival) == (9, 7, 3, 1.0)
     assert first.prompt[:5] == second.prompt[:5]
     assert first.prompt[5:7] != second.prompt[5:]
 
 
 def test_waits_are_counted_from_the_arrival() -> None:
-    jobs = [Job(0.0, [1], 3), Job(1.0, [1], 2)]
-    row = summed("even", "x", jobs, [[1.0, 2.0, 4.0], [2.0, 3.0]])
+    jobs = [Job(0.0, 1, 3), Job(1.0, 1, 2)]
+    row = summed(ServeRow("even", "x", 2), jobs, [[1.0, 2.0, 4.0], [2.0, 3.0]])
     assert row.tokens_s == 5 / 4
     assert row.first_ms == {"p50": 1000, "p90": 1000, "p99": 1000}
     assert row.between_ms == {"p50": 1000, "p90": 2000, "p99": 2000}

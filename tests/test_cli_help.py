@@ -69,7 +69,7 @@ def test_eval_lists_methods_and_suites_with_what_they_are() -> None:
     told = " ".join(CliRunner().invoke(app, ["eval", "--list"]).output.split())
     for text in (
         "kivi4",
-        "StreamingLLM",
+        "KVarN: 4-bit keys",
         "reasoning",
         "decode-heavy, short prompts",
         "turbo4@window:window_tokens=511",

@@ -74,11 +74,11 @@ def test_a_run_of_a_file_is_of_what_the_file_said(mine: Path, tmp_path: Path) ->
     found = command(*words)
     assert set(found["serving"]) == {"fp16", "fp16 again", str(mine)}
     want = TurboConfig(bits=2, dense_layers=(0,), attention="fp16").to_dict()
-    assert found["meta"]["identity"]["config_files"] == {str(mine): want}
+    assert found["meta"]["configs"] == {str(mine): want}
     # the same options in other words, and another method beside it
     mine.write_text("bits: 2\nattention: fp16\ndense_layers: [0]\n")
     again = command(*words[:-1], f"{mine},turbo4")["perplexity"][0]["methods"]
     assert again.items() > found["perplexity"][0]["methods"].items()
     mine.write_text("bits: 3\nattention: fp16\ndense_layers: [0]\n")
     told = command(*words, code=1)
-    assert f"config_files.{mine}.bits was 2, now 3." in told
+    assert "config.bits was 2, now 3." in told

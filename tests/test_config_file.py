@@ -16,7 +16,7 @@ from models import prompts, tiny_llama
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.config.turbo_config import BACKENDS, resolve_config
-from turbo_hf.eval.methods import folder_of, method_named, options_of_files, require_options
+from turbo_hf.eval.methods import method_named
 
 CONFIGS = [
     *EVERY_PRESET.values(),
@@ -243,27 +243,3 @@ def test_methods_of_an_evaluation(tmp_path: Path) -> None:
         method_named("nowhere/none.yaml/fp16")
     with pytest.raises(ValueError, match=r"unknown method .*/flash; methods are "):
         method_named(f"{path}/flash")
-
-
-def test_a_run_notices_that_its_file_has_changed(tmp_path: Path) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text('{"bits": 3}')
-    names = [str(path), f"{path}/fp16", "turbo4"]
-    before = options_of_files(names)
-    assert before == {
-        names[0]: TurboConfig(bits=3).to_dict(),
-        names[1]: TurboConfig(bits=3, attention="fp16").to_dict(),
-    }
-    for name in names:
-        require_options(name, before)
-    path.write_text('{"bits": 2}')
-    require_options("turbo4", before)
-    with pytest.raises(ValueError, match=r"the config file of .*mine\.json has changed since this run began"):
-        require_options(names[0], before)
-
-
-def test_results_of_two_methods_have_two_names() -> None:
-    assert folder_of("turbo4/fp16 again") == "turbo4-fp16-again"
-    names = ["a/b.json", "a-b.json", "a b.json", "a/b.json/fp16", "a/b.json-fp16"]
-    assert len({folder_of(name) for name in names}) == len(names)
-    assert all("/" not in folder_of(name) for name in names)

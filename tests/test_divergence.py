@@ -14,9 +14,9 @@ from transformers import DynamicCache, ProcessorMixin
 import turbo_hf
 from turbo_hf.config.turbo_config import SparseConfig, TurboConfig
 from turbo_hf.eval.fidelity import AGAIN, PAGES, Case, Fidelity, grid, layer_map, measure, named, suggestion, unsteady
-from turbo_hf.eval.fidelity_plots import _kl as shown
-from turbo_hf.eval.fidelity_plots import draw
 from turbo_hf.eval.methods import Method
+from turbo_hf.eval.plots import _kl as shown
+from turbo_hf.eval.plots import draw
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.divergence import (
     EVALUATE,
@@ -137,7 +137,7 @@ def test_methods_are_read_through_their_caches() -> None:
     model, _ = lab_model()
     windows = torch.randint(400, (2, 200 + 32 + 1), generator=torch.Generator().manual_seed(0))
     cases = [Case(200, "steps"), Case(200, "chunk"), Case(64, "answer")]
-    rows = measure(model, windows, cases, named(["int8", "turbo2", "streaming-16"]), tail=32)
+    rows = measure(model, windows, cases, named(["int8", "turbo2", "kivi4"]), tail=32)
     by = {(row.method, row.case.path): row for row in rows}
     assert len(by) == len(rows) == 15
     for path in ("steps", "chunk"):

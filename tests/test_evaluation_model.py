@@ -13,10 +13,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 
+from turbo_hf.eval.answers import Batch
 from turbo_hf.eval.methods import BASELINE, EAGER, applied, method_named
-from turbo_hf.eval.model import Batch, TurboLM
+from turbo_hf.eval.model import TurboLM
+from turbo_hf.eval.reading import without_plans
 from turbo_hf.eval.tasks import carried_prose
-from turbo_hf.eval.without_cudnn_plans import without_plans
 from turbo_hf.models.versions import CACHE
 
 
@@ -85,26 +86,11 @@ def test_a_smaller_chunk_reads_more_of_the_text_compressed() -> None:
     stock = scores(HFLM(pretrained=model, tokenizer=tokenizer), rolling)
     off = []
     for chunk in (32, 4096):
-        with_cache = TurboLM(model, preset="turbo2", attention="fp16", chunk=chunk, tokenizer=tokenizer)
+        with_cache = TurboLM(model, preset="turbo2/fp16", chunk=chunk, tokenizer=tokenizer)
         off.append(float((scores(with_cache, rolling) - stock).abs()))
         with_cache.close()
     # one chunk of everything has no past to read: it would be a measurement of nothing
     assert off[1] < 1e-2 < off[0]
-
-
-def test_prompts_are_encoded_and_padded_as_in_the_harness() -> None:
-    model, tokenizer = lab_model()
-    plain = HFLM(pretrained=model, tokenizer=tokenizer)
-    lm = TurboLM(model, preset="fp16", tokenizer=tokenizer)
-    texts = [*carried_prose(3, 4), "A", f"{tokenizer.bos_token}A"]
-    for text in texts:
-        assert lm.tok_encode(text) == plain.tok_encode(text)
-        assert lm.tok_encode(text, add_special_tokens=False) == plain.tok_encode(text, add_special_tokens=False)
-    ways: list[dict[str, Any]] = [{}, {"left_truncate_len": 20}, {"padding_side": "right"}]
-    for given in ways:
-        ours, theirs = (one.tok_batch_encode(texts[:4], **given) for one in (lm, plain))
-        assert torch.equal(ours[0], theirs[0])
-        assert torch.equal(ours[1], theirs[1])
 
 
 def test_batches_hold_so_many_tokens_and_replies_do_not_depend_on_them() -> None:

@@ -1,6 +1,5 @@
 """Simulated caches against the published methods written out step by step, one row, head and group at a time."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -8,22 +7,22 @@ import torch
 from models import lab_model, left_padded, prompts, tiny_llama, tiny_mistral
 
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.eval.cache_size import cache_size
-from turbo_hf.eval.methods import ABLATIONS, expanded, is_simulated, method_named, same_settings
-from turbo_hf.eval.published import simulated_cache
-from turbo_hf.eval.published.simulate import (
+from turbo_hf.eval import published
+from turbo_hf.eval.methods import method_named
+from turbo_hf.eval.published import (
+    CompressedLayer,
+    Kivi,
+    KVarN,
     Scheme,
+    SimulatedCache,
     balance,
     by_channel,
     by_token,
-    gear_l,
     hadamard,
-    kivi,
-    kvarn,
-    low_rank,
     rounded,
+    simulated_cache,
 )
-from turbo_hf.eval.published.simulated_cache import CompressedLayer, SimulatedCache, compressed_cache, window_cache
+from turbo_hf.eval.reading import cache_size
 from turbo_hf.models.versions import CACHE
 
 HEADS, DIM = 2, 64
@@ -45,7 +44,7 @@ def test_rounding_takes_the_nearest_level() -> None:
 
 def test_groups_are_of_tokens_for_keys_and_of_channels_for_values() -> None:
     x = torch.randn(1, 2, 8, 6)
-    keys, values, whole = by_channel(x, 2, 4), by_token(x, 2, 3), by_token(x, 2, None)
+    keys, values = by_channel(x, 2, 4), by_token(x, 2, 3)
     for head in range(2):
         for channel in range(6):
             for at in (0, 4):
@@ -55,17 +54,6 @@ def test_groups_are_of_tokens_for_keys_and_of_channels_for_values() -> None:
             for at in (0, 3):
                 group = x[0, head, token, at : at + 3].double()
                 torch.testing.assert_close(values[0, head, token, at : at + 3], nearest(group, 2).float())
-    for token in range(8):
-        torch.testing.assert_close(
-            whole[0, :, token].reshape(-1), nearest(x[0, :, token].reshape(-1).double(), 2).float()
-        )
-
-
-def test_low_rank_is_the_truncated_singular_value_decomposition() -> None:
-    x = torch.randn(2, 3, 50, 16, dtype=torch.float64)
-    u, s, v = torch.linalg.svd(x, full_matrices=False)
-    expected = u[..., :4] @ torch.diag_embed(s[..., :4]) @ v[..., :4, :]
-    torch.testing.assert_close(low_rank(x, 4).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def kivi_directly(x: torch.Tensor, bits: int, *, values: bool) -> torch.Tensor:
@@ -87,7 +75,7 @@ def kivi_directly(x: torch.Tensor, bits: int, *, values: bool) -> torch.Tensor:
 def test_kivi_is_its_algorithm(bits: int) -> None:
     lengths = [200, 131, 64, 40]
     keys, values = torch.randn(2, len(lengths), HEADS, 200, DIM).unbind(0)
-    layer = CompressedLayer(kivi(bits), [200 - n for n in lengths])
+    layer = CompressedLayer(Kivi(bits, bits), [200 - n for n in lengths])
     read = layer.update(keys[:, :, :120], values[:, :, :120])
     # the prompt reads itself in full precision
     assert torch.equal(read[0], keys[:, :, :120])
@@ -107,28 +95,20 @@ def row_by_row(scheme: Scheme, keys: torch.Tensor, values: torch.Tensor, left: i
     tokens, first = keys.shape[-2] - left, max(0, first - left)
     stored = (0, 0)
     for length in range(first, tokens + 1):
-        now = scheme.sealed(length, first)
+        now = scheme.sealed(length)
         for x, store, begin, end in zip(held, (scheme.keys, scheme.values), stored, now, strict=True):
             if end > begin:
-                x[:, :, begin:end] = store(x[:, :, begin:end], prompt=length == first)
+                x[:, :, begin:end] = store(x[:, :, begin:end])
         stored = now
     return [x[0] for x in held]
 
 
 @pytest.mark.parametrize("at_once", [1 << 23, 3 * 64 * HEADS * DIM])
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        pytest.param(kivi(2), id="kivi"),
-        pytest.param(gear_l(2, "kcvt"), id="gear-l-kcvt"),
-        pytest.param(gear_l(2, "kivi"), id="gear-l-kivi"),
-        pytest.param(kvarn(4, 64), id="kvarn"),
-    ],
-)
+@pytest.mark.parametrize("scheme", [Kivi(2, 2), KVarN(4, 2, 64)], ids=["kivi", "kvarn"])
 def test_rows_compressed_together_are_rows_compressed_alone(
     scheme: Scheme, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulated_cache, "AT_ONCE", at_once)
+    monkeypatch.setattr(published, "AT_ONCE", at_once)
     prompt, columns = 200, 340
     # two of one length, one that begins after the prompt, blocks that several rows fill in one step
     padding = [0, 7, 71, 71, 135, 136, 199, 210, 64, 1, 2, 65]
@@ -145,72 +125,23 @@ def test_rows_compressed_together_are_rows_compressed_alone(
         assert torch.equal(layer.keys[row, :, :left], keys[row, :, :left])
 
 
-@pytest.mark.parametrize("base", ["kcvt", "kivi"])
-def test_gear_adds_the_low_rank_part_of_its_error(base: str) -> None:
-    prompt, total = 150, 230
-    keys, values = torch.randn(2, 1, HEADS, total, DIM).unbind(0)
-    layer = CompressedLayer(gear_l(3, base), [0])
-    layer.update(keys[:, :, :prompt], values[:, :, :prompt])
-    for at in range(prompt, total):
-        read = layer.update(keys[:, :, at : at + 1], values[:, :, at : at + 1])
-    first = 150 if base == "kcvt" else 128
-    for own, x, kind in ((read[0], keys, "keys"), (read[1], values, "values")):
-        expected = x.clone()
-        for begin, end, rank in ((0, first, 4), (first, first + 64, 2)):
-            part = x[0, :, begin:end].double()
-            if kind == "keys":
-                # KCVT: a channel of all tokens; KIVI: of 64
-                step = end - begin if base == "kcvt" else 64
-                rows = [
-                    torch.stack([nearest(part[h, at : at + step, c], 3) for c in range(DIM)], -1)
-                    for h in range(HEADS)
-                    for at in range(0, end - begin, step)
-                ]
-                near = torch.cat(rows).reshape(HEADS, end - begin, DIM)
-            elif base == "kcvt":
-                flat = part.transpose(0, 1).reshape(end - begin, -1)
-                near = torch.stack([nearest(t, 3) for t in flat]).reshape(end - begin, HEADS, DIM).transpose(0, 1)
-            else:
-                near = torch.stack([torch.stack([nearest(t, 3) for t in part[h]]) for h in range(HEADS)])
-            u, s, v = torch.linalg.svd(part - near, full_matrices=False)
-            expected[0, :, begin:end] = near + u[..., :rank] @ torch.diag_embed(s[..., :rank]) @ v[..., :rank, :]
-        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_computed_bytes_are_those_of_a_count() -> None:
     # 4 bit of 192 keys and 136 values, 3 groups of keys a channel, one of values a token, the rest at 2 bytes
     per_head = (192 + 136) * DIM // 2 + 4 * (3 * DIM + 136) + 2 * (8 + 64) * DIM
-    assert kivi(4).computed_bytes(200, 120, HEADS, DIM, 2) == HEADS * per_head
-    # 2 bit of 150 and then 64, one group a channel each, one of values a token over both heads, ranks 4 and 2
-    codes = 2 * HEADS * 214 * DIM // 4
-    scales = 4 * (2 * HEADS * DIM + 214)
-    factors = 2 * 2 * HEADS * (4 * (150 + DIM) + 2 * (64 + DIM))
-    waiting = 2 * 2 * HEADS * 16 * DIM
-    assert gear_l(2, "kcvt").computed_bytes(230, 150, HEADS, DIM, 2) == codes + scales + factors + waiting
-    assert Scheme(4).computed_bytes(10, 10, HEADS, DIM, 2) == 2 * 2 * HEADS * 10 * DIM
+    assert Kivi(4, 4).computed_bytes(200, HEADS, DIM, 2) == HEADS * per_head
     # 4 bit of 128 keys and 2 of 136 values, one group of keys a channel, one of values a token
     per_head = 128 * DIM // 2 + 136 * DIM // 4 + 4 * (DIM + 136) + 2 * (72 + 64) * DIM
-    assert kivi(4, 2, group=128).computed_bytes(200, 120, HEADS, DIM, 2) == HEADS * per_head
+    assert Kivi(4, 2, group=128).computed_bytes(200, HEADS, DIM, 2) == HEADS * per_head
     # 4 and 2 bit of 192, three 16-bit numbers for each token and, of three tiles, each channel, of keys as of values
     per_head = 192 * DIM * 6 // 8 + 6 * (192 + 3 * DIM) + 2 * 2 * 8 * DIM
-    assert kvarn(4, 64).computed_bytes(200, 120, HEADS, DIM, 2) == HEADS * per_head
-
-
-def test_values_may_have_fewer_bits_than_keys() -> None:
-    x = torch.randn(1, HEADS, 128, DIM)
-    for both, keys, values in (
-        (kivi(4, 2), kivi(4), kivi(2)),
-        (gear_l(4, "kcvt", 2), *(gear_l(b, "kcvt") for b in (4, 2))),
-    ):
-        assert torch.equal(both.keys(x, prompt=True), keys.keys(x, prompt=True))
-        assert torch.equal(both.values(x, prompt=True), values.values(x, prompt=True))
+    assert KVarN(4, 2, 64).computed_bytes(200, HEADS, DIM, 2) == HEADS * per_head
 
 
 def test_kvarn_scales_tokens_and_channels_before_it_rounds() -> None:
     # as large as e^3 times each other
     x = hadamard(torch.randn(1, HEADS, 128, DIM) * (3 * torch.rand(128, 1)).exp() * (3 * torch.rand(DIM)).exp())
-    scheme = kvarn(4, 64)
-    near = scheme.keys(x, prompt=True), scheme.values(x, prompt=True)
+    scheme = KVarN(4, 2, 64)
+    near = scheme.keys(x), scheme.values(x)
     for own, plain, bits in ((near[0], by_channel, 4), (near[1], by_token, 2)):
         assert (own - x).norm() < (plain(x, bits, 64 if bits == 4 else DIM) - x).norm()
     turned = hadamard(x).unflatten(-2, (-1, 64))
@@ -220,13 +151,12 @@ def test_kvarn_scales_tokens_and_channels_before_it_rounds() -> None:
     assert all(after < before for before, after in zip(*ratios, strict=True)), ratios
 
 
-@pytest.mark.parametrize("name", ["kivi2", "gear-l-kcvt2", "gear-l-kivi3", "streaming-40"])
+@pytest.mark.parametrize("name", ["kivi2", "kvarn-k4v2-g64"])
 def test_rows_do_not_depend_on_their_batch(name: str) -> None:
     model = tiny_llama()
     rows = [prompts(1, n, seed=n)[0] for n in (130, 97, 30)]
     method = method_named(name)
     assert method.make is not None
-    assert is_simulated(name)
 
     def run(inputs: dict[str, Any]) -> tuple[torch.Tensor, SimulatedCache]:
         cache = method.make(model, inputs["attention_mask"])  # type: ignore[misc]
@@ -240,84 +170,25 @@ def test_rows_do_not_depend_on_their_batch(name: str) -> None:
     assert cache.tokens() == sum(len(row) + 69 for row in rows)
 
 
-def test_a_window_is_attention_on_what_it_holds_at_positions_inside_it() -> None:
-    """StreamingLLM, directly: the model reads the first four and the newest tokens' keys at places 0, 1, 2, ..."""
-    model = tiny_llama(num_hidden_layers=1)
-    ids = prompts(1, 60)
-    cache = window_cache(model, 20, torch.ones(1, 50))
-    with torch.inference_mode():
-        model(ids[:, :50], **{CACHE: cache})
-        found = [model(ids[:, at : at + 1], **{CACHE: cache}).logits for at in range(50, 60)]
-        for at, logits in zip(range(50, 60), found, strict=True):
-            # with one layer keys are those of the tokens alone, so that a shorter text has the same ones
-            kept = torch.cat([ids[:, :4], ids[:, at - 16 : at + 1]], -1)
-            torch.testing.assert_close(logits[0, -1], model(kept).logits[0, -1], rtol=1e-4, atol=1e-4)
-    assert cache.get_seq_length() == 60
-    assert cache.computed_bytes() == 2 * 20 * 2 * 16 * 4
-
-
-def test_what_was_dropped_is_not_found() -> None:
+def test_a_simulated_cache_keeps_what_it_read() -> None:
     model, tokenizer = lab_model()
-    words = " ".join(["The grass is green."] * 40)
-    text = f"One of the special magic numbers for quiet-river is: 4281734. {words} "
+    text = f"One of the special magic numbers for quiet-river is: 4281734. {'The grass is green. ' * 40}"
     text += "What is the special magic number for quiet-river? The special magic number for quiet-river is"
     inputs = tokenizer(text, return_tensors="pt")
-    replies = {}
-    for name in ("streaming-64", "streaming-4096", "kivi4"):
-        make = method_named(name).make
-        assert make is not None
-        cache = make(model, inputs.attention_mask)
-        out = model.generate(**inputs, **{CACHE: cache}, max_new_tokens=12, do_sample=False)
-        replies[name] = tokenizer.decode(out[0, inputs.input_ids.shape[1] :])
-    plain = tokenizer.decode(model.generate(**inputs, max_new_tokens=12)[0, inputs.input_ids.shape[1] :])
-    assert replies["streaming-4096"] == plain
-    assert "4281734" in plain
-    assert "4281734" in replies["kivi4"]
-    assert "4281734" not in replies["streaming-64"]
+    make = method_named("kivi4").make
+    assert make is not None
+    out = model.generate(**inputs, **{CACHE: make(model, inputs.attention_mask)}, max_new_tokens=12, do_sample=False)
+    assert "4281734" in tokenizer.decode(out[0, inputs.input_ids.shape[1] :])
 
 
 def test_simulations_refuse() -> None:
     with pytest.raises(ValueError, match=r"models whose layers all have full attention; got sliding_attention"):
-        compressed_cache(tiny_mistral(32), kivi(4), torch.ones(1, 4))
+        simulated_cache(tiny_mistral(32), Kivi(4, 4), torch.ones(1, 4))
     with pytest.raises(ValueError, match=r"want rows that are padded at the left and nowhere else"):
-        compressed_cache(tiny_llama(), kivi(4), torch.tensor([[1, 0, 1]]))
-    model = tiny_llama()
-    del model.model.rotary_emb
-    with pytest.raises(ValueError, match=r"needs one rotary embedding for all layers"):
-        window_cache(model, 20, torch.ones(1, 4))
-    for name in ("streaming-4", "streaming-", "kivi5"):
+        simulated_cache(tiny_llama(), Kivi(4, 4), torch.tensor([[1, 0, 1]]))
+    for name in ("streaming-64", "gear-l-kivi4", "kivi5"):
         with pytest.raises(ValueError, match=f"unknown method {name}; methods are fp16"):
             method_named(name)
-
-
-def test_sets_of_methods_stand_for_their_members() -> None:
-    assert expanded(["turbo4", "ablation-parts", "fp16"]) == [
-        "turbo4",
-        "turbo4/fp16+bits=16+sas=True",
-        "turbo4+sas=True",
-    ]
-    for name, own in ABLATIONS.items():
-        configs = [method_named(one).config for one in expanded([name])]
-        assert all(config is not None for config in configs)
-        assert len({*configs}) == len(own), name
-    heads = [method_named(one).config for one in ABLATIONS["ablation-heads"]]
-    assert {(c.low_heads, c.head_metric) for c in heads if c is not None} == set(
-        itertools.product((0.25, 0.5, 0.75), ("priority", "entropy", "min_max", "variation"))
-    )
-
-
-def test_shares_that_round_to_the_same_heads_are_one_setting() -> None:
-    heads = ABLATIONS["ablation-heads"]
-    metrics = ("priority", "entropy", "min_max", "variation")
-    shares = (0.25, 0.5, 0.75)
-    quarter, half, more = ([f"turbo4+low_heads={share}+head_metric={m}" for m in metrics] for share in shares)
-    alike = same_settings(["turbo2", "kivi4", "turbo4", "fp16-eager", *heads], [2])
-    assert alike == [["turbo4", *quarter], *([a, b] for a, b in zip(half, more, strict=True))]
-    assert same_settings(["turbo4", *heads], [4]) == []
-    # of one head a layer none is low; where every head is, nothing ranks them, but their width counts
-    assert same_settings(["turbo4", *heads], [1]) == [["turbo4", *heads]]
-    every = [f"turbo4+low_heads=1.0+head_metric={m}" for m in metrics]
-    assert same_settings([*every, "turbo4+low_heads=1.0+low_bits=3", "turbo4"], [8]) == [every]
 
 
 def test_fields_of_a_config_are_part_of_a_name() -> None:

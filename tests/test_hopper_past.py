@@ -10,7 +10,7 @@ from gpu_support import NO_FP8, has_fp8
 from op_calls import prefill
 from stores import no_past, random_store, store_codes, tokens
 
-from turbo_hf.eval.bench.check import judge
+from turbo_hf.eval.bench.checked import judge
 from turbo_hf.layout import MODES, AttentionOutput, KVStore, in_time_order
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.prefill import launch

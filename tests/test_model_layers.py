@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from calibration_support import PROSE, SMALL, same
-from models import lab_model, tiny_llama
+from models import lab_model
 from plan_support import costs
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 import turbo_hf
 from turbo_hf import Calibration, TurboConfig
-from turbo_hf.eval.eval_command import _alike
 from turbo_hf.models.model_layers import head_dim, kv_heads, layer_windows, shape_field
 
 
@@ -66,13 +65,3 @@ def test_a_calibration_fits_and_is_read_back(model: PreTrainedModel, tmp_path: P
     other = replace(made, fingerprint={**made.fingerprint, "num_key_value_heads": [2, 2, 2]})
     with pytest.raises(ValueError, match=r"num_key_value_heads"):
         turbo_hf.patch(model, TurboConfig(low_bits=2, low_heads=0.5), calibration=other)
-
-
-def test_settings_are_alike_only_if_every_layer_is(model: PreTrainedModel) -> None:
-    wanted = ["turbo4", "turbo-mixed"]
-    assert _alike(model, wanted) == []
-    # half of two heads and none of one, both times
-    (told,) = _alike(model, [f"turbo4+low_heads={share}+low_bits=2" for share in (0.5, 0.6)])
-    assert told.startswith("One setting under 2 names, for a layer of this model has 1 or 2 KV heads:")
-    (told,) = _alike(tiny_llama(num_key_value_heads=1), wanted)
-    assert told.startswith("One setting under 2 names, for a layer of this model has 1 KV heads: turbo4, turbo-mixed.")

@@ -11,7 +11,7 @@ from sinks_support import divergences, moved_by, prompt_of, sink_model, sink_tex
 from torch import Tensor
 from transformers import DynamicCache
 
-from turbo_hf.eval.published.simulate import by_channel
+from turbo_hf.eval.published import by_channel
 from turbo_hf.models.versions import CACHE
 
 TOKENS = 544

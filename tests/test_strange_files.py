@@ -32,7 +32,6 @@ from turbo_hf.calibration.artifacts import FACTS, TENSORS
 from turbo_hf.config.file import read_mapping
 from turbo_hf.config.whole_files import facts_hash
 from turbo_hf.eval.answers import Answers
-from turbo_hf.eval.run_identity import META, open_run
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.maths import checksum
 
@@ -222,15 +221,18 @@ def test_a_calibration_of_a_stranger(tmp_path: Path) -> None:
 
 
 def test_results_of_a_stranger(tmp_path: Path) -> None:
-    drawn, what = random.Random(2), {"model": "m", "versions": {"torch": "2"}, "calibrations": {"a": "b"}}
-    whole = {"identity": what, "commands": [{"argv": ["x"]}], "commit": None}
+    drawn, what, path = random.Random(2), {"model": "m", "versions": {"torch": "2"}}, tmp_path / "answers.jsonl"
+    batch = {"rows": 1, "new_tokens": 2, "seconds": 0.5, "kv_bytes": 9, "kv_tokens": 3, "keys": [3, 1, 2]}
+    whole: list[Any] = [{"identity": what}, {"key": "a", "answer": -1.5}, {"batch": batch}]
     for _ in range(TIMES):
-        meta = changed(whole, drawn)
-        (tmp_path / META).write_text(json.dumps(meta))
-        read_or_refused(lambda: open_run(tmp_path, what), meta)
+        lines = changed(whole, drawn)
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        read = read_or_refused(lambda: Answers(path, what), lines)
+        if read is not None:
+            assert all(own.rows > 0 for own in read.batches)
     for n, answer in enumerate([*STRANGE, [1, 2], [0.5, 3], [math.nan, True], 10**400]):
-        Answers(tmp_path / f"{n}.jsonl")["key"] = answer
-        read = read_or_refused(functools.partial(Answers, tmp_path / f"{n}.jsonl"), answer)
+        Answers(tmp_path / f"{n}.jsonl", {})["key"] = answer
+        read = read_or_refused(functools.partial(Answers, tmp_path / f"{n}.jsonl", {}), answer)
         if read is not None:
             assert isinstance(read["key"], str) or math.inf > read["key"] >= -math.inf
 
@@ -253,8 +255,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
         saved_files.FILE: lambda: TurboCache.from_pretrained(tmp_path, model),
         FACTS: lambda: Calibration.from_pretrained(tmp_path),
         TENSORS: lambda: Calibration.from_pretrained(tmp_path),
-        META: lambda: open_run(tmp_path, {}),
-        "answers.jsonl": lambda: Answers(tmp_path / "answers.jsonl"),
+        "answers.jsonl": lambda: Answers(tmp_path / "answers.jsonl", {}),
         "c.json": lambda: read_mapping(tmp_path / "c.json"),
     }
     for name, read in ends.items():

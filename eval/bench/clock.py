@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -29,13 +28,9 @@ class Clock(LogitsProcessor):
         self.device, self.record, self._looks_up = device, record, looks_up
         self.marks: list[Any] = []
         self.first_logits: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._of_drafter = False
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """`scores`, unchanged."""
-        if self._of_drafter:
-            self._of_drafter = False
-            return scores
         if self._looks_up and bool(((scores[0] == 1) | (scores[0] == -torch.inf)).all()):
             # prompt lookup asks with ones which tokens are allowed: all but ends, here
             return scores
@@ -43,10 +38,6 @@ class Clock(LogitsProcessor):
         if self.record and len(self.first_logits) < CHECKED:
             self.first_logits.append((input_ids[:1].clone(), scores[:1].clone().float()))
         return scores
-
-    def after_drafter(self, *_: Any) -> None:
-        """Forward hook of a drafter, whose `generate` hands its logits to the same processors: they are no mark."""
-        self._of_drafter = True
 
     def mark(self) -> None:
         """Note the time, once the device has done what it was given so far."""
@@ -67,31 +58,22 @@ class Clock(LogitsProcessor):
         return float(first.elapsed_time(last))
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Medians of several rounds of one `generate`.
+def speed(clocks: Sequence[Clock], rows: int, new: int) -> dict[str, Any]:
+    """Medians of several rounds of one `generate` of `new` tokens in each of `rows` rows.
 
-    tokens_s: new tokens of all rows over the whole time, prompt included.
-    first_ms: until the first token.
-    first_spread: interquartile range of first_ms over it; None of a single round.
-    step_ms: from one token to the next, mean of a round; None where there is no second one.
+    Returns:
+        tokens_s: new tokens of all rows over the whole time, prompt included.
+        first_ms: until the first token.
+        first_spread: interquartile range of first_ms over it; None of a single round.
+        step_ms: from one token to the next, mean of a round; None where there is no second one.
     """
-
-    tokens_s: float
-    first_ms: float
-    first_spread: float | None
-    step_ms: float | None
-
-
-def speed(clocks: Sequence[Clock], rows: int, new: int) -> Speed:
-    """What the rounds say of `new` tokens in each of `rows` rows."""
     first = [clock.ms(0, 1) for clock in clocks]
-    return Speed(
-        tokens_s=1e3 * rows * new / statistics.median(clock.ms(0, -1) for clock in clocks),
-        first_ms=statistics.median(first),
-        first_spread=spread(first) if len(first) > 1 else None,
-        step_ms=statistics.median(clock.ms(1, -2) / (new - 1) for clock in clocks) if new > 1 else None,
-    )
+    return {
+        "tokens_s": 1e3 * rows * new / statistics.median(clock.ms(0, -1) for clock in clocks),
+        "first_ms": statistics.median(first),
+        "first_spread": spread(first) if len(first) > 1 else None,
+        "step_ms": statistics.median(clock.ms(1, -2) / (new - 1) for clock in clocks) if new > 1 else None,
+    }
 
 
 def vocabulary_of(model: Any) -> int:
@@ -100,13 +82,11 @@ def vocabulary_of(model: Any) -> int:
     return size
 
 
-def random_prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask, int64 [rows, max(lengths)] on the model's device, padded at the left."""
+def random_prompts(model: Any, rows: int, tokens: int, seed: int) -> torch.Tensor:
+    """Ids, int64 [rows, tokens] on the model's device."""
     generator = torch.Generator().manual_seed(seed)
-    width = max(lengths)
-    ids = torch.randint(10, vocabulary_of(model), (len(lengths), width), generator=generator)
-    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
-    return (ids * mask).to(model.device), mask.to(model.device)
+    ids = torch.randint(10, vocabulary_of(model), (rows, tokens), generator=generator)
+    return ids.to(model.device)
 
 
 def clocked(
@@ -114,28 +94,22 @@ def clocked(
 ) -> tuple[Clock, Any]:
     """One greedy `generate` of exactly `new` tokens: its clock, and what it returned as a dictionary.
 
-    record: also the first logits. options: further ones of `generate`; the marks of an `assistant_model` are left out.
+    record: also the first logits. options: further ones of `generate`.
     """
     clock = Clock(model.device, record, looks_up="prompt_lookup_num_tokens" in options)
-    drafter = options.get("assistant_model")
-    hook = None if drafter is None else drafter.register_forward_hook(clock.after_drafter)
-    try:
-        clock.mark()
-        made = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=new,
-            min_new_tokens=new,
-            do_sample=False,
-            pad_token_id=0,
-            logits_processor=[clock],
-            return_dict_in_generate=True,
-            **options,
-        )
-        clock.mark()
-    finally:
-        if hook is not None:
-            hook.remove()
+    clock.mark()
+    made = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        pad_token_id=0,
+        logits_processor=[clock],
+        return_dict_in_generate=True,
+        **options,
+    )
+    clock.mark()
     return clock, made
 
 

@@ -14,23 +14,15 @@ import typer
 
 from turbo_hf.config.turbo_config import BACKENDS
 from turbo_hf.console import Device, Json, mistakes_end_the_command, out
-from turbo_hf.eval.bench.check import Check
-from turbo_hf.eval.bench.checked_rows import plot_rows, print_rows, timed, untimed
-from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, LATENT_SHAPES, WIDTHS, Case, choose_cases, groups_of
-from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
+from turbo_hf.eval.bench import checked, runner
 from turbo_hf.eval.bench.latent import latent_bytes, latent_step, torch_calls
-from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, prepare_folder, require_choice
-from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.eval.bench.random_cache import draw, one_head, packed_stores
+from turbo_hf.eval.bench.random_cache import draw, packed_stores
 from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
-from turbo_hf.eval.bench.runner import BenchRun
-from turbo_hf.eval.bench.shapes import tokens_label
+from turbo_hf.eval.bench.shapes import DECODE_SHAPES, LATENT_SHAPES, WIDTHS, Case, choose_cases, groups_of
 from turbo_hf.eval.bench.sparse import SELECTORS, SHARES, SPARSE_SIZES, Choice, bucket_steps
-from turbo_hf.eval.bench.steps import DecodeRow, Found, Prepared, check_heads, new_row, our_step
-from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch, ceilings, side_by_side
+from turbo_hf.eval.bench.timing import Call, Conditions, Rotation, Stopwatch, cold_copies, copy_bandwidth, side_by_side
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Scoring, in_words
 from turbo_hf.ops.decode.reference import reference_decode
-from turbo_hf.ops.store.quantize import dequantize
 
 BURST_MS = 40.0
 """For how long one method is replayed per turn. Decode is bound by memory, whose clock does not depend on power."""
@@ -40,7 +32,7 @@ PADDED = "rows padded to the longest, without a mask"
 
 def run_case(
     case: Case, widths: list[str], how: Conditions, copy: float, sparse: Sequence[Choice] = ()
-) -> list[DecodeRow]:
+) -> list[checked.Row]:
     """Check, then time decode at every width and every rival on one case, over tokens that are N(0, 1).
 
     Args:
@@ -65,13 +57,13 @@ def run_case(
     return _time_all(case, _theirs(case, q, generator) + found, how, copy)
 
 
-def _latent_steps(case: Case, widths: list[str], how: Conditions) -> list[Found]:
+def _latent_steps(case: Case, widths: list[str], how: Conditions) -> list[checked.Found]:
     """Torch over 16-bit latents and over what they expand to; our kernel at 16 bit, then at the other widths."""
-    found: list[Found] = []
+    found: list[checked.Found] = []
     sixteen = latent_bytes(case, "16")
     for name, ready in torch_calls(case, how.device, how.seed).items():
         how.tell(f"{case}: {name}")
-        row = new_row(case, name, False, sixteen)
+        row = checked.new_row(case, name, False, sixteen)
         try:
             found.append((row, ready()))
         except RuntimeError as error:
@@ -82,7 +74,7 @@ def _latent_steps(case: Case, widths: list[str], how: Conditions) -> list[Found]
     return found
 
 
-def _time_all(case: Case, found: list[Found], how: Conditions, copy: float) -> list[DecodeRow]:
+def _time_all(case: Case, found: list[checked.Found], how: Conditions, copy: float) -> list[checked.Row]:
     """The rows, with the times of all methods, taken in the same rounds."""
     calls = {row.method: rotation for row, rotation in found if rotation is not None}
     how.tell(f"{case}: timing")
@@ -93,19 +85,13 @@ def _time_all(case: Case, found: list[Found], how: Conditions, copy: float) -> l
     return [_timed(row, each, eager, copy) for row, _ in found]
 
 
-def check_decode(case: Case, q: torch.Tensor, store: KVStore, got: AttentionOutput) -> Check:
-    """Check a sample against float64 over the same packed cache, as `check_heads` does. q: [B, Hq, 1, D]."""
-
-    def attended(row: int, head: int, query: torch.Tensor) -> tuple[AttentionOutput, AttentionOutput]:
-        part, scaling = one_head(store, row, head), case.heads.dim**-0.5
-        k, v = (x[0, :, : case.lengths[row]] for x in dequantize(part, torch.float64))
-        exact = attend(query[0], k, v, scaling=scaling, causal=False)
-        return reference_decode(query, part, Scoring(scaling)), exact
-
-    return check_heads(case, q, got, attended)
+def check_decode(case: Case, q: torch.Tensor, store: KVStore, got: AttentionOutput) -> checked.Check:
+    """Check a sample as `check_heads` does. q: [B, Hq, 1, D]."""
+    scoring = Scoring(case.heads.dim**-0.5)
+    return checked.check_heads(case, q, store, got, lambda query, part, *_: reference_decode(query, part, scoring))
 
 
-def dense_step(case: Case, width: str, q: torch.Tensor, how: Conditions) -> Found:
+def dense_step(case: Case, width: str, q: torch.Tensor, how: Conditions) -> checked.Found:
     """The row of one width with its check, and what to time if the result is right."""
     groups = groups_of(width, case.heads.kv)
     size, ops = case.packed_bytes(groups), how.ops(q, groups)
@@ -116,31 +102,31 @@ def dense_step(case: Case, width: str, q: torch.Tensor, how: Conditions) -> Foun
     def step(store: KVStore) -> AttentionOutput:
         return ops.decode(q, store, Scoring(case.heads.dim**-0.5))
 
-    def prepare() -> Prepared:
+    def prepare() -> checked.Prepared:
         # another seed: keys that begin like the query would be the only ones that it sees
         stores = packed_stores(case, groups, cold_copies(size, q.device), q.device, how.seed + 1)
         return [partial(step, store) for store in stores], partial(check_decode, case, q, stores[0])
 
-    return our_step(case, name, size, q.device, prepare)
+    return checked.our_step(case, name, size, q.device, prepare)
 
 
-def _theirs(case: Case, q: torch.Tensor, generator: torch.Generator) -> list[Found]:
+def _theirs(case: Case, q: torch.Tensor, generator: torch.Generator) -> list[checked.Found]:
     """FP16 attention of the same heads and lengths; what does not fit the memory is left out, and its row says so."""
     size, device = case.dense_bytes(q.element_size()), q.device
     note = PADDED if case.ragged else ""
     shape = (2, len(case.lengths), case.heads.kv, max(case.lengths), case.heads.dim)
     names = (CUDNN, FLASH) if device.type == "cuda" else (MATH,)
-    theirs: list[Found] = []
+    theirs: list[checked.Found] = []
     try:
         copies = [draw(generator, *shape) for _ in range(cold_copies(size, device))]
         found = [sdpa_rivals(q, k, v, scaling=case.heads.dim**-0.5, causal=False) for k, v in copies]
         for each in zip(*found, strict=True):
             rotation, problem = _rotation(each, device)
             notes = "; ".join(text for text in (note, problem) if text)
-            theirs.append((new_row(case, each[0].name, False, size, notes), rotation))
+            theirs.append((checked.new_row(case, each[0].name, False, size, notes), rotation))
     except torch.OutOfMemoryError:
         gone = f"left out: {size / 1e9:.3g} GB of FP16 keys and values do not fit beside the rest"
-        return [(new_row(case, name, False, size, gone), None) for name in names]
+        return [(checked.new_row(case, name, False, size, gone), None) for name in names]
     return theirs
 
 
@@ -158,12 +144,12 @@ def _rotation(copies: Sequence[Rival], device: torch.device) -> tuple[Rotation |
         return None, f"cannot run in a graph: {error}"
 
 
-def _timed(row: DecodeRow, times: dict[str, list[float]], eager: dict[str, float], copy: float) -> DecodeRow:
+def _timed(row: checked.Row, times: dict[str, list[float]], eager: dict[str, float], copy: float) -> checked.Row:
     if row.method not in times:
         return row
     us = statistics.median(times[row.method])
     rate = row.bytes / us / 1e6
-    return timed(row, times, us=us, eager_us=eager[row.method], tb_s=rate, copy_share=rate / copy)
+    return checked.timed(row, times, {"us": us, "eager us": eager[row.method], "TB/s": rate, "of copy": rate / copy})
 
 
 def decode_command(
@@ -182,10 +168,10 @@ def decode_command(
     buckets: Annotated[int, typer.Option(min=2, max=8192, help="Sparse: buckets per KV head.")] = 1024,
     hidden: Annotated[int, typer.Option(min=1, help="Sparse: units of the query classifier.")] = 1024,
     window: Annotated[int, typer.Option(min=1, help="Sparse: newest tokens, which are always read.")] = 2047,
-    backend: Backend = "auto",
+    backend: runner.Backend = "auto",
     seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 1.0,
-    seed: Seed = 0,
-    folder: Folder = None,
+    seed: runner.Seed = 0,
+    folder: runner.Folder = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
@@ -195,10 +181,11 @@ def decode_command(
     over more caches than fit in L2; a launch without a graph is shown separately. Exits with 1 if a result is wrong,
     which is then not timed, or a launch fails.
     """
+    given = dict(locals())
     with mistakes_end_the_command():
-        widths = [one_of("width", name, WIDTHS) for name in width or ("4",)]
-        selectors = [one_of("selector", name, SELECTORS) for name in selector or ()]
-        one_of("backend", backend, BACKENDS)
+        widths = [runner.one_of("width", name, WIDTHS) for name in width or ("4",)]
+        selectors = [runner.one_of("selector", name, SELECTORS) for name in selector or ()]
+        runner.one_of("backend", backend, BACKENDS)
         shares = tuple(share or SHARES)
         if not all(0 < each <= 1 for each in shares):
             raise ValueError(f"a share must be above 0 and at most 1; got {list(shares)}.")
@@ -211,12 +198,12 @@ def decode_command(
             raise ValueError(f"no default case of {', '.join(shape or [])} is ragged; give --size.")
         if selectors and any(case.shape in LATENT_SHAPES for case in cases):
             raise ValueError("steps over latents are not sparse: leave out --selector.")
-        stopwatch = Stopwatch(find_device(device))
-        require_choice(stopwatch.device, size not in (None, list(SPARSE_SIZES)), "--size 1x1k, or less")
-        prepare_folder(folder, plot=True)
+        stopwatch = Stopwatch(runner.find_device(device))
+        runner.require_choice(stopwatch.device, size not in (None, list(SPARSE_SIZES)), "--size 1x1k, or less")
+        runner.prepare_folder(folder)
     sparse = [Choice(name, shares, buckets, hidden, AlwaysRead(1, window)) for name in selectors]
-    bench = BenchRun[DecodeRow]("decode", stopwatch.device, folder)
-    copy = ceilings(stopwatch).copy
+    bench = runner.BenchRun[checked.Row]("decode", stopwatch.device, folder)
+    copy = copy_bandwidth(stopwatch)
     out.print(f"Copy bandwidth measured now: {copy:.3g} TB/s.", highlight=False)
     stopwatch.burst_ms = min(stopwatch.burst_ms, BURST_MS)
     how = Conditions(stopwatch, backend, seed, seconds)
@@ -224,37 +211,17 @@ def decode_command(
         cases,
         lambda case, tell: run_case(case, widths, how._replace(tell=tell), copy, sparse),
         print_case,
-        options={**how.given, "widths": widths, "sparse": [asdict(choice) for choice in sparse]},
+        options={**given, "widths": widths, "sparse": [asdict(choice) for choice in sparse]},
         copy_tb_s=copy,
     )
-    if folder is not None:  # once: a plot takes longer than a case
-        plot_rows(
-            bench.rows,
-            "us",
-            bench.headline,
-            folder / "decode.png",
-            ("rows x tokens, by tokens in all", "microseconds of a launch"),
-            panel=lambda row: row.shape,
-            case=lambda row: ((row.all_tokens, row.batch, row.tokens), _size(row)),
-            log=True,
-        )
     if stopwatch.device.type != "cuda":
         out.print("On a CPU: by the wall clock, without graphs. It says nothing of a GPU.", style="dim")
-    bench.finish(json_line, untimed(bench.rows))
+    bench.finish(json_line, checked.untimed(bench.rows))
 
 
-def _size(row: DecodeRow) -> str:
-    return f"{row.batch}x{tokens_label(row.tokens)}{' ragged' if row.ragged else ''}"
-
-
-def print_case(case: Case, rows: Sequence[DecodeRow]) -> None:
+def print_case(case: Case, rows: Sequence[checked.Row]) -> None:
     """The table of one case."""
     heads = case.heads
     title = f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}, {case.outputs} outputs"
-    columns = {
-        "us": ("us", ".1f"),
-        "eager us": ("eager_us", ".0f"),
-        "TB/s": ("tb_s", ".3g"),
-        "of copy": ("copy_share", ".0%"),
-    }
-    print_rows(title, "keys, values", rows, columns)
+    columns = {"us": ".1f", "eager us": ".0f", "TB/s": ".3g", "of copy": ".0%"}
+    checked.print_rows(title, "keys, values", rows, columns)

@@ -1,13 +1,13 @@
 """`turbo-hf bench generate`: tokens per second, first token and peak memory of `generate`, patched and unpatched.
 
 Beside the unpatched model with its DynamicCache stand the fastest ways of Transformers itself: a static cache, for
-which `generate` compiles, and its quantized caches. Beams, assisted and prompt-lookup decoding are compared with the
-same, unpatched.
+which `generate` compiles, and its quantized caches. Beams and prompt-lookup decoding are compared with the same,
+unpatched.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -17,22 +17,12 @@ import typer
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, TurboConfig, resolve_config
 from turbo_hf.console import Device, Json, err, mistakes_end_the_command, processes, remark, show_table
-from turbo_hf.eval.bench.checked_rows import print_notes
+from turbo_hf.eval.bench import runner
+from turbo_hf.eval.bench.checked import print_notes
 from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, speed
-from turbo_hf.eval.bench.options import (
-    Folder,
-    ModelPlace,
-    Seed,
-    Tiny,
-    figure,
-    find_device,
-    one_of,
-    prepare_folder,
-    require_choice,
-)
-from turbo_hf.eval.bench.random_models import KINDS, bench_model, random_drafter, require_one_model
-from turbo_hf.eval.bench.runner import BenchRun
-from turbo_hf.eval.bench.shapes import largest, parse_tokens, tokens_label
+from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_model
+from turbo_hf.eval.bench.runner import figure
+from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import BACKENDS, installed
 from turbo_hf.patching.patch_model import patch
@@ -41,9 +31,9 @@ from turbo_hf.ranks import ranks_of
 
 SDPA, STATIC = "SDPA", "static"
 
-DECODINGS = ("greedy", "beams", "assisted", "prompt-lookup")
-"""Ways to decode, each compared with itself unpatched: one token per step, BEAMS beams, drafts of DRAFTED tokens, by a
-drafter or taken from the prompt."""
+DECODINGS = ("greedy", "beams", "prompt-lookup")
+"""Ways to decode, each compared with itself unpatched: one token per step, BEAMS beams, drafts of DRAFTED tokens taken
+from the prompt."""
 
 BEAMS, DRAFTED = 4, 5
 
@@ -51,10 +41,10 @@ REPEATED = 64
 """Tokens that a prompt for prompt lookup consists of, over and over."""
 
 FINENESS = 16
-"""The largest batch is found to within 1 / FINENESS of itself; a guess stays below by as much."""
+"""A guess of the largest batch stays below by 1 / FINENESS of itself, and falls by as much if it does not fit."""
 
-SAMPLE = (4, 16)
-"""Batch sizes from whose memory use the largest batch is estimated."""
+SAMPLES = ((4, 16), (1, 2))
+"""Batch sizes from whose memory use the largest batch is guessed; the second pair where the first does not fit."""
 
 LARGEST = "largest"
 
@@ -92,7 +82,7 @@ class GenerateRow:
     batch: prompts.
     new: tokens generated in each row.
     largest: whether batch is about all that fits.
-    tokens_s, first_ms, first_spread, step_ms: as in `clock.Speed`.
+    tokens_s, first_ms, first_spread, step_ms: as `clock.speed` says.
     peak_bytes: the most memory allocated, weights included; None where it is not counted.
     speedup: tokens_s over that of SDPA at the same context and decoding, each at its own batch.
     patched: whether the model was.
@@ -134,13 +124,9 @@ class Work:
     seed: int
 
 
-def methods(
-    configs: dict[str, TurboConfig],
-    decodings: Sequence[str] = DECODINGS[:1],
-    drafter: Any = None,
-) -> list[GenerateMethod]:
+def methods(configs: dict[str, TurboConfig], decodings: Sequence[str]) -> list[GenerateMethod]:
     """SDPA with its DynamicCache, a static cache, the configs, and 4 bit of Transformers' QuantizedCache; then SDPA and
-    the configs with beams, with a drafter, which is patched like the model, and with prompt lookup."""
+    the configs with beams and with prompt lookup."""
     quantized = [
         GenerateMethod(
             f"{name} 4 bit",
@@ -153,7 +139,6 @@ def methods(
     how: dict[str, tuple[str, dict[str, Any]]] = {
         "greedy": ("", {}),
         "beams": (f", {BEAMS} beams", {"num_beams": BEAMS}),
-        "assisted": (", assisted", {"assistant_model": drafter}),
         "prompt-lookup": (", prompt lookup", {"prompt_lookup_num_tokens": DRAFTED}),
     }
     found = []
@@ -223,47 +208,41 @@ def _measured(model: Any, row: GenerateRow, method: GenerateMethod, work: Work, 
     if row.largest:
         # as long a prompt as the rows will be at the end: two passes show what all of them would
         whole = replace(work, context=work.context + max(0, work.new - 2), new=2, rounds=1)
-        guess = _guess(model, method, whole, most) if model.device.type == "cuda" else None
-        batch = largest(_holds(model, method, whole), most, fineness=FINENESS) if guess is None else guess
+        batch = _guess(model, method, whole, most)
     while batch:
         found = attempt(partial(_timed, model, replace(row, batch=batch), method, work))
         if found is not None:
             return found
-        # a guess may be too high, and what was free when a batch was tried may not be free now
+        # a guess may be too high
         batch = batch - max(1, batch // FINENESS) if row.largest else 0
     return replace(row, note="does not fit the memory")
 
 
-def _holds(model: Any, method: GenerateMethod, work: Work) -> Callable[[int], bool]:
-    return lambda rows: attempt(partial(_run, model, method, rows, work)) is not None
-
-
-def _guess(model: Any, method: GenerateMethod, work: Work, most: int) -> int | None:
-    """How many rows fit, estimated from two small batches, less 1 / FINENESS; None where these do not fit."""
-    few, more = SAMPLE
-    if most < more:
-        return None
-    peaks = []
-    for rows in (few, few, more):  # the first pass compiles, and leaves workspaces behind
-        torch.cuda.reset_peak_memory_stats(model.device)
-        if not _holds(model, method, work)(rows):
-            return None
-        peaks.append(torch.cuda.max_memory_allocated(model.device))
-    each = max(1, peaks[2] - peaks[1]) / (more - few)
-    free_memory()
-    free, _ = torch.cuda.mem_get_info(model.device)
-    room = free + torch.cuda.memory_allocated(model.device) - (peaks[1] - few * each)
-    return max(1, min(most, int(room / each * (1 - 1 / FINENESS))))
+def _guess(model: Any, method: GenerateMethod, work: Work, most: int) -> int:
+    """About how many rows fit, up to `most`, from what two small batches take; on a CPU, which does not say, `most`."""
+    if model.device.type != "cuda":
+        return most
+    peaks: list[int] = []
+    for few, more in SAMPLES:
+        peaks = []
+        for rows in (few, few, more):  # the first pass compiles, and leaves workspaces behind
+            torch.cuda.reset_peak_memory_stats(model.device)
+            if rows > most or attempt(partial(_run, model, method, rows, work)) is None:
+                break
+            peaks.append(torch.cuda.max_memory_allocated(model.device))
+        if len(peaks) == 3:
+            each = max(1, peaks[2] - peaks[1]) / (more - few)
+            free_memory()
+            free, _ = torch.cuda.mem_get_info(model.device)
+            room = free + torch.cuda.memory_allocated(model.device) - (peaks[1] - few * each)
+            return max(1, min(most, int(room / each * (1 - 1 / FINENESS))))
+    return min(1, len(peaks))
 
 
 @contextmanager
 def _cache_of(model: Any, method: GenerateMethod) -> Iterator[None]:
-    drafter = method.options.get("assistant_model")
     try:
-        with ExitStack() as patches, torch.inference_mode():
-            for each in (model, drafter):
-                if each is not None and method.config is not None:
-                    patches.enter_context(patch(each, method.config))
+        with nullcontext() if method.config is None else patch(model, method.config), torch.inference_mode():
             yield
     finally:
         if vars(model).pop("_compiled_call", None) is not None:
@@ -292,7 +271,7 @@ def _timed(model: Any, row: GenerateRow, method: GenerateMethod, work: Work) -> 
     same = all(torch.equal(again, tokens) for _, again in rounds)
     return replace(
         row,
-        **asdict(speed([clock for clock, _ in rounds], row.batch, work.new)),
+        **speed([clock for clock, _ in rounds], row.batch, work.new),
         peak_bytes=peak,
         note="" if same else "its tokens differ from round to round",
     )
@@ -318,17 +297,17 @@ def _generate(
     model: Any, method: GenerateMethod, batch: int, work: Work, record: bool = False
 ) -> tuple[Clock, torch.Tensor]:
     """One `generate`: its clock, and the tokens [batch, context + new]."""
-    ids, mask = random_prompts(model, [work.context] * batch, work.seed)
+    ids = random_prompts(model, batch, work.context, work.seed)
     if method.decoding == "prompt-lookup":
         ids = ids[:, torch.arange(work.context, device=ids.device) % REPEATED]
     chunk = {} if work.chunk is None else {"prefill_chunk_size": work.chunk}
-    clock, made = clocked(model, ids, mask, work.new, record=record, **chunk, **method.options)
+    clock, made = clocked(model, ids, torch.ones_like(ids), work.new, record=record, **chunk, **method.options)
     return clock, made.sequences
 
 
 def generate_command(
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; may be repeated.")] = None,
-    model_place: ModelPlace = None,
+    model_place: runner.ModelPlace = None,
     context: Annotated[list[str] | None, typer.Option(help="Tokens of the prompts, such as 1k; may be repeated.")] = (
         None
     ),
@@ -363,38 +342,40 @@ def generate_command(
         bool,
         typer.Option("--cuda-graphs/--eager", help="Whether patched decode steps are replayed as CUDA graphs."),
     ] = True,
-    tiny: Tiny = False,
-    seed: Seed = 0,
-    folder: Folder = None,
+    tiny: runner.Tiny = False,
+    seed: runner.Seed = 0,
+    folder: runner.Folder = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
     """Tokens per second, first token and peak memory of random weights or --model: patched, and as fast as unpatched.
 
     Default: Llama-3-8B's shape, 1k prompts, batch 1. Ratios are to SDPA, and to the best unpatched row of the same
-    decoding. The drafter of assisted decoding is random too: nothing that it drafts is accepted; nor, but by chance,
-    what prompt lookup takes from a prompt that repeats itself. Exits with 1 if a patched model, or the unpatched one,
-    fails or is wrong; what does not fit or is not installed gets a line.
+    decoding. What prompt lookup takes from a prompt that repeats itself is seldom accepted. Exits with 1 if a patched
+    model, or the unpatched one, fails or is wrong; what does not fit or is not installed gets a line.
     """
+    given = dict(locals())
     with mistakes_end_the_command():
         if paper and (context or batch or new):
             raise ValueError("--paper sets --context, --batch and --new; omit them.")
         own = PAPER if paper else ("1k", "1", 128)
         require_one_model(shape, model_place, layers, tiny)
-        shapes = [one_of("shape", name, KINDS) for name in shape or ("llama3-8b",)]
+        shapes = [runner.one_of("shape", name, KINDS) for name in shape or ("llama3-8b",)]
         contexts = [parse_tokens(text) for text in context or (own[0],)]
         batches = [_parse_batch(text) for text in batch or (own[1],)]
         works = [Work(tokens, new or own[2], rounds, chunk, seed) for tokens in contexts]
-        modes = [one_of("mode", name, ("auto", *ATTENTION_MODES)) for name in mode or ()]
+        modes = [runner.one_of("mode", name, ("auto", *ATTENTION_MODES)) for name in mode or ()]
         decodings = [
-            one_of("decoding", name, DECODINGS)
+            runner.one_of("decoding", name, DECODINGS)
             for name in decoding or DECODINGS[: 1 if None in batches or processes()[1] > 1 else len(DECODINGS)]
         ]
         configs = _configs(preset or [DEFAULT_PRESET], modes, cuda_graphs)
-        where = find_device(device)
+        where = runner.find_device(device)
         if None in batches and where.type != "cuda" and not tiny:
             raise ValueError(f"--batch {LARGEST} needs a GPU: on a CPU the system, not an error, says what fits.")
-        require_choice(where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command")
+        runner.require_choice(
+            where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command"
+        )
         together = processes()
         if together[1] > 1:
             if None in batches or {*DECODINGS[2:]} & {*decodings}:
@@ -402,30 +383,20 @@ def generate_command(
             # the first process writes; all of them draw the same weights
             folder = folder if together[0] == 0 else None
             torch.manual_seed(seed)
-        prepare_folder(folder)
-    bench = BenchRun[GenerateRow]("generate", where, folder)
-    given: dict[str, Any] = {
-        "model": model_place,
-        "layers": layers,
-        "chunk": chunk,
-        "rounds": rounds,
-        "most": most,
-        "seed": seed,
-    }
-    shown = {name: config.to_dict() for name, config in configs.items()}
-    given |= {"cuda_graphs": cuda_graphs, "ranks": together[1], "configs": shown}
+        runner.prepare_folder(folder)
+    bench = runner.BenchRun[GenerateRow]("generate", where, folder)
+    given |= {"ranks": together[1], "configs": {name: config.to_dict() for name, config in configs.items()}}
     for name in shapes if model_place is None else [Path(model_place).name]:
         with err.status(f"making {name}"):
             model = bench_model(name, model_place, layers, where, tiny=tiny)
-            drafter = random_drafter(model, DRAFTED) if "assisted" in decodings else None
-        measure = partial(compare, model, name, methods(configs, decodings, drafter))
+        measure = partial(compare, model, name, methods(configs, decodings))
         bench.each(
             [(work, rows) for work in works for rows in batches],
             lambda case, tell, measure=measure: measure(*case, most, tell),  # type: ignore[misc]
             partial(_print, model.config.get_text_config(decoder=True).num_hidden_layers),
-            options={**given, "tiny": tiny},
+            options=given,
         )
-        del model, drafter, measure
+        del model, measure
         free_memory()
     failures = [
         f"{row.method} on {row.shape}, {row.context} tokens: {row.note}"
@@ -461,7 +432,11 @@ def _print(layers: int, case: object, rows: Sequence[GenerateRow]) -> None:
     title = f"{first.shape}, {layers} layers, {tokens_label(first.context)} tokens and {first.new} new"
     cells = []
     for row in rows:
-        rate = figure(row.tokens_s, ".1f"), figure(row.speedup, ".2f"), figure(row.best.get("tokens_s"), ".2f")
+        rate = (
+            figure(row.tokens_s, ".1f"),
+            figure(row.speedup, ".2f"),
+            figure(row.best.get("tokens_s"), ".2f"),
+        )
         first_ms = figure(row.first_ms, ".1f"), figure(row.best.get("first_ms"), ".2f")
         step_ms = figure(row.step_ms, ".2f"), figure(row.best.get("step_ms"), ".2f")
         peak = figure(row.peak_bytes and row.peak_bytes / 1e9, ".2f")

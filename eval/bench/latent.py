@@ -10,14 +10,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import PRESETS
-from turbo_hf.eval.bench.check import Check, judge
-from turbo_hf.eval.bench.decode_cases import BLOCK, Case
-from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
+from turbo_hf.eval.bench.checked import Check, Found, Prepared, judge, new_row, our_step
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import draw
 from turbo_hf.eval.bench.rivals import LATENT_16, PRODUCTS
-from turbo_hf.eval.bench.steps import Found, Prepared, new_row, our_step
-from turbo_hf.eval.bench.timing import Conditions
+from turbo_hf.eval.bench.shapes import BLOCK, Case
+from turbo_hf.eval.bench.timing import Conditions, Rotation, cold_copies
 from turbo_hf.layout import AttentionOutput, KVStore, page_bytes
 from turbo_hf.ops.latent.reference import reference_latent_decode
 from turbo_hf.ops.store.quantize import dequantize

@@ -1,9 +1,10 @@
 """`turbo-hf bench prefill`: speed of `ops.prefill` against existing kernels. Every result is checked first, every
 figure includes quantization."""
 
+import operator
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -12,54 +13,17 @@ import typer
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS, V_SCALES
 from turbo_hf.console import Device, Json, mistakes_end_the_command, out
-from turbo_hf.eval.bench.check import Check, Sample, poisoned, verify
-from turbo_hf.eval.bench.checked_rows import CheckedRow, checked, plot_rows, print_rows, timed, untimed
-from turbo_hf.eval.bench.options import (
-    DTYPES,
-    Backend,
-    Block,
-    Folder,
-    Modes,
-    Seed,
-    SmoothK,
-    find_device,
-    one_of,
-    prepare_folder,
-    require_choice,
-)
+from turbo_hf.eval.bench import checked, runner
 from turbo_hf.eval.bench.random_cache import draw
-from turbo_hf.eval.bench.rivals import BASELINES, Rival, rivals
-from turbo_hf.eval.bench.runner import BenchRun
-from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size, tokens_label
-from turbo_hf.eval.bench.timing import Call, Ceilings, Conditions, Stopwatch, ceilings, side_by_side
-from turbo_hf.layout import MODES, QUANTIZED_MODES, AttentionOutput, Rounding, Scoring
+from turbo_hf.eval.bench.rivals import rivals
+from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size
+from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch, side_by_side
+from turbo_hf.layout import QUANTIZED_MODES, Rounding, Scoring
 from turbo_hf.ops.layer_ops import LayerOps
 from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
 
-HALVES = ("float16", "bfloat16")
+HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """What the other methods have kernels for."""
-
-BITS = {name: (8 if mode.k_scale else 16, 8 if mode.v_type else 16) for name, mode in MODES.items()}
-"""Width of the operands of Q K^T and of P V in each mode."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRow(CheckedRow):
-    """One method on one prompt pass.
-
-    ms: median of the rounds, quantization included.
-    quantize_ms: of K and V apart (Q is quantized inside the attention).
-    tflops: 10^12 operations per second, counted as `PromptCase.flops`.
-    floor_ms: from the ceilings.
-    roofline: floor over time.
-    """
-
-    causal: bool
-    ms: float | None = None
-    quantize_ms: float | None = None
-    tflops: float | None = None
-    floor_ms: float | None = None
-    roofline: float | None = None
 
 
 def run_case(
@@ -69,8 +33,7 @@ def run_case(
     how: Conditions,
     *,
     dtype: torch.dtype,
-    limits: Ceilings,
-) -> list[PrefillRow]:
+) -> list[checked.Row]:
     """Check, then time every mode and every rival on one case.
 
     Args:
@@ -85,19 +48,25 @@ def run_case(
     ops = how.ops(q, ((4, case.heads.kv),))
     scaling = case.heads.dim**-0.5
     how.tell(f"{case}: oracle")
-    sample = Sample(q, k, v, scaling=scaling, causal=case.causal, seed=seed)
-    rows: list[PrefillRow] = []
+    sample = checked.Sample(q, k, v, scaling=scaling, causal=case.causal, seed=seed)
+    rows: list[checked.Row] = []
     calls: dict[str, Call] = {}
     for rival in rivals(q, k, v, scaling=scaling, causal=case.causal):
-        row = _row(case, rival.name, rival.note)
+        row = checked.new_row(case, rival.name, False, note=rival.note)
         if rival.call is not None:
-            row, calls[rival.name] = replace(row, error=_error(rival, sample)), rival.call
+            out: Any = rival.call()
+            row, calls[rival.name] = replace(row, error=sample.error(out)), rival.call
         rows.append(row)
     for mode in modes:
         how.tell(f"{case}: checking {mode}")
         rounding = Rounding(mode, **options_of(mode, options))
-        given = {"scoring": Scoring(scaling), "rounding": rounding, "causal": case.causal}
-        row, call = _checked(_row(case, mode), q, k, v, sample, given, ops)
+        given: dict[str, Any] = {"scoring": Scoring(scaling), "rounding": rounding, "causal": case.causal}
+
+        def prepare(given: dict[str, Any] = given) -> checked.Prepared:
+            calls = [partial(ops.prefill, q, k, v, **given)]
+            return calls, partial(checked.verify, sample=sample, options=given)
+
+        row, call = checked.first_checked(checked.new_row(case, mode, True), prepare, operator.itemgetter(0))
         rows.append(row)
         if call is not None:
             calls[mode] = call
@@ -105,7 +74,7 @@ def run_case(
                 calls[_apart(mode)] = partial(_quantized(ops, mode), k, v, rounding, None)
     how.tell(f"{case}: timing")
     times = side_by_side(calls, how.stopwatch, how.seconds) if calls else {}
-    return [_timed(row, case, times, limits, dtype.itemsize) for row in rows]
+    return [_timed(row, case, times) for row in rows]
 
 
 def _quantized(ops: LayerOps, mode: str) -> Callable[..., object]:
@@ -132,82 +101,31 @@ def inputs(
     return q, k, v
 
 
-def _row(case: PromptCase, method: str, note: str = "") -> PrefillRow:
-    return PrefillRow(
-        shape=case.shape,
-        batch=case.batch,
-        tokens=case.tokens,
-        causal=case.causal,
-        method=method,
-        ours=method in BITS,
-        note=note,
-    )
-
-
-def _error(rival: Rival, sample: Sample) -> float:
-    out: Any = rival.call() if rival.call is not None else None
-    return sample.error(out)
-
-
-def _checked(
-    row: PrefillRow,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sample: Sample,
-    given: dict[str, Any],
-    ops: LayerOps,
-) -> tuple[PrefillRow, Call | None]:
-    """The row of one mode with its check, and the call to time if the result is right."""
-
-    def call() -> AttentionOutput:
-        return ops.prefill(q, k, v, **given)
-
-    def prepare() -> tuple[Check, Callable[[], Call]]:
-        with poisoned():
-            got = call()
-        return verify(got, sample, given), lambda: call
-
-    return checked(row, prepare)
-
-
 def _apart(mode: str) -> str:
     return f"{mode}: quantization"
 
 
-def _timed(
-    row: PrefillRow, case: PromptCase, times: dict[str, list[float]], limits: Ceilings, itemsize: int
-) -> PrefillRow:
+def _timed(row: checked.Row, case: PromptCase, times: dict[str, list[float]]) -> checked.Row:
     if row.method not in times:
         return row
-    ms = statistics.median(times[row.method])
-    bits = BITS.get(row.method) or ((16, 16) if row.method in BASELINES else (8, 16))
-    floor = limits.floor_ms(case.flops, bits, case.bytes_moved(itemsize))
-    apart = times.get(_apart(row.method))
-    return timed(
-        row,
-        times,
-        ms=ms,
-        quantize_ms=None if apart is None else statistics.median(apart),
-        tflops=case.flops / ms / 1e9,
-        floor_ms=floor,
-        roofline=floor / ms,
-    )
+    ms, apart = statistics.median(times[row.method]), times.get(_apart(row.method))
+    quantize_ms = None if apart is None else statistics.median(apart)
+    return checked.timed(row, times, {"ms": ms, "quantize ms": quantize_ms, "TFLOP/s": case.flops / ms / 1e9})
 
 
 def prefill_command(
-    mode: Modes = None,
+    mode: Annotated[list[str] | None, typer.Option(help=f"{', '.join(ATTENTION_MODES)}; may be repeated.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}; may be repeated.")] = None,
     size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 4x16k; may be repeated.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="One mask only; default: both.")] = None,
-    block: Block = 128,
+    block: Annotated[int, typer.Option(help="Tokens in a block of keys and values: 32, 64 or 128.")] = 128,
     v_scale: Annotated[str, typer.Option(help=f"Scales of V: per {', '.join(V_SCALES)}.")] = "block",
-    smooth_k: SmoothK = False,
-    backend: Backend = "auto",
+    smooth_k: Annotated[bool, typer.Option("--smooth-k", help="Subtract the keys' channel means first.")] = False,
+    backend: runner.Backend = "auto",
     dtype: Annotated[str, typer.Option(help=f"Dtype of the inputs: {', '.join(HALVES)}.")] = "float16",
     seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 3.0,
-    seed: Seed = 0,
-    folder: Folder = None,
+    seed: runner.Seed = 0,
+    folder: runner.Folder = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
@@ -216,59 +134,36 @@ def prefill_command(
     Default: every shape and size, causal and full, in the modes that quantize. Exits with 1 if a result is wrong, which
     is then not timed, or a mode refuses.
     """
+    given = dict(locals())
     with mistakes_end_the_command():
-        modes = [one_of("mode", name, ATTENTION_MODES) for name in mode or QUANTIZED_MODES]
-        one_of("dtype", dtype, HALVES)
-        one_of("backend", backend, BACKENDS)
-        one_of("v-scale", v_scale, V_SCALES)
+        modes = [runner.one_of("mode", name, ATTENTION_MODES) for name in mode or QUANTIZED_MODES]
+        runner.one_of("dtype", dtype, HALVES)
+        runner.one_of("backend", backend, BACKENDS)
+        runner.one_of("v-scale", v_scale, V_SCALES)
         heads = {name: find_shape(name) for name in shape or SHAPES}
         sizes = [parse_size(text) for text in size or SIZES]
-        stopwatch = Stopwatch(find_device(device))
-        require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
-        prepare_folder(folder, plot=True)
+        stopwatch = Stopwatch(runner.find_device(device))
+        runner.require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
+        runner.prepare_folder(folder)
     masks = (True, False) if causal is None else (causal,)
     cases = [PromptCase(name, heads[name], *at, mask) for name in heads for mask in masks for at in sizes]
-    bench = BenchRun[PrefillRow]("prefill", stopwatch.device, folder)
-    limits = ceilings(stopwatch)
-    rates = {"bf16": limits.bf16, "int8": limits.int8, "fp8": limits.fp8}
-    shown = [f"{name} {'none' if rate is None else f'{rate:.4g}'}" for name, rate in rates.items()]
-    products = f"products of {limits.size} cubed, {', '.join(shown)} TFLOP/s"
-    out.print(f"Ceilings measured now: {products}; copy {limits.copy:.3g} TB/s.", highlight=False)
+    bench = runner.BenchRun[checked.Row]("prefill", stopwatch.device, folder)
     options = {"block": block, "v_scale": v_scale, "smooth_k": smooth_k}
     how = Conditions(stopwatch, backend, seed, seconds)
 
-    def show(case: PromptCase, rows: Sequence[PrefillRow]) -> None:
-        _print_case(case, rows, stopwatch.device)
-        if folder is not None:
-            plot_rows(
-                [*bench.rows, *rows],
-                "tflops",
-                bench.headline,
-                folder / "prefill.png",
-                ("rows x tokens", "TFLOP/s, quantization included"),
-                panel=lambda row: f"{row.shape}, {'causal' if row.causal else 'full'}",
-                case=lambda row: ((row.tokens, row.batch), f"{row.batch}x{tokens_label(row.tokens)}"),
-            )
-
     bench.each(
         cases,
-        lambda case, tell: run_case(case, modes, options, how._replace(tell=tell), dtype=DTYPES[dtype], limits=limits),
-        show,
-        options={**options, **how.given, "dtype": dtype},
-        ceilings=asdict(limits),
+        lambda case, tell: run_case(case, modes, options, how._replace(tell=tell), dtype=HALVES[dtype]),
+        partial(_print_case, device=stopwatch.device),
+        options=given,
     )
-    bench.finish(json_line, untimed(bench.rows))
+    bench.finish(json_line, checked.untimed(bench.rows))
 
 
-def _print_case(case: PromptCase, rows: Sequence[PrefillRow], device: torch.device) -> None:
+def _print_case(case: PromptCase, rows: Sequence[checked.Row], device: torch.device) -> None:
     heads = case.heads
     title = f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}"
-    columns = {
-        "ms": ("ms", ".4g"),
-        "quantize ms": ("quantize_ms", ".3g"),
-        "TFLOP/s": ("tflops", ".4g"),
-        "roofline": ("roofline", ".0%"),
-    }
-    print_rows(title, "method", rows, columns)
+    columns = {"ms": ".4g", "quantize ms": ".3g", "TFLOP/s": ".4g"}
+    checked.print_rows(title, "method", rows, columns)
     if device.type != "cuda":
         out.print("On a CPU: plain torch by the wall clock. It says nothing of a GPU.", style="dim")

@@ -11,67 +11,32 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig, Pr
 from turbo_hf.console import load_model, processes, remark
 from turbo_hf.eval.bench.timing import free_memory
 
+
+def _sizes(*sizes: int) -> dict[str, int]:
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    return dict(zip((*names, "num_hidden_layers", "vocab_size"), sizes, strict=False))
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
 KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] = {
-    "llama3-8b": (
-        LlamaConfig,
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_hidden_layers": 32,
-            "vocab_size": 128256,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        },
-        {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2},
-    ),
+    "llama3-8b": (LlamaConfig, _sizes(4096, 14336, 32, 8, 32, 128256) | _rope(5e5), _sizes(256, 256, 8, 2)),
     "qwen2.5-0.5b": (
         Qwen2Config,
-        {
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "num_hidden_layers": 24,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        },
-        {"hidden_size": 112, "intermediate_size": 256, "num_attention_heads": 7, "num_key_value_heads": 1},
+        _sizes(896, 4864, 14, 2, 24, 151936) | _rope(1e6) | {"tie_word_embeddings": True},
+        _sizes(112, 256, 7, 1),
     ),
     "deepseek-v2-lite": (
         DeepseekV2Config,
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 10944,
-            "moe_intermediate_size": 1408,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "num_hidden_layers": 27,
-            "vocab_size": 102400,
-            "kv_lora_rank": 512,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 6,
-            "first_k_dense_replace": 1,
-        },
-        {
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "moe_intermediate_size": 32,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 64,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-        },
+        _sizes(2048, 10944, 16, 16, 27, 102400)
+        | {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        | {"n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6, "moe_intermediate_size": 1408}
+        | {"first_k_dense_replace": 1},
+        _sizes(64, 128, 4, 4)
+        | {"kv_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
 }
 """Config class, sizes, and those at which `tiny` differs: the same ratio of heads."""
@@ -122,17 +87,3 @@ def shared_out(model: Any) -> Any:
         del model
         free_memory()
         return load_model(folder, "auto")
-
-
-def random_drafter(model: Any, drafted: int) -> Any:
-    """A small Llama of random weights with the vocabulary of `model`, which drafts `drafted` tokens at a time."""
-    text = model.config.get_text_config(decoder=True)
-    sizes = {"hidden_size": min(512, text.hidden_size), "num_attention_heads": 4, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, intermediate_size=1024, vocab_size=text.vocab_size, max_position_embeddings=1 << 20)
-    with torch.device(model.device):
-        drafter: Any = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
-    # the same number each time, or an adaptive schedule would draft less and less for a random drafter
-    drafter.generation_config.update(
-        num_assistant_tokens=drafted, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
-    )
-    return drafter.eval()

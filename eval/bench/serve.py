@@ -3,34 +3,28 @@
 import csv
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from packaging.version import Version
 
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, TurboConfig, resolve_config
 from turbo_hf.console import Device, Json, mistakes_end_the_command, remark, show_table
-from turbo_hf.eval.bench.checked_rows import print_notes
+from turbo_hf.eval.bench import runner
+from turbo_hf.eval.bench.checked import print_notes
 from turbo_hf.eval.bench.clock import clocked, vocabulary_of
-from turbo_hf.eval.bench.options import (
-    Folder,
-    ModelPlace,
-    Seed,
-    Tiny,
-    figure,
-    find_device,
-    one_of,
-    prepare_folder,
-    require_choice,
-)
 from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_model
-from turbo_hf.eval.bench.runner import BenchRun
+from turbo_hf.eval.bench.runner import figure
 from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.bench.timing import free_memory
+from turbo_hf.models.versions import version_of
 from turbo_hf.patching.continuous_batching import SINCE
 from turbo_hf.patching.patch_model import patch
 
@@ -44,25 +38,18 @@ UNPATCHED = "Transformers"
 OWN_TOKENS = 128
 """Tokens of a prompt behind the shared one."""
 
-PERCENTS = (50, 90, 99)
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Lengths of one request. arrival: seconds after the first one."""
-
-    arrival: float
-    context: int
-    generated: int
+Served = tuple[list[list[float]], float | None]
+"""The seconds of each job's tokens, and the share of prompt tokens that stored prefixes have saved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: when it arrives, in seconds, its prompt, and how many tokens it shall get."""
+    """One request: when it arrives, in seconds after the first one, tokens of its prompt, and how many it shall get."""
 
     arrival: float
-    prompt: list[int]
+    context: int
     new: int
+    prompt: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +76,7 @@ class ServeRow:
     note: str = ""
 
 
-def azure_requests(count: int, longest: int) -> list[Request]:
+def azure_jobs(count: int, longest: int) -> list[Job]:
     """The first `count` requests of AZURE whose prompt and reply take `longest` tokens at most, by arrival.
 
     Raises:
@@ -103,17 +90,17 @@ def azure_requests(count: int, longest: int) -> list[Request]:
         raise ValueError(f"no request of the trace has {longest} tokens or fewer, prompt and reply together.")
     # the trace has seven digits of a second; Python reads six
     times = [datetime.fromisoformat(stamp[:26]).timestamp() for stamp, _, _ in fit]
-    return [Request(at - times[0], context, new) for at, (_, context, new) in zip(times, fit, strict=True)]
+    return [Job(at - times[0], context, new) for at, (_, context, new) in zip(times, fit, strict=True)]
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """By nearest rank: the least value that this percentage of the values do not exceed."""
     order = sorted(values)
-    return {f"p{percent}": order[max(0, -(-percent * len(order) // 100) - 1)] for percent in PERCENTS}
+    return {f"p{percent}": order[max(0, -(-percent * len(order) // 100) - 1)] for percent in (50, 90, 99)}
 
 
-def jobs_of(requests: Sequence[Request], shared: int, vocabulary: int, seed: int) -> list[Job]:
-    """Requests of these lengths with random tokens; the first `shared` are the same in all prompts."""
+def with_prompts(jobs: Sequence[Job], shared: int, vocabulary: int, seed: int) -> list[Job]:
+    """The jobs with prompts of random tokens; the first `shared` are the same in all of them."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> list[int]:
@@ -121,10 +108,10 @@ def jobs_of(requests: Sequence[Request], shared: int, vocabulary: int, seed: int
         return drawn
 
     common = ids(shared)
-    return [Job(one.arrival, common + ids(one.context - shared), one.generated) for one in requests]
+    return [replace(job, prompt=common + ids(job.context - shared)) for job in jobs]
 
 
-def continuously(model: Any, jobs: Sequence[Job], config: TurboConfig | None, options: dict[str, Any]) -> ServeRow:
+def continuously(model: Any, jobs: Sequence[Job], config: TurboConfig | None, options: dict[str, Any]) -> Served:
     """Serve by continuous batching; config None: unpatched. options: of `ContinuousBatchingConfig`."""
     from transformers.generation.configuration_utils import (  # noqa: PLC0415 - lacks fields before 5.19
         ContinuousBatchingConfig,
@@ -133,27 +120,20 @@ def continuously(model: Any, jobs: Sequence[Job], config: TurboConfig | None, op
 
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
     planned = ContinuousBatchingConfig(**options)
-    handle = None if config is None else patch(model, config)
-    try:
-        with model.continuous_batching_context_manager(
+    with (
+        patch(model, config) if config is not None else nullcontext() as handle,
+        model.continuous_batching_context_manager(
             generation, continuous_batching_config=planned, warmup=False
-        ) as manager:
-            # kernels compile for each kind of pass, steps are captured, and torch's allocator gets its first blocks
-            vocabulary = vocabulary_of(model)
-            _collect(manager, [replace(job, prompt=_others(job.prompt, vocabulary)) for job in jobs])
-            before = _hits(handle)
-            times = _collect(manager, jobs)
-            after = _hits(handle)
-    finally:
-        if handle is not None:
-            handle.remove()
-    total = after[1] - before[1]
-    return replace(summed("", "", jobs, times), hits=(after[0] - before[0]) / total if total else None)
-
-
-def _others(prompt: list[int], vocabulary: int) -> list[int]:
-    """Other tokens, so that a stored prefix of these is not found; prompts that begin alike still do."""
-    return [(token + 1) % vocabulary for token in prompt]
+        ) as manager,
+    ):
+        # kernels compile for each kind of pass, steps are captured, and torch's allocator gets its first blocks; other
+        # tokens, so that a stored prefix of these is not found, and prompts that begin alike still do
+        size = vocabulary_of(model)
+        _collect(manager, [replace(job, prompt=[(token + 1) % size for token in job.prompt]) for job in jobs])
+        before = _hits(handle)
+        times = _collect(manager, jobs)
+        saved, total = (now - then for now, then in zip(_hits(handle), before, strict=True))
+    return times, saved / total if total else None
 
 
 def _hits(handle: Any) -> tuple[int, int]:
@@ -184,28 +164,23 @@ def _collect(manager: Any, jobs: Sequence[Job]) -> list[list[float]]:
     return times
 
 
-def in_batches(model: Any, jobs: Sequence[Job], config: TurboConfig | None, batch: int) -> ServeRow:
+def in_batches(model: Any, jobs: Sequence[Job], config: TurboConfig | None, batch: int) -> Served:
     """Serve by `generate`, `batch` requests at a time in order of arrival, each batch as long as its longest reply.
 
     The clock of arrivals runs on while nothing is computed, without waiting for it.
     """
-    handle = None if config is None else patch(model, config)
     times: list[list[float]] = []
-    try:
-        with torch.inference_mode():
-            clocked(model, *_padded(model, jobs[:batch]), 4)
-            now = 0.0
-            for at in range(0, len(jobs), batch):
-                rows = jobs[at : at + batch]
-                begin = max(now, *(job.arrival for job in rows))
-                clock, _ = clocked(model, *_padded(model, rows), max(job.new for job in rows))
-                marks = [begin + clock.ms(0, n) / 1e3 for n in range(1, len(clock.marks))]
-                times += [marks[: job.new] for job in rows]
-                now = marks[-1]
-    finally:
-        if handle is not None:
-            handle.remove()
-    return summed("", "", jobs, times)
+    with patch(model, config) if config is not None else nullcontext(), torch.inference_mode():
+        clocked(model, *_padded(model, jobs[:batch]), 4)
+        now = 0.0
+        for at in range(0, len(jobs), batch):
+            rows = jobs[at : at + batch]
+            begin = max(now, *(job.arrival for job in rows))
+            clock, _ = clocked(model, *_padded(model, rows), max(job.new for job in rows))
+            marks = [begin + clock.ms(0, n) / 1e3 for n in range(1, len(clock.marks))]
+            times += [marks[: job.new] for job in rows]
+            now = marks[-1]
+    return times, None
 
 
 def _padded(model: Any, jobs: Sequence[Job]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,14 +191,12 @@ def _padded(model: Any, jobs: Sequence[Job]) -> tuple[torch.Tensor, torch.Tensor
     return ids.to(model.device), mask.long().to(model.device)
 
 
-def summed(workload: str, method: str, jobs: Sequence[Job], times: Sequence[Sequence[float]]) -> ServeRow:
-    """The figures of a replay. times: the seconds of each job's tokens."""
+def summed(row: ServeRow, jobs: Sequence[Job], times: Sequence[Sequence[float]]) -> ServeRow:
+    """The row with the figures of a replay. times: the seconds of each job's tokens."""
     whole = max(ends[-1] for ends in times) - min(job.arrival for job in jobs)
     between = [1e3 * (b - a) for ends in times for a, b in pairwise(ends)]
-    return ServeRow(
-        workload,
-        method,
-        len(jobs),
+    return replace(
+        row,
         tokens_s=sum(len(ends) for ends in times) / whole,
         first_ms=percentiles([1e3 * (ends[0] - job.arrival) for ends, job in zip(times, jobs, strict=True)]),
         between_ms=percentiles(between) if between else {},
@@ -231,23 +204,23 @@ def summed(workload: str, method: str, jobs: Sequence[Job], times: Sequence[Sequ
     )
 
 
-def measured(model: Any, row: ServeRow, serve: Callable[[], ServeRow]) -> ServeRow:
+def measured(model: Any, row: ServeRow, jobs: Sequence[Job], serve: Callable[[], Served]) -> ServeRow:
     """The row with its figures, or with what went wrong: a method that fails must not cost the others theirs."""
     free_memory()
     cuda = model.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(model.device)
     try:
-        found = serve()
+        times, hits = serve()
     except Exception as error:
         return replace(row, note=f"failed: {type(error).__name__}: {str(error).strip()}")
     peak = torch.cuda.max_memory_allocated(model.device) if cuda else None
-    return replace(found, workload=row.workload, method=row.method, peak_bytes=peak)
+    return replace(summed(row, jobs, times), hits=hits, peak_bytes=peak)
 
 
 def serve_command(
     shape: Annotated[str | None, typer.Option(help=f"{', '.join(KINDS)}. Default: llama3-8b.")] = None,
-    model_place: ModelPlace = None,
+    model_place: runner.ModelPlace = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers; default: as many as the model has.")] = None,
     workload: Annotated[
         list[str] | None,
@@ -266,9 +239,9 @@ def serve_command(
     unpatched: Annotated[bool, typer.Option("--unpatched/--patched-only", help="Also without the patch.")] = True,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a pass, of all requests.")] = 8192,
     pool: Annotated[str | None, typer.Option(help="Tokens that the pool holds; default: as memory allows.")] = None,
-    tiny: Tiny = False,
-    seed: Seed = 0,
-    folder: Folder = None,
+    tiny: runner.Tiny = False,
+    seed: runner.Seed = 0,
+    folder: runner.Folder = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
@@ -277,17 +250,27 @@ def serve_command(
     Compares Transformers' continuous batching, unpatched (SDPA, or FlashAttention where it is installed) and patched,
     with static batches of `generate`. Needs transformers 5.19.
     """
+    given = dict(locals())
     with mistakes_end_the_command():
         require_version()
-        workloads = [one_of("workload", name, WORKLOADS) for name in workload or WORKLOADS]
+        workloads = [runner.one_of("workload", name, WORKLOADS) for name in workload or WORKLOADS]
         require_one_model(shape, model_place, layers, tiny)
-        shape = one_of("shape", shape or "llama3-8b", KINDS)
+        shape = runner.one_of("shape", shape or "llama3-8b", KINDS)
         configs = {name: resolve_config(name) for name in preset or [DEFAULT_PRESET]}
-        where = find_device(device)
-        require_choice(where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command")
-        lengths = {name: _requests(name, requests, context, prefix, new, speedup, gap) for name in workloads}
-        prepare_folder(folder)
-    bench = BenchRun[ServeRow]("serve", where, folder)
+        where = runner.find_device(device)
+        runner.require_choice(
+            where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command"
+        )
+        asked: dict[str, list[Job]] = {}
+        for name in workloads:
+            if name == "azure":
+                found = azure_jobs(requests, parse_tokens(context))
+                asked[name] = [replace(job, arrival=job.arrival / speedup if speedup else 0.0) for job in found]
+                continue
+            tokens = parse_tokens(prefix) + OWN_TOKENS if name == "shared" else parse_tokens(context)
+            asked[name] = [Job(gap * n, tokens, new) for n in range(requests)]
+        runner.prepare_folder(folder)
+    bench = runner.BenchRun[ServeRow]("serve", where, folder)
     torch.manual_seed(seed)
     model = bench_model(shape, model_place, layers, where, tiny=tiny)
     options: dict[str, Any] = {"max_batch_tokens": batch_tokens, "page_size": 256}
@@ -295,57 +278,28 @@ def serve_command(
         options["num_blocks"] = -(-parse_tokens(pool) // 256)
 
     def measure(name: str, tell: Callable[[str], None]) -> list[ServeRow]:
-        jobs = jobs_of(lengths[name], parse_tokens(prefix) if name == "shared" else 0, vocabulary_of(model), seed)
-        ways: list[tuple[str, Callable[[], ServeRow]]] = []
-        for method, config in {UNPATCHED: None, **configs}.items():
-            if config is not None or unpatched:
-                ways.append((method, lambda config=config: continuously(model, jobs, config, options)))  # type: ignore[misc]
-                if batch:
-                    static = lambda config=config: in_batches(model, jobs, config, batch)  # noqa: E731
-                    ways.append((f"{method}, batches of {batch}", static))
+        jobs = with_prompts(asked[name], parse_tokens(prefix) if name == "shared" else 0, vocabulary_of(model), seed)
         rows = []
-        for method, serve in ways:
-            tell(f"{name}: {method}")
-            rows.append(measured(model, ServeRow(name, method, len(jobs)), serve))
+        for method, config in {UNPATCHED: None, **configs}.items():
+            ways = {
+                method: partial(continuously, model, jobs, config, options),
+                f"{method}, batches of {batch}": partial(in_batches, model, jobs, config, batch),
+            }
+            for way, serve in list(ways.items())[: 2 if batch else 1] if unpatched or config is not None else ():
+                tell(f"{name}: {way}")
+                rows.append(measured(model, ServeRow(name, way, len(jobs)), jobs, serve))
         return rows
 
-    given: dict[str, Any] = {
-        "shape": shape,
-        "model": model_place,
-        "layers": layers,
-        "context": context,
-        "prefix": prefix,
-        "new": new,
-    }
-    given |= {"requests": requests, "speedup": speedup, "gap": gap, "batch": batch, "pool": pool, "tiny": tiny}
-    given |= {
-        "seed": seed,
-        "batch_tokens": batch_tokens,
-        "configs": {name: config.to_dict() for name, config in configs.items()},
-    }
+    given["configs"] = {name: config.to_dict() for name, config in configs.items()}
     bench.each(workloads, measure, _print, options=given)
     bench.finish(json_line, [f"{row.method}, {row.workload}: {row.note}" for row in bench.rows if row.note])
 
 
 def require_version() -> None:
     """ValueError where Transformers is too old."""
-    import transformers  # noqa: PLC0415 - only its version
-    from packaging.version import Version  # noqa: PLC0415
-
-    here = Version(transformers.__version__)
-    if Version(f"{here.major}.{here.minor}") < SINCE:
+    here = version_of("transformers")
+    if here is None or Version(here).release[:2] < SINCE.release[:2]:
         raise ValueError(f"bench serve needs transformers {SINCE} or newer; {here} is installed. Upgrade it.")
-
-
-def _requests(
-    workload: str, count: int, context: str, prefix: str, new: int, speedup: float, gap: float
-) -> list[Request]:
-    """Lengths and arrivals."""
-    if workload == "azure":
-        found = azure_requests(count, parse_tokens(context))
-        return [replace(one, arrival=one.arrival / speedup if speedup else 0.0) for one in found]
-    tokens = parse_tokens(prefix) + OWN_TOKENS if workload == "shared" else parse_tokens(context)
-    return [Request(gap * n, tokens, new) for n in range(count)]
 
 
 def _print(workload: str, rows: Sequence[ServeRow]) -> None:

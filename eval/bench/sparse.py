@@ -6,17 +6,13 @@ from functools import partial
 
 import torch
 
-from turbo_hf.eval.bench.check import Check
-from turbo_hf.eval.bench.decode_cases import BLOCK, Case, groups_of
-from turbo_hf.eval.bench.graph_rotation import cold_copies
-from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.eval.bench.random_cache import draw, one_head, packed_stores
-from turbo_hf.eval.bench.steps import Found, Prepared, check_heads, our_step
-from turbo_hf.eval.bench.timing import Conditions
+from turbo_hf.eval.bench.checked import Check, Found, Prepared, check_heads, our_step
+from turbo_hf.eval.bench.random_cache import draw, packed_stores
+from turbo_hf.eval.bench.shapes import BLOCK, Case, groups_of
+from turbo_hf.eval.bench.timing import Conditions, cold_copies
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, widths_of
 from turbo_hf.ops.layer_ops import LayerOps
 from turbo_hf.ops.sparse.reference import reference_sparse_decode
-from turbo_hf.ops.store.quantize import dequantize
 from turbo_hf.sparse.bucket_index import SPARE
 
 SELECTORS = ("saap", "kmeans", "kmeans-rotated")
@@ -148,24 +144,21 @@ def attention(
 def check_sparse(
     case: Case, q: torch.Tensor, layer: SparseLayer, visited: torch.Tensor, choice: Choice, got: AttentionOutput
 ) -> Check:
-    """Check a sample against float64 over the keys that its heads visit, as `check_heads` does."""
+    """Check a sample as `check_heads` does, over the keys that its heads visit."""
+    always = choice.always
 
-    def attended(row: int, head: int, query: torch.Tensor) -> tuple[AttentionOutput, AttentionOutput]:
-        part, scaling, length = one_head(layer.store, row, head), case.heads.dim**-0.5, case.lengths[row]
-        bucket, visits = layer.index[row, head, :length], visited[row, head, 0]
-        place = torch.arange(length, device=q.device)
-        kept = (
-            visits[bucket.long()]
-            | (place < choice.always.sink_tokens)
-            | (place >= length - choice.always.window_tokens)
-        )
-        k, v = (x[0, :, :length][:, kept] for x in dequantize(part, torch.float64))
-        exact = attend(query[0], k, v, scaling=scaling, causal=False)
+    def kept(row: int, head: int) -> torch.Tensor:
+        length = case.lengths[row]
+        place, bucket = torch.arange(length, device=q.device), layer.index[row, head, :length].long()
+        near = (place < always.sink_tokens) | (place >= length - always.window_tokens)
+        return visited[row, head, 0][bucket] | near
+
+    def reference(query: torch.Tensor, part: KVStore, row: int, head: int) -> AttentionOutput:
         at = (slice(row, row + 1), slice(head, head + 1))
-        own, always = Visits(layer.index[at], visited[at]), choice.always
-        return reference_sparse_decode(query, part, Scoring(scaling), own, always), exact
+        own = Visits(layer.index[at], visited[at])
+        return reference_sparse_decode(query, part, Scoring(case.heads.dim**-0.5), own, always)
 
-    return check_heads(case, q, got, attended)
+    return check_heads(case, q, layer.store, got, reference, kept)
 
 
 def sparse_bytes(case: Case, width: str, share: float, choice: Choice) -> int:

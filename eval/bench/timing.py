@@ -1,11 +1,11 @@
-"""Time on a device, methods side by side, and the measured ceilings that a time is held against."""
+"""Time on a device: methods side by side, and decode steps replayed by a graph."""
 
 import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +24,14 @@ power, and a single call after a pause runs at a clock that no prompt of a model
 FLUSH_BYTES = 1 << 30
 """Written before each timed call on a GPU: pushes the inputs out of L2, and takes long enough that the host has queued
 the call's kernels before the GPU is ready for them."""
+
+LAUNCHES = 8
+"""Minimum launches per graph: they share the cost of a replay and of reading the clock."""
+
+MOST_COPIES = 1024
+"""Maximum number of copies: below the size where it is reached, the launch and not memory takes the time."""
+
+EAGER_CALLS = 50
 
 Call = Callable[[], object]
 
@@ -90,11 +98,6 @@ class Conditions(NamedTuple):
         bits = max(widths_of(width)[0] for width, _ in groups)
         return LayerOps(self.backend, like.device, like.dtype, like.shape[-1], rotary_dim, bits=bits)
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """For the result."""
-        return {"backend": self.backend, "seed": self.seed, "seconds": self.seconds}
-
 
 def side_by_side(calls: dict[str, Call], stopwatch: Stopwatch, seconds: float) -> dict[str, list[float]]:
     """Milliseconds of each call in each round; a round runs all of them, each round beginning with the next one.
@@ -134,61 +137,75 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """What this device was seen to reach on large plain work.
-
-    size: n of the n x n x n products, random operands.
-    bf16, int8, fp8: 10^12 operations per second; None where the device has no such product.
-    copy: 10^12 bytes per second, read and written.
-    """
-
-    size: int
-    bf16: float
-    int8: float | None
-    fp8: float | None
-    copy: float
-
-    @property
-    def eight_bit(self) -> float:
-        """The better of INT8 and FP8, whose units have one rate on the GPUs that have both; BF16 where none has."""
-        return max(rate for rate in (self.bf16, self.int8, self.fp8) if rate is not None)
-
-    def floor_ms(self, flops: float, bits: tuple[int, int], moved: float) -> float:
-        """No version runs much faster: half of `flops` at each width's rate, or `moved` bytes, whichever is longer."""
-        rates = [self.eight_bit if width == 8 else self.bf16 for width in bits]
-        return 1e3 * max(sum(flops / 2 / (rate * 1e12) for rate in rates), moved / (self.copy * 1e12))
-
-
-def ceilings(stopwatch: Stopwatch) -> Ceilings:
-    """Measure them: matrix products of 8192 cubed and a copy of 2 GiB on a GPU, toy sizes elsewhere."""
-    device = stopwatch.device
-    size, copied = (8192, 1 << 31) if device.type == "cuda" else (256, 1 << 24)
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    one = torch.ones((), device=device)
-    products: dict[str, Callable[[torch.Tensor, torch.Tensor], Call]] = {
-        "bf16": lambda x, y: lambda: x @ y.T,
-        "int8": lambda x, y: lambda: torch._int_mm(x, y.T),
-        "fp8": lambda x, y: (
-            lambda: torch._scaled_mm(x, y.T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
-        ),
-    }
-    casts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "bf16": lambda x: x,
-        "int8": lambda x: (32 * x).clamp(-127, 127).to(torch.int8),
-        "fp8": lambda x: x.to(torch.float8_e4m3fn),
-    }
-    rates: dict[str, Any] = {}
-    for name, product in products.items():
-        try:
-            rates[name] = 2 * size**3 / _median_s(product(casts[name](a), casts[name](b)), stopwatch) / 1e12
-        except RuntimeError:  # no such unit, or no such product in this torch
-            rates[name] = None
-    source = torch.randint(-128, 127, (copied,), dtype=torch.int8, device=device)
+def copy_bandwidth(stopwatch: Stopwatch) -> float:
+    """10^12 bytes per second, read and written, of a copy of 2 GiB on a GPU, of a toy size elsewhere."""
+    copied = 1 << 31 if stopwatch.device.type == "cuda" else 1 << 24
+    source = torch.randint(-128, 127, (copied,), dtype=torch.int8, device=stopwatch.device)
     target = torch.empty_like(source)
-    copy = 2 * copied / _median_s(lambda: target.copy_(source), stopwatch) / 1e12
-    return Ceilings(size, **rates, copy=copy)
+    times = [stopwatch(lambda: target.copy_(source)) for _ in range(WARM_UP + 10)][WARM_UP:]
+    return 2 * copied / statistics.median(times) / 1e9
 
 
-def _median_s(call: Call, stopwatch: Stopwatch) -> float:
-    return statistics.median([stopwatch(call) for _ in range(WARM_UP + 10)][WARM_UP:]) / 1e3
+def cold_copies(size: int, device: torch.device) -> int:
+    """How many copies of `size` bytes, read one after the other, leave nothing of the first in L2; 2 without a GPU.
+
+    At most MOST_COPIES: of caches below 4 x L2 / MOST_COPIES a part is in L2.
+    """
+    if device.type != "cuda":
+        return 2
+    cache: int = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(4 * cache // size + 1, MOST_COPIES)
+
+
+class Rotation:
+    """One call that runs `calls` in turn, `launches` launches in all: on a GPU the replay of a CUDA graph."""
+
+    def __init__(self, calls: list[Call], device: torch.device) -> None:
+        self.first, self.device = calls[0], device
+        self.launches = max(len(calls), LAUNCHES if device.type == "cuda" else 0)
+        self._calls = [calls[i % len(calls)] for i in range(self.launches)]
+        self._graph = self._captured() if device.type == "cuda" else None
+
+    def __call__(self) -> None:
+        if self._graph is None:
+            self._run()
+        else:
+            self._graph.replay()
+
+    def eager_us(self) -> float:
+        """Microseconds of a call without a graph, by the wall clock: the host's time, or the device's if longer."""
+        if self.device.type != "cuda":
+            return self._wall_us(1)
+        with torch.cuda.device(self.device):
+            self._wall_us(3)
+            return self._wall_us(EAGER_CALLS)
+
+    def _wall_us(self, calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            self.first()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return 1e6 * (time.perf_counter() - start) / calls
+
+    def _run(self) -> None:
+        for call in self._calls:
+            call()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        with torch.cuda.device(self.device):
+            stream = _capture_stream(self.device)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._run()  # plans, workspaces and compilation: a capture may not allocate or wait for them
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                self._run()
+        return graph
+
+
+@lru_cache(maxsize=8)
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all graphs, which refer to workspaces: launches keep one per stream and shape, and only the newest 16."""
+    return torch.cuda.Stream(device)

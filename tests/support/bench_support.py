@@ -39,7 +39,7 @@ def check_not_timed(message: str, figure: str, *words: str) -> None:
     """What is wrong with ours is told, and it has no figure; the baseline keeps its own."""
     result = run(*words, "--json", code=1)
     baseline, ours = last_json(result)["rows"]
-    assert ours[figure] is None
+    assert ours["figures"] == {}
     assert message in ours["note"]
     assert message in complaint(result)
-    assert baseline[figure] > 0
+    assert baseline["figures"][figure] > 0

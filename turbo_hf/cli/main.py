@@ -153,7 +153,6 @@ def demo_command(
         raise fail("the included model is not beside this installation; pass --model, a folder or a Hub id.")
     from turbo_hf.config.file import SUFFIXES, names_a_file  # noqa: PLC0415
     from turbo_hf.config.turbo_config import PRESETS, preset_named, resolve_config  # noqa: PLC0415
-    from turbo_hf.eval.demo import as_json  # noqa: PLC0415
     from turbo_hf.eval.needle import needles  # noqa: PLC0415
 
     # a sparse preset needs a calibration
@@ -182,7 +181,7 @@ def demo_command(
     _print_demo(rows, Path(folder).name, asked)
     if json_line:
         facts = {"model": Path(folder).name, "device": str(loaded.device), "dtype": str(loaded.dtype), "seed": seed}
-        print(json.dumps(as_json(rows, **facts)))  # noqa: T201
+        print(json.dumps({"rows": [asdict(row) for row in rows], **facts}))  # noqa: T201
 
 
 def _run_demo(

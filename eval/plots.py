@@ -1,4 +1,4 @@
-"""Pictures of `turbo-hf fidelity`: KL by method, by widths of keys and values, and by layer."""
+"""Pictures: of `turbo-hf fidelity`, KL by method, by widths and by layer; of a run, needles and what accuracy costs."""
 
 import math
 from pathlib import Path
@@ -8,7 +8,9 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from turbo_hf.eval.fidelity import Fidelity
+from turbo_hf.eval.methods import BASELINE
 from turbo_hf.eval.output import write_png
+from turbo_hf.eval.scorers import Cells, worst
 from turbo_hf.patching.divergence import BOUNDS
 
 LEAST = 1e-5
@@ -75,3 +77,64 @@ def _map(figure: Any, rows: list[Fidelity]) -> None:
     axis.set(xlabel="layer that is rounded; all others in 16 bit", ylabel="mean KL to 16 bit, nats", yscale="log")
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
+
+
+def needle_map(base: Cells, other: Cells, name: str, path: Path) -> None:
+    """Write a PNG of three heat maps with one colour bar: the baseline, a method, and their difference."""
+    lengths, depths = sorted({length for length, _ in base}), sorted({depth for _, depth in base})
+    panels = {BASELINE: base, name: other, f"{name} - {BASELINE}": {cell: other[cell] - base[cell] for cell in base}}
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    axes = figure.subplots(1, 3, sharey=True)
+    for axis, (title, cells) in zip(axes, panels.items(), strict=True):
+        grid = [[cells.get((length, depth), float("nan")) for length in lengths] for depth in depths]
+        # one bar for all three: a share cannot leave -1 to 1, and 0 is white
+        image = axis.imshow(grid, vmin=-1, vmax=1, cmap="RdBu", aspect="auto")
+        axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        (length, depth), share = worst(cells)
+        mean = sum(cells.values()) / len(cells)
+        axis.set_title(f"{title}\nmean {mean:.3f}; worst {share:.2f} at {length:,}, {depth:.0%}", fontsize="small")
+    axes[0].set_ylabel("depth of the needle")
+    figure.supxlabel("tokens of the prompt, at most", fontsize="small")
+    figure.colorbar(image, ax=axes, label="share found")
+    write_png(path, figure)
+
+
+MARKERS = "os^D"
+"""Of ten methods each, which have a colour of their own."""
+
+
+def accuracy_plot(found: dict[str, Any], title: str, path: Path) -> bool:
+    """Write a PNG of mean accuracy against KV bytes per token, one point per method; False: nothing to draw."""
+    sized = {label: own["kv_bytes_per_token"] for label, own in found["serving"].items()}
+    if not found["means"] or any(size is None for size in sized.values()):
+        return False
+    methods = found["means"][0]["methods"]
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axis = figure.subplots()
+    for colour, (label, size) in enumerate(sized.items()):
+        own = methods[label]
+        simulated = found["serving"][label]["simulated"]
+        axis.errorbar(
+            size,
+            100 * own["accuracy"],
+            None if own["stderr"] is None else 100 * own["stderr"],
+            # hollow: of a simulation, at bytes that are computed
+            fmt=MARKERS[colour // 10 % len(MARKERS)],
+            markerfacecolor="white" if simulated else None,
+            capsize=3,
+            color=f"C{colour % 10}",
+            label=label + (" (simulated)" if simulated else ""),
+        )
+    axis.set(
+        xlabel="KV bytes per token, measured (hollow: computed)",
+        ylabel="% right, mean of tasks ± standard error",
+        xlim=(0, None),
+    )
+    axis.set_title(title, fontsize="small")
+    low, high = axis.get_ylim()
+    axis.set_ylim(max(low, -1), min(high, 101))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
+    write_png(path, figure)
+    return True

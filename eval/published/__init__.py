@@ -1,1 +1,0 @@
-"""Published caches, simulated in plain torch: accuracy only."""
