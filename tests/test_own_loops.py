@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import prompts, tiny_llama
-from patching_support import EXACT, SMALL, tiny
+from patching_support import EXACT, SMALL, changes, snapshot, tiny
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import turbo_hf
@@ -122,37 +122,20 @@ def test_generate_tells_of_such_a_cache_once() -> None:
     assert f"a DynamicCache was passed as {CACHE}, so this call is not compressed." in text
 
 
-def test_training_keeps_the_models_own_cache() -> None:
-    model, ids = tiny_llama(attn_implementation="sdpa").train(), prompts(2, 40)
-    with turbo_hf.patch(model, SMALL):
-        out = model(ids, labels=ids, use_cache=True)
-        assert isinstance(out[CACHE], DynamicCache)
-        out.loss.backward()
-        model.eval()
-        loss = model(ids, labels=ids, use_cache=True).loss
-        with pytest.raises(RuntimeError, match=r"no gradient.*use_cache=False"):
-            loss.backward()
-
-
-def test_use_cache_where_another_attention_has_been_chosen() -> None:
-    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 40)
-    with turbo_hf.patch(model, SMALL), torch.no_grad():
-        model.set_attn_implementation("sdpa")
-        assert isinstance(model(ids, use_cache=True)[CACHE], DynamicCache)
-        model.set_attn_implementation(NAME)
-
-
 def test_copies_and_models_without_a_head() -> None:
     model, ids = tiny_llama(), prompts(1, 70)
     with turbo_hf.patch(model, SMALL) as handle:
         twin = copy.deepcopy(model)
         assert isinstance(loop(twin, ids, use_cache=True)[1], TurboCache)
         assert handle.memory() == Memory((), 0, 0), "the copy's cache is not this model's"
-    body: Any = LlamaModel(tiny_llama().config).eval()
-    with pytest.warns(UserWarning, match="has no generate"):
+    body: Any = LlamaModel(model.config).eval()
+    before, stock = snapshot(body), body(ids).last_hidden_state
+    with pytest.warns(UserWarning, match=r"LlamaModel has no generate: pass handle.new_cache\(\)"):
         handle = turbo_hf.patch(body, EXACT)
     with handle, torch.no_grad():
         assert isinstance(body(ids, use_cache=True)[CACHE], TurboCache)
+        torch.testing.assert_close(body(ids, **{CACHE: handle.new_cache()}).last_hidden_state, stock)
+    assert not changes(before, snapshot(body))
 
 
 # --- attn_implementation="turbo_hf" without a patch -------------------------------------------------------------------

@@ -12,11 +12,15 @@ from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, Qwen2Con
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
+from turbo_hf.attention import prompt
 from turbo_hf.cache import passes
 from turbo_hf.cache.new_columns import columns_from_mask
+from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.config.turbo_config import PRESETS
+from turbo_hf.layout import Rounding, Scoring
 from turbo_hf.models.versions import CACHE
+from turbo_hf.parallel import context
 from turbo_hf.patching.doctor import diagnose
 from turbo_hf.sparse.selectors import Centroids
 
@@ -66,18 +70,6 @@ def test_autocast_does_not_reach_products_of_codes(narrow: torch.dtype) -> None:
         with torch.autocast("cpu", dtype=narrow):
             ours = logits(model, ids, handle.new_cache())
     assert float((ours - exact).norm()) < 0.02 * float(exact.norm())
-
-
-def test_a_draft_by_the_first_layers() -> None:
-    model, ids = tiny_llama(num_hidden_layers=4), prompts(1, 50)
-    ways: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "assistant_early_exit": 2}
-    want = model.generate(ids, **ways)
-    config = TurboConfig(bits=16, block_size=32, attention="fp16", dense_layers=(0, 3), int8_layers=(2,))
-    with turbo_hf.patch(model, config) as handle:
-        got = model.generate(ids, **ways)
-        assert len(handle.new_cache().layers) == 4
-    assert model.config.num_hidden_layers == 4
-    assert torch.equal(got, want)
 
 
 def test_patching_with_another_default_device(meta_by_default: None) -> None:
@@ -162,3 +154,55 @@ def test_weights_of_a_selector_keep_their_precision() -> None:
     selector = Centroids(config, 1, torch.randn(2, 8, 16).half(), True)
     assert selector._on("centroids", torch.device("cpu")).dtype == torch.float32
     assert selector._on("centroids", torch.device("meta")).dtype == torch.float16
+
+
+CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0, "v_scale": "channel", "smooth_k": True}
+THRESHOLD: dict[str, Any] = {"sas_threshold": -5.0}
+ROUNDING: dict[str, Any] = {**THRESHOLD, "v_scale": "channel", "smooth_k": True}
+PROMPT, CHUNK = 40, DECODE_TOKENS + 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "op", "said"),
+    [
+        pytest.param("int8", [PROMPT], "prefill", {**ROUNDING, "mode": "int8"}, id="prompt"),
+        pytest.param("int8", [PROMPT, CHUNK], "prefill", {**ROUNDING, "mode": "int8"}, id="chunk"),
+        pytest.param("int8", [PROMPT, 1], "decode", {**THRESHOLD, "mode": "turbo"}, id="step"),
+        # short prompts are not rounded
+        pytest.param("auto", [PROMPT], "prefill", {**ROUNDING, "mode": "fp16", "smooth_k": False}, id="exact"),
+    ],
+)
+@torch.no_grad()
+def test_options_reach_the_ops(
+    mode: Any, tokens: list[int], op: str, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def spied(module: Any, name: str) -> Any:
+        real = getattr(module, name)
+
+        def spy(*args: Any, **options: Any) -> Any:
+            tuples = [x._asdict() for x in (*args, *options.values()) if isinstance(x, (Scoring, Rounding))]
+            asked.append((name, {**options, **dict(item for each in tuples for item in each.items())}))
+            return real(*args, **options)
+
+        return spy
+
+    for module, name in ((prompt, "prefill"), (context, "decode")):
+        monkeypatch.setattr(module, name, spied(module, name))
+    model = tiny_llama(num_hidden_layers=1)
+    with turbo_hf.patch(model, TurboConfig(attention=mode, block_size=32, **CHOSEN)) as handle:
+        cache = handle.new_cache()
+        for count in tokens:
+            asked.clear()
+            model(prompts(1, count), **{CACHE: cache})
+    assert [name for name, _ in asked] == [op]
+    assert {name: asked[0][1][name] for name in said} == said
+
+
+@torch.no_grad()
+def test_by_default_a_plain_prompt_is_not_rounded() -> None:
+    model, ids = tiny_llama(num_hidden_layers=2), prompts(2, PROMPT)
+    plain = model(ids).logits
+    with turbo_hf.patch(model) as handle:
+        torch.testing.assert_close(model(ids, **{CACHE: handle.new_cache()}).logits, plain)
