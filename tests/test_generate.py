@@ -79,24 +79,6 @@ def test_a_sliding_window_gives_the_oracles_tokens(window: int, size: int | None
     assert not torch.equal(got, patched(mistral(None), EXACT4, **options))
 
 
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128])
-def test_prompts_at_the_edge_of_a_block(llama: Any, tokens: int) -> None:
-    ids = prompts(2, tokens)
-    assert torch.equal(patched(llama, EXACT4, input_ids=ids), oracle(llama, EXACT4, input_ids=ids))
-    assert patched(llama, EXACT4, tokens=1, input_ids=ids).shape == (2, 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("mode", MODES)
-def test_half_precision_models_generate(dtype: torch.dtype, mode: Any) -> None:
-    model = tiny_llama().to(dtype)
-    with turbo_hf.patch(model, TurboConfig(attention=mode)):
-        out = model.generate(**ragged(), max_new_tokens=8, return_dict_in_generate=True, output_logits=True)
-    assert out.sequences.shape == (4, 125 + 8)
-    assert all(logits.isfinite().all() for logits in out.logits)
-    assert all(layer.dtype == dtype for layer in out[CACHE].turbo_layers())
-
-
 # --- rows do not depend on each other ------------------------------------------------------------------------------
 
 
@@ -335,20 +317,6 @@ def turns(model: Any, batch: dict[str, Any], then: dict[str, Any], cache: TurboC
     assert second[CACHE].get_seq_length() == ids.shape[1] + 9
     new: Tensor = second.sequences[:, ids.shape[1] :]
     return new
-
-
-@pytest.mark.parametrize("new", [[30, 30, 30], [3, 40, 17], [5, 2, 1]], ids=["even", "padded", "short"])
-def test_a_second_turn_answers_like_its_rows_alone(llama: Any, config: TurboConfig, new: list[int]) -> None:
-    lengths = [60, 125, 1]
-    batch = ragged(lengths)
-    then = left_padded([prompts(1, n, seed=10 + row)[0] for row, n in enumerate(new)])
-    with turbo_hf.patch(llama, config):
-        together = turns(llama, batch, then, None)
-        for row, (length, n) in enumerate(zip(lengths, new, strict=True)):
-            one = {name: x[row : row + 1, -length:] for name, x in batch.items()}
-            two = {name: x[row : row + 1, -n:] for name, x in then.items()}
-            if (n <= 16) == (then["input_ids"].shape[1] <= 16):
-                assert torch.equal(turns(llama, one, two, None)[0], together[row])
 
 
 def test_a_second_turn_gives_the_oracles_tokens(llama: Any) -> None:
