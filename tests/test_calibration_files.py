@@ -1,24 +1,26 @@
-"""What a calibration is kept in, and how `patch` uses it."""
+"""What a calibration is kept in, also while it is written, and how `patch` uses it."""
 
 import copy
+import errno
 import json
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test
 from calibration_support import MIXED, lab, reversed_heads, same
 from models import LAB_MODEL, lab_model, prompts, tiny_llama
 
 import turbo_hf
 from turbo_hf import Calibration, TurboCache
 from turbo_hf.calibration import artifacts
-from turbo_hf.calibration.artifacts import FACTS, TENSORS, find, fingerprint
+from turbo_hf.calibration.artifacts import CARD, FACTS, TENSORS, LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.config.whole_files import facts_hash
+from turbo_hf.config.whole_files import InUse, facts_hash, one_writer
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.versions import CACHE
 
@@ -37,56 +39,72 @@ def test_round_trip(tmp_path: Path, indexed: Calibration) -> None:
         found.head_orders("size")
 
 
-def spoil(folder: Path, how: str) -> None:
-    facts = json.loads((folder / FACTS).read_text())
-    if how == "json":
-        (folder / FACTS).write_text("{")
-    elif how == "format":
-        (folder / FACTS).write_text("[]")
-    elif how == "bytes":
-        content = bytearray((folder / TENSORS).read_bytes())
-        content[-1] ^= 1
-        (folder / TENSORS).write_bytes(bytes(content))
-    elif how == "number":
-        (folder / FACTS).write_text(json.dumps(facts | {"tokens": facts["tokens"] + 1}))
-    elif how == "cut":
-        (folder / TENSORS).write_bytes((folder / TENSORS).read_bytes()[:100])
-    else:
-        layer = {"index": 0, "note": "", "quality": {}}
-        key, value = {
-            "schema": ("schema", 1),
-            "layers": ("layers", [{}]),
-            "fingerprint": ("fingerprint", [1]),
-            "note": ("layers", [layer | {"note": 3}]),
-            "quality": ("layers", [layer | {"quality": None}]),
-        }[how]
-        facts[key] = value
-        (folder / FACTS).write_text(json.dumps(facts | {"facts_sha256": facts_hash(facts, "facts_sha256")}))
+FACTS_CHANGES: list[tuple[str, Any, str]] = [
+    ("schema", 1, "has schema 1; this version reads 2"),
+    ("layers", [{}], r"damaged: layers\.0 lacks 'index', and should hold"),
+    ("fingerprint", [1], "damaged: fingerprint is .*, and should be a dict"),
+    ("fingerprint", {"num_hidden_layers": "x"}, r"damaged: fingerprint\.num_hidden_layers is 'x'"),
+    ("layers", [{"index": 0, "note": 3, "quality": {}}], r"damaged: layers\.0\.note is 3, and should be a str"),
+    ("layers", [{"index": 0, "note": "", "quality": None}], r"damaged: layers\.0\.quality is None, and should be a d"),
+    ("settings", {"local": []}, r"damaged: settings\.local is \[\], and should be a whole number"),
+]
 
 
-@in_one_test(
-    ("how", "message"),
-    [
-        ("json", f"damaged: {FACTS} is no JSON"),
-        ("format", "does not say that it is a turbo_hf calibration"),
-        ("bytes", f"{TENSORS} is not the file that {FACTS} was written with"),
-        ("cut", f"{TENSORS} is not the file that {FACTS} was written with"),
-        ("schema", "has schema 1; this version reads 2"),
-        ("number", f"{FACTS} is not as it was written"),
-        ("layers", r"damaged: layers\.0 lacks 'index', and should hold"),
-        ("fingerprint", "damaged: fingerprint is .*, and should be a dict"),
-        ("note", r"damaged: layers\.0\.note is 3, and should be a str"),
-        ("quality", r"damaged: layers\.0\.quality is None, and should be a dict"),
-    ],
-)
-def test_damaged_artifacts_are_refused(how: str, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "value", "message"), FACTS_CHANGES)
+def test_facts_of_another_kind_are_damaged(key: str, value: Any, message: str, tmp_path: Path) -> None:
     lab().save_pretrained(tmp_path)
-    spoil(tmp_path, how)
+    facts = json.loads((tmp_path / FACTS).read_text())
+    facts[key] = {**facts[key], **value} if isinstance(value, dict) else value
+    (tmp_path / FACTS).write_text(json.dumps(facts | {"facts_sha256": facts_hash(facts, "facts_sha256")}))
     with pytest.raises(ValueError, match=message):
         Calibration.from_pretrained(tmp_path)
 
 
-@in_one_test(
+def spoil(folder: Path) -> None:
+    """Another last byte of the tensors."""
+    content = bytearray((folder / TENSORS).read_bytes())
+    content[-1] ^= 1
+    (folder / TENSORS).write_bytes(bytes(content))
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    lab().save_pretrained(tmp_path)
+    spoil(tmp_path)
+    for cut in (None, 100):
+        (tmp_path / TENSORS).write_bytes((tmp_path / TENSORS).read_bytes()[:cut])
+        with pytest.raises(ValueError, match=f"{TENSORS} is not the file that {FACTS} was written with"):
+            Calibration.from_pretrained(tmp_path)
+    facts = json.loads((tmp_path / FACTS).read_text())
+    for text, message in (
+        (json.dumps(facts | {"tokens": facts["tokens"] + 1}), f"{FACTS} is not as it was written"),
+        ("{", f"damaged: {FACTS} is no JSON"),
+        ("[" * 100_000, f"damaged: {FACTS} is no JSON"),
+        ("[]", "does not say that it is a turbo_hf calibration"),
+    ):
+        (tmp_path / FACTS).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            Calibration.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: None, "it lacks 'layers.0.scores.entropy'"),
+        (lambda x: x[:, None], r"is float32 \[2, 1\].*, and should be floating point \[2\]"),
+        (lambda x: x.to(torch.float8_e4m3fn), "is float8_e4m3fn"),
+        (lambda x: x * torch.nan, r"layers\.0\.scores\.entropy is float32 .*, and should be .* of finite numbers"),
+    ],
+)
+def test_scores_that_are_none_are_refused(change: Any, message: str, tmp_path: Path) -> None:
+    found = lab()
+    scores = {**found.layers[0].scores, "entropy": change(found.layers[0].scores["entropy"])}
+    layer = replace(found.layers[0], scores={name: x for name, x in scores.items() if x is not None})
+    replace(found, layers=(layer,)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        Calibration.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("name", "change", "message"),
     [
         ("weight_2", None, "lacks 'layers.[0-9].weight_2'"),
@@ -142,14 +160,6 @@ def test_layers_that_are_missing_are_told() -> None:
         turbo_hf.patch(model, "turbo-mixed", calibration=part)
 
 
-def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
-    found = lab()
-    layer = replace(found.layers[0], scores={name: x * torch.nan for name, x in found.layers[0].scores.items()})
-    replace(found, layers=(layer,)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"layers\.0\.scores\.\w+ is float32 .*, and should be .* of finite numbers"):
-        Calibration.from_pretrained(tmp_path)
-
-
 def test_a_missing_artifact_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=f"the folder has no {FACTS}"):
         Calibration.from_pretrained(tmp_path)
@@ -191,24 +201,6 @@ def test_push_to_hub_uploads_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     assert url.startswith("https://me/mine/")
     assert {name: sent[name] for name in found._files()} == found._files()
     assert (sent["repo"], sent["token"]) == (b"me/mine", b"t")
-
-
-def test_a_repository_in_the_hubs_cache_is_found_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    commit = "a" * 40
-    repo = tmp_path / "models--me--mine"
-    lab().save_pretrained(repo / "snapshots" / commit)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(commit)
-    model = copy.deepcopy(lab_model()[0])
-    model.config._name_or_path = "me/mine"
-    found = find(checkpoint_of(model))
-    assert found is not None
-    assert found.source == "me/mine"
-    with turbo_hf.patch(model, MIXED) as handle:
-        assert "by calibration over 768 tokens (me/mine)" in str(handle.report())
-    model.config._name_or_path = "me/another"
-    assert find(checkpoint_of(model)) is None
 
 
 # --- patch -------------------------------------------------------------------------------------------------------
@@ -276,7 +268,7 @@ def test_auto_says_what_is_wrong_with_what_it_finds(tmp_path: Path) -> None:
     model = copy.deepcopy(lab_model()[0])
     model.config._name_or_path = str(tmp_path)
     lab().save_pretrained(tmp_path)
-    spoil(tmp_path, "bytes")
+    spoil(tmp_path)
     with pytest.raises(Unsupported, match=r"damaged.* To go without it, pass calibration=None"):
         turbo_hf.patch(model, MIXED)
     with pytest.warns(UserWarning, match="damaged"):
@@ -306,17 +298,6 @@ def test_a_calibration_of_another_model_is_refused(tmp_path: Path) -> None:
         turbo_hf.patch(model, calibration="nowhere")
 
 
-def test_another_revision_is_told() -> None:
-    model = copy.deepcopy(lab_model()[0])
-    model.config._commit_hash = "b" * 40
-    found = lab()
-    found = replace(found, fingerprint={**found.fingerprint, "revision": "a" * 40})
-    with turbo_hf.patch(model, MIXED, calibration=found) as handle:
-        assert handle.report().warnings == (
-            "the calibration was made for revision aaaaaaaaaaaa of the checkpoint; this model is of bbbbbbbbbbbb.",
-        )
-
-
 def test_a_cache_refuses_an_order_that_is_none() -> None:
     model = tiny_llama()
     with pytest.raises(ValueError, match=r"head_orders names layers \[5\]"):
@@ -324,3 +305,115 @@ def test_a_cache_refuses_an_order_that_is_none() -> None:
     cache = TurboCache(model.config, MIXED, head_orders={0: (1, 1)})
     with pytest.raises(ValueError, match=r"must name each of its 2 KV heads once; got \[1, 1\]"):
         model(prompts(1, 4), **{CACHE: cache})
+
+
+# --- files while they are written: readers meanwhile, a full disk, several writers ------------------------------------
+
+NAMES = {FACTS, TENSORS, CARD}
+
+
+def made(number: int) -> Calibration:
+    """A small calibration, whose tensors differ by number."""
+    layer = LayerCalibration(0, {metric: torch.full((2,), float(number)) for metric in HEAD_METRICS})
+    return Calibration({"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 16}, {}, (layer,), number)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_readers_find_one_calibration_whoever_writes(tmp_path: Path) -> None:
+    errors: list[Exception] = []
+    made(0).save_pretrained(tmp_path)
+
+    def write(first: int) -> None:
+        try:
+            for number in range(first, first + 15):
+                made(number).save_pretrained(tmp_path)
+        except OSError as error:
+            errors.append(error)
+
+    writers = [threading.Thread(target=write, args=(first,)) for first in (100, 200)]
+    for writer in writers:
+        writer.start()
+    found: set[int] = set()
+    while any(writer.is_alive() for writer in writers):
+        read = Calibration.from_pretrained(tmp_path)
+        assert same(read, made(read.tokens))
+        found.add(read.tokens)
+    assert not errors
+    assert found <= {0, *range(100, 115), *range(200, 215)}
+    assert names(tmp_path) == NAMES
+
+
+def test_a_reader_between_two_files_of_a_writer_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(0).save_pretrained(tmp_path)
+    new, waited = made(1)._files(), list[float]()
+    (tmp_path / TENSORS).write_bytes(new[TENSORS])
+
+    def goes_on(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            (tmp_path / FACTS).write_bytes(new[FACTS])
+
+    monkeypatch.setattr("time.sleep", goes_on)
+    assert same(Calibration.from_pretrained(tmp_path), made(1))
+    # one that never goes on was killed
+    (tmp_path / TENSORS).write_bytes(made(2)._files()[TENSORS])
+    with pytest.raises(ValueError, match=f"{TENSORS} is not the file that {FACTS} was written with"):
+        Calibration.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("fits", "name"), [(0, TENSORS), (1, FACTS), (2, CARD)])
+def test_a_full_disk_leaves_no_part_and_names_the_file(
+    fits: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(0).save_pretrained(tmp_path)
+    left, replace = iter(range(fits)), Path.replace
+
+    def full(path: Path, to: Path) -> Path:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return replace(path, to)
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match=f"No space left on device: .*{name}"):
+        made(1).save_pretrained(tmp_path)
+    assert names(tmp_path) == NAMES
+
+
+def test_a_writer_that_waits_too_long_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "WAIT", 0.0)
+    with one_writer(tmp_path, artifacts.LOCK), pytest.raises(InUse, match="is in use: another process is writing"):
+        made(0).save_pretrained(tmp_path)
+
+
+def test_both_files_from_the_hub_are_of_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = tmp_path / ("a" * 40), tmp_path / ("b" * 40)
+    made(1).save_pretrained(old)
+    made(2).save_pretrained(new)
+    # between the two requests someone pushes
+    monkeypatch.setattr(
+        artifacts,
+        "cached_file",
+        lambda _, part, revision, **options: (old if part == FACTS else tmp_path / (revision or new.name)) / part,
+    )
+    assert same(Calibration.from_pretrained("someone/something"), made(1))
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_a_folder_is_told(tmp_path: Path) -> None:
+    met: list[Exception] = []
+
+    def second(word: str, share: float) -> None:
+        if not met:
+            with pytest.raises(InUse, match="is in use") as caught:
+                lab(out=tmp_path)
+            met.append(caught.value)
+
+    first = lab(out=tmp_path, progress=second)
+    assert met
+    assert same(Calibration.from_pretrained(tmp_path), first)
+    assert names(tmp_path) == NAMES

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from all_pairs import in_one_test
 
 from turbo_hf.config.whole_files import InUse, append_line, one_writer, read_lines, read_object, write_whole
 
@@ -80,7 +79,7 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
             read_lines(path, "Do this.", growing=True)
 
 
-@in_one_test("content", [b'{"a":\n', b"", b"\xff\xfe{", b"[1]", b"null", b"[" * 100_000])
+@pytest.mark.parametrize("content", [b'{"a":\n', b"", b"\xff\xfe{", b"[1]", b"null", b"[" * 100_000])
 def test_a_file_that_is_no_object_is_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "facts.json"
     path.write_bytes(content)

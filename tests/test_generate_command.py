@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test
 from models import LAB_MODEL, lab_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -165,7 +164,7 @@ def test_one_reply_whatever_the_checkpoint_asks_for(tmp_path: Path, asked: dict[
     assert json.loads(line)["memory"]["tokens"] == reply["prompt_tokens"] + reply["new_tokens"] - 1
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         ([LAB], "there is no prompt: write it behind the model, or - for standard input, or chat with --chat."),
