@@ -248,23 +248,20 @@ def test_the_check_reads_sealed_blocks_of_presets_that_keep_tokens_open() -> Non
     assert kl > 0.005
 
 
-def test_the_check_samples_a_text_where_there_is_no_tokenizer() -> None:
-    with turbo_hf.patch(tiny_llama(), "int8", check=True) as handle:
-        assert "its own sampled text" in handle.report().check
+class Both(ProcessorMixin):  # type: ignore[misc, unused-ignore]
+    """A processor."""
+
+    def __init__(self) -> None:
+        self.tokenizer = Words()
 
 
-def test_the_check_takes_a_tokenizer() -> None:
-    with turbo_hf.patch(tiny_llama(), "int8", check=True, tokenizer=Words()) as handle:
-        assert "tokens of moby_dick.txt" in handle.report().check
-
-
-def test_the_check_takes_a_processor() -> None:
-    class Both(ProcessorMixin):  # type: ignore[misc, unused-ignore]
-        def __init__(self) -> None:
-            self.tokenizer = Words()
-
-    with turbo_hf.patch(tiny_llama(), "int8", check=True, tokenizer=Both()) as handle:
-        assert "tokens of moby_dick.txt" in handle.report().check
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [(None, "its own sampled text"), (Words(), "tokens of moby_dick.txt"), (Both(), "tokens of moby_dick.txt")],
+)
+def test_the_check_reads_a_text_with_the_tokenizer(tokenizer: Any, text: str) -> None:
+    with turbo_hf.patch(tiny_llama(), "int8", check=True, tokenizer=tokenizer) as handle:
+        assert text in handle.report().check
 
 
 @pytest.mark.parametrize("options", [{"tokenizer": Words()}, {"tokenizer": "gpt2", "check": True}])

@@ -1,4 +1,4 @@
-"""What `patch` refuses, what it guards against, and its own check."""
+"""What `patch` refuses, what it guards against, its own check; attention in full precision, and what `strict` says."""
 
 import copy
 import logging
@@ -9,7 +9,6 @@ from typing import Any, Literal
 import pytest
 import torch
 from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
-from all_pairs import in_one_test
 from models import prompts, tiny_llama, tiny_mistral
 from patching_support import (
     EXACT,
@@ -315,8 +314,8 @@ def test_other_masks_are_made_dense() -> None:
     assert ours[:, 0, 0].tolist() == [[True] * 6 + [False] * 3, [False] * 3 + [True] * 3 + [False] * 3]
 
 
-@in_one_test("window", [None, 4, 1])
-@in_one_test(("queries", "keys"), [(9, 9), (1, 9), (3, 9), (1, 1)])
+@pytest.mark.parametrize("window", [None, 4, 1])
+@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (1, 9), (3, 9), (1, 1)])
 def test_mask_4d_is_that_of_transformers(window: int | None, queries: int, keys: int) -> None:
     mask = torch.ones(2, keys, dtype=torch.bool)
     mask[1, : keys - 2] = False
@@ -451,7 +450,7 @@ def test_attention_that_changes_keys_after_the_cache(strict: Literal["raise", "w
 
 
 @stricts
-@in_one_test("version", ["5.16.2", "5.99.0", "6.0.0.dev0"])
+@pytest.mark.parametrize("version", ["5.16.2", "5.99.0", "6.0.0.dev0"])
 def test_a_version_outside_the_tested_range(
     version: str,
     strict: Literal["raise", "warn", "fallback"],

@@ -1,4 +1,4 @@
-"""What may be on around a patched model: autocast, another default device, drafts by early exit, errors midway."""
+"""What may be on around a patched model: autocast, another default device; and options that are for the ops."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,8 @@ import torch
 from calibration_support import SMALL, TEXTS
 from graphs_support import an_index
 from models import lab_model, prompts, tiny_llama
-from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from patching_support import tiny
+from transformers import DynamicCache
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
@@ -73,15 +74,10 @@ def test_autocast_does_not_reach_products_of_codes(narrow: torch.dtype) -> None:
 
 
 def test_patching_with_another_default_device(meta_by_default: None) -> None:
-    config = Qwen2Config(
-        vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    with torch.device("cpu"):
-        model = Qwen2ForCausalLM(config).eval()
     # what is looked at in a model with a bias on its keys, and what is probed of its rotary embedding
     sparse = SparseConfig(selector="kmeans", probes=2)
     with torch.device("cpu"):
+        model = tiny("qwen2")
         index = an_index(model)
     with turbo_hf.patch(model, TurboConfig(sparse=sparse), calibration=index) as handle:
         assert handle.report().layers[0].storage == "2 x 4 bit"
@@ -98,12 +94,7 @@ def test_calibrating_with_another_default_device(request: pytest.FixtureRequest)
 
 def test_a_pass_plans_once_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = ["sliding_attention", "full_attention"] * 3
-    model = Gemma2ForCausalLM(
-        Gemma2Config(
-            vocab_size=100, hidden_size=32, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=16, layer_types=kinds, sliding_window=24, pad_token_id=0,
-        )
-    ).eval()  # fmt: skip
+    model: Any = tiny("gemma2", num_hidden_layers=6, layer_types=kinds, sliding_window=24)
     made: list[int] = []
     real = columns_from_mask
 

@@ -11,7 +11,7 @@ from generate_support import EXACT4
 from graphs_support import watch_runners
 from models import SHAPE, left_padded, prompts, tiny_llama
 from patching_support import tiny
-from torch import Tensor
+from tiny_multimodal import build_multimodal, prompt
 from transformers import DynamicCache, GenerationMixin, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
@@ -345,18 +345,6 @@ def test_another_cache_is_told_of(kind: Any) -> None:
 
 # --- models whose `generate` calls that of their language model, and what `report` says of the last one ---------------
 
-TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-VISION = {**TOWER, "image_size": 32, "patch_size": 16, "initializer_range": 0.2}
-TOKENS = {"vocab_size": 99, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-OPT = {
-    **TOKENS, "model_type": "opt", "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 128, "init_std": 0.2,
-}  # fmt: skip
-BERT = {
-    **TOKENS, "hidden_size": 64, "encoder_hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "is_decoder": True,
-}  # fmt: skip
-QFORMER = {**TOWER, "vocab_size": 99, "encoder_hidden_size": 32}
 PARTS = {
     "Blip2ForConditionalGeneration": "language_model",
     "BlipForConditionalGeneration": "text_decoder",
@@ -365,33 +353,13 @@ PARTS = {
     "InstructBlipVideoForConditionalGeneration": "language_model",
     "Kosmos2ForConditionalGeneration": "text_model",
 }
-IMAGE = 98
 
 
-def blip(name: str) -> Any:
-    """A tiny one with an OPT."""
-    torch.manual_seed(0)
-    kind: Any = getattr(transformers, name)
-    parts = {"text_config": OPT, "vision_config": VISION, "qformer_config": QFORMER}
-    config = kind.config_class(**parts, num_query_tokens=4)
-    setattr(config, "video_token_index" if "Video" in name else "image_token_index", IMAGE)
-    return kind(config).eval()
-
-
-def inputs(name: str) -> dict[str, Tensor]:
-    """Four places of an image, and a text."""
-    text = torch.randint(3, IMAGE, (1, 60), generator=torch.Generator().manual_seed(0))
-    ids = torch.cat((torch.full((1, 4), IMAGE), text), 1)
-    image = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    given = {"pixel_values": image[:, None] if "Video" in name else image}
-    if "Instruct" in name:
-        given |= {"qformer_input_ids": text, "qformer_attention_mask": torch.ones_like(text)}
-    return {**given, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-@pytest.mark.parametrize("name", [name for name in PARTS if PARTS[name] == "language_model"])
-def test_the_part_that_generates_is_patched(name: str) -> None:
-    model, given = blip(name), inputs(name)
+@pytest.mark.parametrize("family", ["blip-2", "instructblip", "instructblipvideo"])
+def test_the_part_that_generates_is_patched(family: str) -> None:
+    model = build_multimodal(family)
+    text, image = prompt(model)
+    given, name = {**text, **image}, type(model).__name__
     how: Any = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "eos_token_id": None}
     stock = model.generate(**given, **how)
     with pytest.warns(UserWarning, match=rf"{name}\.generate calls generate of model\.language_model"):
@@ -399,7 +367,8 @@ def test_the_part_that_generates_is_patched(name: str) -> None:
     with handle:
         ours = model.generate(**given, **how)
         assert handle.report().model == "OPTForCausalLM"
-        assert "71 tokens in a TurboCache, 2 of 2 layers compressed" in str(handle.report())
+        tokens, layers = stock.sequences.shape[1] - 1, len(handle.report().layers)
+        assert f"{tokens} tokens in a TurboCache, {layers} of {layers} layers compressed" in str(handle.report())
         with pytest.raises(ValueError, match="patched already"):
             turbo_hf.patch(model, EXACT)
     assert isinstance(getattr(ours, CACHE), TurboCache)
@@ -407,13 +376,10 @@ def test_the_part_that_generates_is_patched(name: str) -> None:
     assert not isinstance(getattr(model.generate(**given, **how), CACHE), TurboCache)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_a_part_that_cannot_be_compressed_is_refused() -> None:
-    kind: Any = transformers.BlipForConditionalGeneration
-    config = kind.config_class(text_config=BERT, vision_config=VISION, image_text_hidden_size=32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with pytest.raises(Unsupported, match="no layer of BlipTextLMHeadModel"):
-            turbo_hf.patch(kind(config).eval())
+    with pytest.raises(Unsupported, match="no layer of BlipTextLMHeadModel"):
+        turbo_hf.patch(build_multimodal("blip"))
 
 
 def test_what_a_generate_calls_is_read_from_its_source() -> None:
