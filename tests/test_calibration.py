@@ -289,10 +289,3 @@ def test_a_dataset_that_cannot_be_read_says_why(monkeypatch: pytest.MonkeyPatch,
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 1
     assert "the package datasets is needed" in " ".join(result.output.split())
-
-
-def test_a_real_dataset_without_a_network_says_why() -> None:
-    pytest.importorskip("datasets")
-    _, tokenizer = lab_model()
-    with pytest.raises(ValueError, match="the dataset of that name cannot be read"):
-        token_windows("no-one-at-all/nothing-at-all", tokenizer, 256, 3)

@@ -1,10 +1,7 @@
 """What a calibration is kept in, also while it is written, and how `patch` uses it."""
 
 import copy
-import errno
 import json
-import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -322,30 +319,6 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_readers_find_one_calibration_whoever_writes(tmp_path: Path) -> None:
-    errors: list[Exception] = []
-    made(0).save_pretrained(tmp_path)
-
-    def write(first: int) -> None:
-        try:
-            for number in range(first, first + 15):
-                made(number).save_pretrained(tmp_path)
-        except OSError as error:
-            errors.append(error)
-
-    writers = [threading.Thread(target=write, args=(first,)) for first in (100, 200)]
-    for writer in writers:
-        writer.start()
-    found: set[int] = set()
-    while any(writer.is_alive() for writer in writers):
-        read = Calibration.from_pretrained(tmp_path)
-        assert same(read, made(read.tokens))
-        found.add(read.tokens)
-    assert not errors
-    assert found <= {0, *range(100, 115), *range(200, 215)}
-    assert names(tmp_path) == NAMES
-
-
 def test_a_reader_between_two_files_of_a_writer_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(0).save_pretrained(tmp_path)
     new, waited = made(1)._files(), list[float]()
@@ -362,24 +335,6 @@ def test_a_reader_between_two_files_of_a_writer_begins_again(tmp_path: Path, mon
     (tmp_path / TENSORS).write_bytes(made(2)._files()[TENSORS])
     with pytest.raises(ValueError, match=f"{TENSORS} is not the file that {FACTS} was written with"):
         Calibration.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize(("fits", "name"), [(0, TENSORS), (1, FACTS), (2, CARD)])
-def test_a_full_disk_leaves_no_part_and_names_the_file(
-    fits: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made(0).save_pretrained(tmp_path)
-    left, replace = iter(range(fits)), Path.replace
-
-    def full(path: Path, to: Path) -> Path:
-        if next(left, None) is None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return replace(path, to)
-
-    monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match=f"No space left on device: .*{name}"):
-        made(1).save_pretrained(tmp_path)
-    assert names(tmp_path) == NAMES
 
 
 def test_a_writer_that_waits_too_long_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

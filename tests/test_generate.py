@@ -232,13 +232,6 @@ def test_the_trained_model_finds_its_values(config: str | TurboConfig, size: int
         assert text.startswith(value)
 
 
-def test_the_trained_model_reasons_as_without_the_patch() -> None:
-    model, _ = lab_model()
-    want = answer(model, tokens=60, **story())
-    for config in ("int8", "turbo4", "turbo-mixed"):
-        assert torch.equal(patched(model, config, tokens=60, **story()), want)
-
-
 # --- drafts --------------------------------------------------------------------------------------------------------
 
 

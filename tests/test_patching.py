@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import dispatch_model  # type: ignore[import-untyped] # it has no types
-from models import VOCABULARY, prompts, tiny_llama
+from families_support import SHARED as LAST_SHARE
+from models import prompts, tiny_llama
 from patching_support import (
     LENGTHS,
     MIXED,
@@ -36,15 +37,7 @@ from turbo_hf.cache.memory import Memory
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.versions import CACHE
 
-SHARED = {
-    "num_hidden_layers": 6,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "sliding_window": WINDOW,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "global_head_dim": 16,
-}
+SHARED = {**LAST_SHARE, "global_head_dim": 16}
 
 
 # --- on and off ----------------------------------------------------------------------------------------------------

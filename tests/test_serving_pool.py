@@ -17,22 +17,19 @@ from turbo_hf.serving.pace import MARGIN, MOST_WAIT, Pace  # noqa: E402
 from turbo_hf.serving.paged_cache import TurboAllocator  # noqa: E402
 from turbo_hf.serving.rows import Shape  # noqa: E402
 
-
-def test_the_pool_holds_what_the_plan_says() -> None:
-    """At the 8B shape, 3.3 times the tokens of FP16, slots of open tokens included."""
-    shape = Shape((resolve_config("turbo4").head_groups(8),) * 32, 128, 64)
-    fp16 = 2 * 8 * 128 * 2 * 32
-    assert fp16 * 64 / shape.block_bytes > 3.65
-    tokens = 8192
-    assert fp16 * tokens / (tokens // 64 * shape.block_bytes + shape.slot) > 3.55
+DENSE = Shape((resolve_config("turbo4").head_groups(8),) * 32, 128, 64)
+LATENTS = Shape((((4, 1),),) * 26 + (((8, 1),),), 512, 64, 64)
+"""DeepSeek-V2-Lite, one layer of 27 in 8 bit."""
 
 
-def test_the_pool_holds_the_latents_that_the_plan_says() -> None:
-    """At the shape of DeepSeek-V2-Lite, one layer of 27 in 8 bit: 3.25 times the tokens of BF16, slots included."""
-    shape = Shape((((4, 1),),) * 26 + (((8, 1),),), 512, 64, 64)
-    bf16, tokens = 2 * (512 + 64) * 27, 32768
-    assert bf16 * 64 / shape.block_bytes > 3.3
-    assert bf16 * tokens / (tokens // 64 * shape.block_bytes + shape.slot) > 3.25
+@pytest.mark.parametrize(
+    ("shape", "half", "tokens", "blocks", "pool"),
+    [(DENSE, 2 * 8 * 128 * 2 * 32, 8192, 3.65, 3.55), (LATENTS, 2 * (512 + 64) * 27, 32768, 3.3, 3.25)],
+)
+def test_the_pool_holds_what_the_plan_says(shape: Shape, half: int, tokens: int, blocks: float, pool: float) -> None:
+    """How many times the tokens of 16 bit, which take `half` bytes each: by blocks, and with slots of open tokens."""
+    assert half * 64 / shape.block_bytes > blocks
+    assert half * tokens / (tokens // 64 * shape.block_bytes + shape.slot) > pool
 
 
 class Pool:

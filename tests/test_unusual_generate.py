@@ -12,7 +12,7 @@ from graphs_support import watch_runners
 from models import SHAPE, left_padded, prompts, tiny_llama
 from patching_support import tiny
 from tiny_multimodal import build_multimodal, prompt
-from transformers import DynamicCache, GenerationMixin, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
+from transformers import DynamicCache, GenerationMixin, Phi3Config, Phi3ForCausalLM
 from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 import turbo_hf
@@ -130,7 +130,7 @@ forgets = "next_sequence_length" not in inspect.getsource(Phi3ForCausalLM.prepar
 whole = pytest.mark.skipif(forgets, reason="this version of Transformers loses the prompt, unpatched too")
 
 
-def long_phi(kind: str = "phi3", **overrides: Any) -> Any:
+def long_phi(kind: str = "phi3") -> Any:
     """A tiny Phi-3 or PhiMoE with two sets of rotary factors, far apart."""
     rope = {
         "rope_type": "longrope",
@@ -142,13 +142,9 @@ def long_phi(kind: str = "phi3", **overrides: Any) -> Any:
         "long_mscale": 1.2,
         "original_max_position_embeddings": SWITCH,
     }
-    shape = {**SHAPE, "attn_implementation": "sdpa", "original_max_position_embeddings": SWITCH, **overrides}
-    torch.manual_seed(0)
-    if kind == "phi3":
-        return Phi3ForCausalLM(Phi3Config(**shape, rope_parameters=rope)).eval()
-    config = PhimoeConfig(**shape, rope_parameters=rope, num_local_experts=2, num_experts_per_tok=2)
-    model: Any = PhimoeForCausalLM._from_config(config, experts_implementation="eager")
-    return model.eval()
+    shape = {"rope_parameters": rope, "original_max_position_embeddings": SWITCH, "attn_implementation": "sdpa"}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 2} if kind == "phimoe" else {}
+    return tiny(kind, **shape, **experts)
 
 
 WAYS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
