@@ -53,7 +53,7 @@ def test_an_offloaded_model_gives_the_same(indexed: Calibration) -> None:
     assert same(calibrate(model, tokenizer, TEXTS, settings=SMALL), indexed)
 
 
-def test_a_classifier_that_float16_cannot_hold_leaves_its_layer_without_an_index(
+def test_a_classifier_beyond_float16_leaves_no_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def wide(*args: Any) -> Any:
@@ -164,7 +164,7 @@ KeysOfLayers = list[list[Tensor]]
 
 
 @pytest.mark.parametrize(("windows", "learned"), [(3, 2), (14, 12)])
-def test_an_index_is_judged_on_windows_that_it_was_not_learned_from(
+def test_an_index_is_judged_on_windows_it_has_not_seen(
     windows: int, learned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clustered: list[KeysOfLayers] = []

@@ -354,7 +354,7 @@ def test_a_seed_repeats_what_is_sampled() -> None:
     assert greedy == generated(*words[:4]).stdout, "the generation config of this model says greedy"
 
 
-def test_sampling_is_as_the_generation_config_says_unless_it_is_chosen() -> None:
+def test_sampling_is_the_generation_configs_unless_chosen() -> None:
     assert _sampling(None) == {}
     assert _sampling(0.7) == {"do_sample": True, "temperature": 0.7}
     assert _sampling(0)["do_sample"] is False

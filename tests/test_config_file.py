@@ -51,7 +51,7 @@ def test_numbers_come_back_as_they_were(layers: list[int], share: float, thresho
     assert TurboConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_an_older_config_comes_back_and_what_left_the_package_is_refused() -> None:
+def test_older_configs_come_back_or_are_refused() -> None:
     config = TurboConfig(sparse=SparseConfig(probes=64))
     nothing: dict[str, Any] = {"mass": None, "most_dropped": None}
     older = config.to_dict() | {"sparse_prompt": None, "sparse": config.to_dict()["sparse"] | nothing}

@@ -174,7 +174,7 @@ def test_a_prompt_that_a_method_does_not_round_is_no_verdict() -> None:
     ]
 
 
-def test_a_model_that_loses_its_state_between_passes_excuses_no_cache() -> None:
+def test_a_model_that_loses_its_state_excuses_no_cache() -> None:
     model = build("bamba")
     rows = measure(model, torch.randint(90, (2, 97)), [Case(64, "steps")], named(["turbo4"]), tail=32)
     noise, turbo4 = (next(row for row in rows if row.method == name) for name in (AGAIN, "turbo4"))
@@ -201,7 +201,7 @@ def row(method: str, kl: float, size: float, path: str = "steps") -> Fidelity:
     return Fidelity(method, Case(1, path), figures, size, verdict(kl))
 
 
-def test_the_suggestion_is_the_smallest_that_is_like_16_bit_everywhere() -> None:
+def test_the_suggestion_is_the_smallest_like_16_bit() -> None:
     rows = [row("int8", 0.001, 266), row("turbo4", 0.002, 140), row("turbo4", 0.02, 140, "chunk"), row("int8", 0, 266)]
     assert "here: int8, 266 bytes" in suggestion(rows)
     assert "No method is like 16 bit" in suggestion([row("turbo4", 0.02, 140)])
@@ -233,7 +233,7 @@ class Words:
         return type("Ids", (), {"input_ids": torch.tensor([[ord(c) % 90 for c in text]])})
 
 
-def test_the_check_reads_sealed_blocks_of_presets_that_keep_tokens_open() -> None:
+def test_the_check_reads_sealed_blocks_beside_recent_tokens() -> None:
     model, _ = lab_model()
     with pytest.warns(UserWarning, match="2 bit is not like 16 bit on real checkpoints"):
         handle = turbo_hf.patch(

@@ -338,7 +338,7 @@ def test_only_the_text_model_of_a_multimodal_one_is_patched(gemma3: PreTrainedMo
 
 
 @pytest.mark.parametrize("part", [1 << 26, 999], ids=["whole", "parts"])
-def test_a_text_whose_processor_says_that_it_has_no_image_is_compressed(
+def test_a_text_without_an_image_is_compressed(
     gemma3: PreTrainedModel, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(masks, "PART", part)

@@ -168,7 +168,7 @@ def test_a_window_that_no_layer_masks_by_is_named() -> None:
 
 @pytest.mark.parametrize("types", [[FULL] * 4, [SLIDING, FULL] * 2], ids=["full", "mixed"])
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_a_model_that_masks_otherwise_than_its_config_says_is_refused(types: list[str], use_cache: bool) -> None:
+def test_a_model_that_masks_unlike_its_config_is_refused(types: list[str], use_cache: bool) -> None:
     model: Any = build("mistral")
     assert kinds(model.config) is None
     ids = torch.randint(3, 99, (1, 60), generator=torch.Generator().manual_seed(0))
@@ -199,7 +199,7 @@ def refuse_rows(self: Any, x: Tensor) -> Tensor:
     raise RuntimeError("this kernel wants a multiple of 128 rows")
 
 
-def test_a_key_projection_that_does_not_run_by_itself_is_told_for_its_bias() -> None:
+def test_a_key_projection_that_does_not_run_alone_is_told() -> None:
     model: Any = tiny("qwen2")
     attention = model.model.layers[1].self_attn
     kind = as_if_from("gptqmodel.nn_modules", "MarlinLinear", torch.nn.Linear, forward=refuse_rows)
@@ -272,7 +272,7 @@ def quantized_by(library: str, model: Any, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("library", ["torchao", "bitsandbytes", "hqq", "optimum.quanto"])
-def test_a_patched_model_with_quantized_weights_chooses_its_own_tokens(library: str, tmp_path: Path) -> None:
+def test_a_model_with_quantized_weights_keeps_its_tokens(library: str, tmp_path: Path) -> None:
     model: Any = tiny("qwen2", hidden_size=128, intermediate_size=128)
     model.model.layers[1].self_attn.k_proj.bias.data[3] = -1000.0
     model = quantized_by(library, model, tmp_path)

@@ -199,7 +199,7 @@ def test_memory_of_a_cache_that_lives_and_of_one_that_is_gone() -> None:
     assert handle.memory() == last
 
 
-def test_a_handle_is_told_in_one_line_and_makes_no_cache_once_removed() -> None:
+def test_a_handle_in_one_line_and_once_removed() -> None:
     handle = turbo_hf.patch(tiny_llama(), SMALL)
     assert repr(handle) == "<turbo_hf.Handle of LlamaForCausalLM, on>"
     assert handle in {handle}

@@ -220,7 +220,7 @@ def test_a_request_that_does_not_fit_fails_alone(passes: Any) -> None:
         assert len(other.generated_tokens) == 24
 
 
-def test_a_persistent_manager_lives_on_and_is_removed_with_the_patch() -> None:
+def test_a_persistent_manager_ends_with_the_patch() -> None:
     model, inputs = tiny_llama(), requests((70, 20))
     handle = turbo_hf.patch(model)
     how: dict[str, Any] = {"max_new_tokens": 4, "persistent_manager": True, "continuous_batching_config": options()}

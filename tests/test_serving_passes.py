@@ -394,7 +394,7 @@ def test_on_a_gpu_latents_of_several_widths(passes: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["llama", "latent"])
-def test_on_a_gpu_captured_steps_give_the_tokens_of_launched_ones(kind: str, runners: Any) -> None:
+def test_on_a_gpu_captured_steps_give_the_launched_tokens(kind: str, runners: Any) -> None:
     model, inputs, tokens = wide(kind), requests((5, 70, 131, 64, 90, 30, 3)), []
     for how in ({}, {"use_async_batching": False}, {"use_cuda_graph": False}):
         with turbo_hf.patch(model, "turbo4"):

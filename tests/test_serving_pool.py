@@ -166,7 +166,7 @@ def test_passes_of_two_lengths_keep_the_gpu_busy() -> None:
     assert idle == 0
 
 
-def test_what_takes_longer_to_prepare_than_a_pass_is_prepared_at_once() -> None:
+def test_a_long_preparation_begins_at_once() -> None:
     waits, _ = simulate([0.002] * 20, 0.003)
     assert waits == [0.0] * 20
 

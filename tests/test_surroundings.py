@@ -1,22 +1,39 @@
-"""What may be on around a patched model: autocast, another default device; and options that are for the ops."""
+"""What is around a patched model: autocast, another default device, options for the ops, own loops, and threads that
+generate while a patch is put on or taken off."""
 
+import copy
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from calibration_support import SMALL, TEXTS
+from calibration_support import SMALL as SETTINGS
+from calibration_support import TEXTS
 from graphs_support import an_index
 from models import lab_model, prompts, tiny_llama
-from patching_support import tiny
-from transformers import DynamicCache
+from patching_support import EXACT, SMALL, changes, generate, snapshot, tiny
+from torch import Tensor
+from transformers import (
+    Cache,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 
 import turbo_hf
-from turbo_hf import SparseConfig, TurboConfig
+from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.attention import prompt
+from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache import passes
+from turbo_hf.cache.memory import Memory
 from turbo_hf.cache.new_columns import columns_from_mask
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.calibration.run import calibrate
@@ -24,6 +41,7 @@ from turbo_hf.config.turbo_config import PRESETS
 from turbo_hf.layout import Rounding, Scoring
 from turbo_hf.models.versions import CACHE
 from turbo_hf.parallel import context
+from turbo_hf.patching import other_threads
 from turbo_hf.patching.doctor import diagnose
 from turbo_hf.sparse.selectors import Centroids
 
@@ -88,9 +106,9 @@ def test_patching_with_another_default_device(meta_by_default: None) -> None:
 def test_calibrating_with_another_default_device(request: pytest.FixtureRequest) -> None:
 
     model, tokenizer = lab_model()
-    want = calibrate(model, tokenizer, TEXTS, settings=SMALL)
+    want = calibrate(model, tokenizer, TEXTS, settings=SETTINGS)
     request.getfixturevalue("meta_by_default")
-    got = calibrate(model, tokenizer, TEXTS, settings=SMALL)
+    got = calibrate(model, tokenizer, TEXTS, settings=SETTINGS)
     assert got.digest() == want.digest()
 
 
@@ -189,3 +207,255 @@ def test_options_reach_the_ops(
             model(prompts(1, count), **{CACHE: cache})
     assert [name for name, _ in asked] == [op]
     assert {name: asked[0][1][name] for name in said} == said
+
+
+@contextmanager
+def said(here: bool = False) -> Iterator[list[str]]:
+    """The warnings of a block, each time one is issued. here: they are issued at lines of this file."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+        texts += [str(warning.message) for warning in caught]
+    assert not here or {warning.filename for warning in caught} <= {__file__}
+
+
+@torch.no_grad()
+def loop(model: Any, ids: torch.Tensor, **first: Any) -> tuple[list[int], Any]:
+    """Ten greedy tokens of an own loop, and the cache that it ends with."""
+    out, tokens = model(ids, **first), []
+    for _ in range(10):
+        tokens.append(int(out.logits[0, -1].argmax()))
+        out = model(torch.tensor([[tokens[-1]]]), **{CACHE: out[CACHE]})
+    return tokens, out[CACHE]
+
+
+def test_use_cache_gives_a_compressed_cache() -> None:
+    model, ids = tiny_llama(), prompts(1, 70)
+    with turbo_hf.patch(model, SMALL) as handle, said() as texts:
+        want = model.generate(ids, max_new_tokens=10, do_sample=False)[0, 70:].tolist()
+        for call in ({"use_cache": True}, {"use_cache": True, CACHE: None}):
+            tokens, cache = loop(model, ids, **call)
+            assert isinstance(cache, TurboCache)
+            assert tokens == want
+            assert handle.memory() == cache.memory()
+            assert handle.memory().tokens == 80
+    assert not texts
+    assert isinstance(loop(model, ids, use_cache=True)[1], DynamicCache)
+
+
+def test_arguments_by_position() -> None:
+    model, ids = tiny_llama(), prompts(2, 40)
+    mask = torch.ones_like(ids)
+    with turbo_hf.patch(model, SMALL) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        want = model(ids, mask, None, cache).logits
+        assert cache.get_seq_length() == 40
+        for call in ((ids, mask, None, None, None, None, True), (ids, mask, None, None)):
+            out = model(*call, **({} if len(call) > 4 else {"use_cache": True}))
+            assert isinstance(out[CACHE], TurboCache)
+            assert torch.equal(out.logits, want)
+        assert isinstance(model(ids, use_cache=True, return_dict=False)[1], TurboCache)
+
+
+def test_a_plain_call_is_the_models_own() -> None:
+    """As lm-eval makes them: no cache is named, and `config.use_cache` is True by default."""
+    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(2, 70)
+    with torch.no_grad():
+        stock = model(ids).logits
+    with turbo_hf.patch(model, "turbo2") as handle, torch.no_grad(), said() as texts:
+        for call in ({}, {"use_cache": None}, {"use_cache": False}):
+            out = model(ids, **call)
+            assert torch.equal(out.logits, stock)
+            assert not isinstance(getattr(out, CACHE), TurboCache)
+        assert handle.memory() == Memory((), 0, 0)
+    assert not texts
+
+
+@pytest.mark.parametrize("tuples", [False, True])
+def test_a_loop_over_the_cache_of_a_plain_call_is_told_once(tuples: bool) -> None:
+    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 70)
+    with turbo_hf.patch(model, SMALL), torch.no_grad(), said(here=True) as texts:
+        first = model(ids, return_dict=not tuples)
+        cache = first[1]
+        assert isinstance(cache, Cache)
+        for _ in range(3):
+            model(ids[:, :1], **{CACHE: cache})
+        given = DynamicCache(config=model.config)
+        for _ in range(2):
+            model(ids, **{CACHE: given}, use_cache=True)
+    assert len(texts) == 1
+    assert "made by a plain call of the model, and is not compressed" in texts[0]
+    assert f"model(..., use_cache=True) or {CACHE}=handle.new_cache()" in texts[0]
+
+
+def test_a_loop_over_the_model_inside_is_told_once() -> None:
+    model, ids = tiny_llama(), prompts(1, 40)
+    with turbo_hf.patch(model, SMALL) as handle, torch.no_grad(), said() as texts:
+        for outer in (model.model, model):
+            out = model.model(ids, use_cache=True)
+            assert isinstance(out[CACHE], DynamicCache)
+            for _ in range(3):
+                out = outer(ids[:, :1], **{CACHE: out[CACHE]})
+        compressed = model.model(ids, **{CACHE: handle.new_cache()})
+        model.model(ids[:, :1], **{CACHE: compressed[CACHE]})
+    assert len(texts) == 2
+    assert all("made by a plain call of the model, and is not compressed" in text for text in texts)
+
+
+def test_generate_tells_of_such_a_cache_once() -> None:
+    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 70)
+    with turbo_hf.patch(model, SMALL), torch.no_grad(), said(here=True) as texts:
+        cache = model(ids[:, :60])[CACHE]
+        model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False)
+    (text,) = texts
+    assert f"a DynamicCache was passed as {CACHE}, so this call is not compressed." in text
+
+
+def test_copies_and_models_without_a_head() -> None:
+    model, ids = tiny_llama(), prompts(1, 70)
+    with turbo_hf.patch(model, SMALL) as handle:
+        twin = copy.deepcopy(model)
+        assert isinstance(loop(twin, ids, use_cache=True)[1], TurboCache)
+        assert handle.memory() == Memory((), 0, 0), "the copy's cache is not this model's"
+    body: Any = LlamaModel(model.config).eval()
+    before, stock = snapshot(body), body(ids).last_hidden_state
+    with pytest.warns(UserWarning, match=r"LlamaModel has no generate: pass handle.new_cache\(\)"):
+        handle = turbo_hf.patch(body, EXACT)
+    with handle, torch.no_grad():
+        assert isinstance(body(ids, use_cache=True)[CACHE], TurboCache)
+        torch.testing.assert_close(body(ids, **{CACHE: handle.new_cache()}).last_hidden_state, stock)
+    assert not changes(before, snapshot(body))
+
+
+# --- attn_implementation="turbo_hf" without a patch -------------------------------------------------------------------
+
+UNPATCHED = 'attn_implementation="turbo_hf" has been set on a model without a patch: nothing is compressed'
+
+
+def unpatched(model: Any) -> list[str]:
+    """What two calls of `generate` say."""
+    with said(here=True) as texts:
+        for _ in range(2):
+            model.generate(prompts(2, 40), max_new_tokens=3, do_sample=False)
+    return [text for text in texts if UNPATCHED in text]
+
+
+def test_attention_without_a_patch_is_told_once() -> None:
+    model = tiny_llama(attn_implementation="sdpa")
+    with torch.no_grad():
+        stock = model(prompts(2, 40)).logits
+    turbo_hf.patch(model, SMALL).remove()
+    model.set_attn_implementation(NAME)
+    assert len(unpatched(model)) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(model(prompts(2, 40)).logits, stock)
+    another: Any = LlamaForCausalLM._from_config(LlamaConfig(**vars(tiny_llama().config)), attn_implementation=NAME)
+    assert len(unpatched(another.eval())) == 1
+    model.set_attn_implementation("sdpa")
+    with turbo_hf.patch(model, SMALL):
+        assert not unpatched(model)
+
+
+def test_layers_that_a_patched_model_leaves_alone_say_nothing() -> None:
+    options = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16}
+    model = tiny("llama4_text", **options, num_local_experts=2, intermediate_size_mlp=96, num_experts_per_tok=1)
+    with turbo_hf.patch(model, SMALL):
+        assert not unpatched(model)
+        assert not unpatched(copy.deepcopy(model))
+
+
+LATE = 60.0
+"""Seconds after which a test gives up: never reached, however slow the machine."""
+
+
+class Held(LogitsProcessor):
+    """Holds a generation up after its first token."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.begun.set()
+        assert self.go_on.wait(LATE)
+        return scores
+
+
+@contextmanager
+def generating(model: Any, **options: Any) -> Iterator[tuple[Held, list[Tensor]]]:
+    """A thread that has begun to generate, and what it gives in the end."""
+    held, found = Held(), list[Tensor]()
+    call = {"logits_processor": LogitsProcessorList([held]), **options}
+    thread = threading.Thread(target=lambda: found.append(generate(model, **call)), name="of the test")
+    thread.start()
+    try:
+        assert held.begun.wait(LATE)
+        yield held, found
+    finally:
+        held.go_on.set()
+        thread.join(LATE)
+
+
+def test_a_change_is_refused_while_another_thread_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    stock, before = generate(model), snapshot(model)
+    monkeypatch.setattr(other_threads, "PATIENCE", 0.0)
+    with generating(model) as (_, found):
+        with pytest.raises(ValueError, match=r"thread 'of the test' runs this model, and patch\(\) would change it"):
+            turbo_hf.patch(model)
+        assert not changes(before, snapshot(model))
+    assert torch.equal(found[0], stock)
+    handle = turbo_hf.patch(model, "turbo2")
+    ours, patched = generate(model), snapshot(model)
+    with generating(model) as (_, found):
+        with pytest.raises(ValueError, match=r"remove\(\) would change it in the middle of a pass\. Wait until that"):
+            handle.remove()
+        assert not changes(patched, snapshot(model))
+    assert torch.equal(found[0], ours)
+    assert not torch.equal(ours, stock)
+    handle.remove()
+    assert torch.equal(generate(model), stock)
+
+
+def test_a_removal_waits_for_a_generation_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(other_threads, "PATIENCE", LATE)
+    model = tiny_llama()
+    stock = generate(model)
+    handle = turbo_hf.patch(model, "turbo2")
+    ours = generate(model)
+    with generating(model) as (held, found):
+        threading.Timer(0.05, held.go_on.set).start()
+        handle.remove()
+        assert held.go_on.is_set()
+    assert torch.equal(found[0], ours)
+    assert torch.equal(generate(model), stock)
+
+
+def test_a_model_is_patched_between_two_calls_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(other_threads, "PATIENCE", LATE)
+    model, errors, done = tiny_llama(), list[BaseException](), threading.Event()
+    want = [generate(model)]
+    with turbo_hf.patch(model, "turbo2"):
+        want.append(generate(model))
+
+    def run() -> None:
+        try:
+            while not done.is_set():
+                got = generate(model)
+                assert any(torch.equal(got, each) for each in want)
+        except BaseException as error:
+            errors.append(error)
+
+    threads, kept = [threading.Thread(target=run) for _ in range(2)], sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(60):
+            turbo_hf.patch(model, "turbo2").remove()
+    finally:
+        sys.setswitchinterval(kept)
+        done.set()
+        for thread in threads:
+            thread.join(LATE)
+    assert not errors

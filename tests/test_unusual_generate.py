@@ -252,7 +252,7 @@ def test_replayed_steps_go_on_after_the_switch(monkeypatch: pytest.MonkeyPatch) 
 
 
 @whole
-def test_only_new_tokens_are_refused_where_all_are_computed_again() -> None:
+def test_new_tokens_alone_are_refused_at_the_switch() -> None:
     model = long_phi()
     with turbo_hf.patch(model, EXACT):
         out = answer(model, prompts(1, 40), max_new_tokens=2)
@@ -396,7 +396,7 @@ def test_what_a_generate_calls_is_read_from_its_source() -> None:
     assert all(generates_by(kind) is None for kind in (Both, transformers.LlamaForCausalLM, transformers.LlamaModel))
 
 
-def test_the_report_says_what_the_last_generate_stored_its_tokens_in() -> None:
+def test_the_report_says_where_the_last_tokens_are_stored() -> None:
     model: Any = tiny_llama()
     ids = prompts(2, 40)
     how: Any = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
