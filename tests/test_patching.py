@@ -23,7 +23,6 @@ from patching_support import (
     generate,
     logits,
     padded,
-    renamed,
     snapshot,
     tiny,
 )
@@ -55,7 +54,7 @@ SHARED = {**LAST_SHARE, "global_head_dim": 16}
 def test_remove_leaves_no_trace(model_type: str, options: dict[str, Any]) -> None:
     model = tiny(model_type, **options)
     batch = padded()
-    stock, tokens = logits(model, **renamed(batch)), generate(model)
+    stock, tokens = logits(model, **batch), generate(model)
     before, keys = snapshot(model), list(model.state_dict())
     with turbo_hf.patch(model, SMALL):
         changed = changes(before, snapshot(model))
@@ -69,7 +68,7 @@ def test_remove_leaves_no_trace(model_type: str, options: dict[str, Any]) -> Non
         generate(model)
     assert not changes(before, snapshot(model))
     assert list(model.state_dict()) == keys
-    assert torch.equal(logits(model, **renamed(batch)), stock)
+    assert torch.equal(logits(model, **batch), stock)
     assert torch.equal(generate(model), tokens)
 
 
@@ -183,7 +182,7 @@ def test_memory_of_a_cache_that_lives_and_of_one_that_is_gone() -> None:
         cache = handle.new_cache()
         assert handle.memory().tokens == 0
         assert handle.memory().compression == 1.0
-        logits(model, **renamed(batch), **dict[str, Any]({CACHE: cache}))
+        logits(model, **batch, **dict[str, Any]({CACHE: cache}))
         living = handle.memory()
         assert living.tokens == sum(LENGTHS)
         # keys and values of 2 layers, 2 heads of 16 float32 channels
@@ -273,7 +272,7 @@ assert torch.equal(model.generate(ids, max_new_tokens={NEW}, do_sample=False), t
 
 def test_save_pretrained_knows_nothing_of_the_patch(tmp_path: Path) -> None:
     model = tiny_llama()
-    stock = logits(model, **renamed(padded()))
+    stock = logits(model, **padded())
     model.save_pretrained(tmp_path / "before")
     with turbo_hf.patch(model, SMALL):
         model.save_pretrained(tmp_path / "patched")
@@ -286,7 +285,7 @@ def test_save_pretrained_knows_nothing_of_the_patch(tmp_path: Path) -> None:
     assert "turbo" not in text
     assert '"LlamaForCausalLM"' in text
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "patched", attn_implementation="eager")
-    assert torch.equal(logits(loaded, **renamed(padded())), stock)
+    assert torch.equal(logits(loaded, **padded()), stock)
 
 
 def test_threads_share_a_patched_model() -> None:

@@ -9,7 +9,7 @@ import torch
 from calibration_support import PROSE_FILE, SMALL
 from models import lab_model, tiny_llama
 from patching_support import tiny
-from ranks_support import COUNT, seen_by_ranks
+from ranks_support import COUNT, both, seen_by_ranks
 from two_ranks import CONFIGS, HEADS, answer
 
 from turbo_hf import Calibration
@@ -46,13 +46,6 @@ def alike(ranks: Any, seen: Any, expected: Any) -> bool:
     lies between two codes, the cache then holds the other: on GPUs each row begins with the same tokens."""
     exact = next(iter(ranks[1].values())).dtype == torch.float64
     return bool(seen == expected if exact else [row[:4] for row in seen] == [row[:4] for row in expected])
-
-
-def both(ranks: Any, case: str) -> Any:
-    """What the ranks have seen, where it is the same."""
-    first, second = (found[case] for found in ranks[0])
-    assert first == second
-    return first
 
 
 def test_tokens_and_bytes_of_each_preset(ranks: Any) -> None:

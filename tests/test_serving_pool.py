@@ -141,16 +141,18 @@ def simulate(took: list[float], preparation: float) -> tuple[list[float], float]
     return waits, idle
 
 
-def test_a_batch_is_prepared_just_before_the_pass_ahead_ends() -> None:
-    waits, idle = simulate([0.010] * 30, 0.003)
-    assert waits[10:] == pytest.approx([0.010 - 0.003 - MARGIN] * 20)
-    assert idle == 0
-
-
-def test_passes_that_become_quicker_are_found_out() -> None:
-    waits, idle = simulate([0.020] * 20 + [0.010] * 30, 0.003)
-    assert waits[-1] == pytest.approx(0.010 - 0.003 - MARGIN)
-    assert idle <= 0.01, "one pass, in all"
+@pytest.mark.parametrize(
+    ("took", "tail", "idle"),
+    [
+        pytest.param([0.010] * 30, 20, 0, id="just before the pass ahead ends"),
+        pytest.param([0.020] * 20 + [0.010] * 30, 1, 0.010, id="quicker passes are found out, which costs one pass"),
+        pytest.param([0.010, 0.020] * 20, 30, 0, id="two lengths"),
+    ],
+)
+def test_a_batch_is_prepared_as_late_as_it_may_be(took: list[float], tail: int, idle: float) -> None:
+    waits, idled = simulate(took, 0.003)
+    assert waits[-tail:] == pytest.approx([0.010 - 0.003 - MARGIN] * tail)
+    assert idled <= idle
 
 
 def test_a_pass_that_was_held_up_holds_up_nothing_else() -> None:
@@ -158,17 +160,8 @@ def test_a_pass_that_was_held_up_holds_up_nothing_else() -> None:
     assert max(waits) == MOST_WAIT
     waits, _ = simulate([0.010] * 10 + [30.0] + [0.010] * 20, 0.003)
     assert max(waits) == pytest.approx(0.010 - 0.003 - MARGIN)
-
-
-def test_passes_of_two_lengths_keep_the_gpu_busy() -> None:
-    waits, idle = simulate([0.010, 0.020] * 20, 0.003)
-    assert waits[10:] == pytest.approx([0.010 - 0.003 - MARGIN] * 30)
-    assert idle == 0
-
-
-def test_a_long_preparation_begins_at_once() -> None:
-    waits, _ = simulate([0.002] * 20, 0.003)
-    assert waits == [0.0] * 20
+    # a long preparation begins at once
+    assert simulate([0.002] * 20, 0.003)[0] == [0.0] * 20
 
 
 def test_nothing_is_waited_for_where_nothing_is_known() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from generate_support import EXACT4
 from graphs_support import watch_runners
 from models import SHAPE, left_padded, prompts, tiny_llama
 from patching_support import tiny
@@ -186,21 +185,6 @@ def test_the_factors_make_a_difference() -> None:
     want = answer(model, ids).sequences
     model.config.original_max_position_embeddings = 4096
     assert not torch.equal(answer(model, ids).sequences, want)
-
-
-@whole
-def test_four_bit_tokens_are_those_of_one_prompt() -> None:
-    """At the switch all tokens are computed again: the cache is that of a prompt of so many."""
-    model, ids = long_phi(), prompts(2, SWITCH - 5)
-    with turbo_hf.patch(model, EXACT4) as handle:
-        first = answer(model, ids, max_new_tokens=6)
-        assert first[CACHE].get_seq_length() == SWITCH
-        together = answer(model, ids, max_new_tokens=7)
-        prompt = handle.new_cache()
-        model(first.sequences, **{CACHE: prompt})
-        for got, want in zip(together[CACHE].turbo_layers(), prompt.turbo_layers(), strict=True):
-            assert got.lengths() == want.lengths() == [SWITCH + 1] * 2
-            assert all(map(torch.equal, got.dequantized(SWITCH + 1), want.dequantized(SWITCH + 1)))
 
 
 @whole

@@ -176,11 +176,11 @@ def generate(model: Any, batch: dict[str, Tensor], **options: Any) -> GenerateDe
 
 
 @torch.no_grad()
-def logits(model: Any, ids: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
-    """Logits of a pass over `ids`, the newest columns of `mask`."""
-    place = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    options = {"attention_mask": mask, "position_ids": place, CACHE: cache, "use_cache": cache is not None}
-    return torch.as_tensor(model(ids, **options).logits)
+def logits(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Any = None) -> Tensor:
+    """Logits of a pass over the newest columns of a mask."""
+    place = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+    options = {"attention_mask": attention_mask, "position_ids": place, CACHE: cache, "use_cache": cache is not None}
+    return torch.as_tensor(model(input_ids, **options).logits)
 
 
 def alone(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -216,8 +216,3 @@ def settle(model: PreTrainedModel, config: TurboConfig, dense: list[int]) -> tup
         if float((best[..., 0] - best[..., 1]).min()) > TIE:
             return batch, torch.as_tensor(oracle.sequences)
     raise AssertionError("all prompts have ties")
-
-
-def renamed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The arguments of `logits`."""
-    return {"ids": batch["input_ids"], "mask": batch["attention_mask"]}

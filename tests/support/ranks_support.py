@@ -49,6 +49,13 @@ def seen_by_ranks(script: str, folder: Path, device: str, count: int = COUNT) ->
     return found
 
 
+def both(ranks: Any, case: str) -> Any:
+    """What the ranks of a fixture, of which they are the first part, have seen, where it is the same."""
+    first, second = (found[case] for found in ranks[0])
+    assert first == second
+    return first
+
+
 def run_rank(asks: Callable[[int, Path, str], Any], cases: Callable[[str], Sequence[str]]) -> None:
     """Be the rank that the arguments of this process name: RANK FOLDER cpu|cuda [CASE ...]; on a CPU be all ranks.
 
