@@ -90,58 +90,42 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("part", "name", "change", "message"),
     [
-        (lambda x: None, "it lacks 'layers.0.scores.entropy'"),
-        (lambda x: x[:, None], r"is float32 \[2, 1\].*, and should be floating point \[2\]"),
-        (lambda x: x.to(torch.float8_e4m3fn), "is float8_e4m3fn"),
-        (lambda x: x * torch.nan, r"layers\.0\.scores\.entropy is float32 .*, and should be .* of finite numbers"),
-    ],
-)
-def test_scores_that_are_none_are_refused(change: Any, message: str, tmp_path: Path) -> None:
-    found = lab()
-    scores = {**found.layers[0].scores, "entropy": change(found.layers[0].scores["entropy"])}
-    layer = replace(found.layers[0], scores={name: x for name, x in scores.items() if x is not None})
-    replace(found, layers=(layer,)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        Calibration.from_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("weight_2", None, "lacks 'layers.[0-9].weight_2'"),
-        ("centroids", None, "lacks 'layers.[0-9].centroids'"),
-        ("rotated_centroids", None, "lacks 'layers.[0-9].rotated_centroids'"),
-        ("classifier", None, "lacks 'layers.[0-9].bias_1'"),
-        ("centroids", lambda x: x[:, 0], r"centroids is float16 \[2, 64\]"),
+        ("scores", "entropy", None, "it lacks 'layers.[0-9].scores.entropy'"),
+        ("scores", "entropy", lambda x: x[:, None], r"is float32 \[2, 1\].*, and should be floating point \[2\]"),
+        ("scores", "entropy", lambda x: x.to(torch.float8_e4m3fn), "is float8_e4m3fn"),
         (
+            "scores",
+            "entropy",
+            lambda x: x * torch.nan,
+            r"scores\.entropy is float32 .*, and should be .* of finite num",
+        ),
+        ("classifier", "weight_2", None, "lacks 'layers.[0-9].weight_2'"),
+        ("classifier", "bias_1", None, "lacks 'layers.[0-9].bias_1'"),
+        (
+            "classifier",
             "weight_2",
             lambda x: x[..., 1:],
-            r"weight_2 is float16 \[2, 32, 15\].*, and should be floating point \[2, 32, 16\]",
+            r"weight_2 is float16 \[2, 32, 15\].* floating point \[2, 32, 16\]",
         ),
-        ("rotated_centroids", lambda x: x[..., 1:], r"rotated_centroids is .*, and should be"),
-        (
-            "centroids",
-            lambda x: x[1:],
-            r"centroids is float16 \[1, 16, 64\].*, and should be floating point \[2, 16, 64\]",
-        ),
-        ("centroids", lambda x: x.to(torch.int8), "centroids is int8"),
+        ("", "centroids", None, "lacks 'layers.[0-9].centroids'"),
+        ("", "rotated_centroids", None, "lacks 'layers.[0-9].rotated_centroids'"),
+        ("", "centroids", lambda x: x[:, 0], r"centroids is float16 \[2, 64\]"),
+        ("", "rotated_centroids", lambda x: x[..., 1:], r"rotated_centroids is .*, and should be"),
+        ("", "centroids", lambda x: x[1:], r"centroids is float16 \[1, 16, 64\].* floating point \[2, 16, 64\]"),
+        ("", "centroids", lambda x: x.to(torch.int8), "centroids is int8"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(
-    name: str, change: Any, message: str, tmp_path: Path, indexed: Calibration
+    part: str, name: str, change: Any, message: str, tmp_path: Path, indexed: Calibration
 ) -> None:
     layer = next(layer for layer in indexed.layers if layer.centroids is not None)
-    if name == "weight_2":
-        parts = dict(layer.classifier)
-        held = parts.pop(name)
-        layer = replace(layer, classifier=parts if change is None else parts | {name: change(held)})
-    else:
-        empty: Any = {} if name == "classifier" else None
-        own: dict[str, Any] = {name: empty if change is None else change(getattr(layer, name))}
-        layer = replace(layer, **own)
-    replace(indexed, layers=(layer,)).save_pretrained(tmp_path)
+    held = dict(getattr(layer, part)) if part else {name: getattr(layer, name)}
+    before = held.pop(name)
+    held |= {} if change is None and part else {name: change and change(before)}
+    changed: dict[str, Any] = {part: held} if part else held
+    replace(indexed, layers=(replace(layer, **changed),)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"damaged: .*{message}"):
         Calibration.from_pretrained(tmp_path)
 

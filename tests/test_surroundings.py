@@ -32,9 +32,7 @@ import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.attention import prompt
 from turbo_hf.attention.turbo_attention import NAME
-from turbo_hf.cache import passes
 from turbo_hf.cache.memory import Memory
-from turbo_hf.cache.new_columns import columns_from_mask
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.config.turbo_config import PRESETS
@@ -110,25 +108,6 @@ def test_calibrating_with_another_default_device(request: pytest.FixtureRequest)
     request.getfixturevalue("meta_by_default")
     got = calibrate(model, tokenizer, TEXTS, settings=SETTINGS)
     assert got.digest() == want.digest()
-
-
-def test_a_pass_plans_once_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = ["sliding_attention", "full_attention"] * 3
-    model: Any = tiny("gemma2", num_hidden_layers=6, layer_types=kinds, sliding_window=24)
-    made: list[int] = []
-    real = columns_from_mask
-
-    def counted(mask: Any, seen: int, *rest: Any) -> Any:
-        made.append(seen)
-        return real(mask, seen, *rest)
-
-    monkeypatch.setattr(passes, "columns_from_mask", counted)
-    ids = prompts(2, 40)
-    mask = torch.ones_like(ids)
-    mask[1, :9] = 0
-    with turbo_hf.patch(model, "int8"):
-        model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
-    assert {seen: made.count(seen) for seen in made} == {40 + n: 2 for n in (-40, 0, 1, 2)}
 
 
 def test_attentions_that_are_not_there_are_told() -> None:
