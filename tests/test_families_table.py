@@ -36,6 +36,8 @@ SAMPLE = [
     ("gemma3n_text", "shared keys"),
     ("gpt_oss", ""),
     ("gpt_neox", ""),
+    ("gpt_bigcode", "many KV heads"),
+    ("bamba", ""),
     ("minimax_m3_vl_text", "sparse layers"),
     ("phimoe", "longrope in mid-answer"),
     ("qwen3_next", ""),
