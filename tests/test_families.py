@@ -277,11 +277,16 @@ def gemma3() -> Any:
 
 
 def texts(gemma3: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """Padded prompts without tokens of images, and the tokens after them over a cache without a patch."""
+    """Padded prompts without tokens of images, and the logits after them over a cache without a patch."""
     batch = padded()
     batch["input_ids"] %= IMAGE
     cache = TurboCache(gemma3.config, exact(4), attention_mask=batch["attention_mask"])
-    return batch, torch.as_tensor(generate(gemma3, batch, **{CACHE: cache}).sequences)
+    return batch, answer(gemma3, batch, **{CACHE: cache})
+
+
+def answer(gemma3: Any, batch: dict[str, Tensor], **options: Any) -> Tensor:
+    """Logits of the tokens that it generates, which 4 bit move by 0.15."""
+    return torch.stack(list(generate(gemma3, batch, **options).logits or ()))
 
 
 def test_only_the_text_model_of_a_multimodal_one_is_patched(gemma3: Any) -> None:
@@ -296,8 +301,7 @@ def test_only_the_text_model_of_a_multimodal_one_is_patched(gemma3: Any) -> None
         # what calls all layers is told of each pass
         assert hooked[:3] == ["", "model", "model.language_model"]
         assert hooked[3:] == [f"model.language_model.layers.{layer}.self_attn" for layer in range(4)]
-        ours = generate(gemma3, batch)
-    assert torch.equal(ours.sequences, oracle)
+        torch.testing.assert_close(answer(gemma3, batch), oracle, atol=0.01, rtol=0)
     assert all(part._attn_implementation is was for part, was in zip(parts, before, strict=True))
 
 
@@ -315,7 +319,7 @@ def test_a_text_without_an_image_is_compressed(gemma3: Any, part: int, monkeypat
     batch, oracle = texts(gemma3)
     without = {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
     with turbo_hf.patch(gemma3, exact(4)) as handle:
-        assert torch.equal(generate(gemma3, without).sequences, oracle)
+        torch.testing.assert_close(answer(gemma3, without), oracle, atol=0.01, rtol=0)
         assert handle.memory().tokens == int(batch["attention_mask"].sum()) + 3 * (NEW - 1)
     assert made
     # all rows of the batch, and a single query at least
