@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no t
 from calibration_support import HEADS, MIXED, PROSE, SHORT, SMALL, TEXTS, command, lab, same
 from families_support import build
 from models import LAB_MODEL, lab_model, tiny_llama, tiny_mistral
-from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, T5Config, T5Model
 from typer.testing import CliRunner
 
@@ -23,7 +23,6 @@ from turbo_hf.calibration import run
 from turbo_hf.calibration.quality import WAYS, evaluate
 from turbo_hf.calibration.query_model import train
 from turbo_hf.calibration.run import calibrate, make_plan
-from turbo_hf.calibration.samples import Samples
 from turbo_hf.calibration.settings import resolve_settings
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.cli.main import app
@@ -157,9 +156,6 @@ def test_bad_input() -> None:
         make_plan(bloom, SMALL)
 
 
-KeysOfLayers = list[list[Tensor]]
-
-
 # --- which windows and keys an index is made from, and which windows judge it ----------------------------------------
 
 
@@ -167,53 +163,32 @@ KeysOfLayers = list[list[Tensor]]
 def test_an_index_is_judged_on_windows_it_has_not_seen(
     windows: int, learned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clustered: list[KeysOfLayers] = []
-    trained: list[tuple[list[Samples], int]] = []
-    judged: list[list[int]] = []
-    centroids = run._centroids
-
-    def spy_on_centroids(layers: KeysOfLayers, *rest: Any) -> Any:
-        clustered.append(layers)
-        return centroids(layers, *rest)
-
-    def spy_on_training(layers: list[Samples], buckets: Any, made: Any, learned: int, *rest: Any) -> Any:
-        trained.append((layers, learned))
-        return train(layers, buckets, made, learned, *rest)
-
-    def spy_on_judging(layer: Any, buckets: Any, own: Any, turned: Any, stored: Any, held_out: Any, *rest: Any) -> Any:
-        judged.append(list(held_out))
-        return evaluate(layer, buckets, own, turned, stored, held_out, *rest)
-
-    monkeypatch.setattr(run, "_centroids", spy_on_centroids)
-    monkeypatch.setattr(run, "train", spy_on_training)
-    monkeypatch.setattr(run, "evaluate", spy_on_judging)
+    clustered, trained, judged = Mock(wraps=run._centroids), Mock(wraps=train), Mock(wraps=evaluate)
+    monkeypatch.setattr(run, "_centroids", clustered)
+    monkeypatch.setattr(run, "train", trained)
+    monkeypatch.setattr(run, "evaluate", judged)
     found = lab(settings=replace(SMALL, windows=windows, queries=16, steps=1))
-    assert [count for _, count in trained] == [learned] * len(trained)
-    assert judged == [list(range(learned, windows))] * len(found.layers)
-    for number, (layers, _) in enumerate(trained):
-        for name, own in zip(("pre_rotary_keys", "keys"), clustered[2 * number : 2 * number + 2], strict=True):
-            for layer, used in zip(layers, own, strict=True):
+    assert {call.args[3] for call in trained.call_args_list} == {learned}
+    assert [list(call.args[5]) for call in judged.call_args_list] == [list(range(learned, windows))] * len(found.layers)
+    by_layers = [call.args[0] for call in clustered.call_args_list]
+    for number, call in enumerate(trained.call_args_list):
+        for name, own in zip(("pre_rotary_keys", "keys"), by_layers[2 * number : 2 * number + 2], strict=True):
+            for layer, used in zip(call.args[0], own, strict=True):
                 held = getattr(layer, name)
-                assert len(held) == windows
+                assert (len(held), len(used)) == (windows, learned)
                 assert all(map(torch.equal, used, held[:learned]))
-                assert len(used) == learned
 
 
 def test_sinks_take_no_part_in_the_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Tensor] = []
-
-    def spy(keys: Tensor, clusters: int, *_: Any) -> Tensor:
-        given.append(keys)
-        return torch.zeros(len(keys), clusters, keys.shape[2])
-
-    monkeypatch.setattr(run, "k_means", spy)
     heads, windows, length, dim = 2, 3, 50, 4
+    k_means = Mock(return_value=torch.zeros(2 * heads, 8, dim))
+    monkeypatch.setattr(run, "k_means", k_means)
     number = torch.arange(2 * windows * heads * length).view(2, windows, heads, length)
     layers = [[keys[..., None].expand(-1, -1, dim).float() for keys in layer] for layer in number]
     run._centroids(layers, 8, SMALL, 0, torch.device("cpu"))
     # by layer and head, all keys of all windows but the first of each
     want = number[..., 1:].transpose(1, 2).reshape(2 * heads, windows * (length - 1))
-    assert torch.equal(given[0][..., 0].long(), want)
+    assert torch.equal(k_means.call_args_list[0].args[0][..., 0].long(), want)
 
 
 # --- `turbo-hf calibrate` --------------------------------------------------------------------------------------------

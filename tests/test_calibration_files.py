@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -168,26 +169,15 @@ def test_fingerprints_tell_models_apart() -> None:
 
 
 def test_push_to_hub_uploads_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: dict[str, bytes] = {}
-
-    class Hub:
-        def __init__(self, token: str | None) -> None:
-            sent["token"] = str(token).encode()
-
-        def create_repo(self, repo_id: str, **options: Any) -> None:
-            sent["repo"] = repo_id.encode()
-
-        def create_commit(self, repo_id: str, operations: Any, commit_message: str) -> Any:
-            for each in operations:
-                sent[each.path_in_repo] = each.path_or_fileobj
-            return type("Commit", (), {"commit_url": f"https://{repo_id}/{commit_message}"})
-
-    monkeypatch.setattr(artifacts, "HfApi", Hub)
+    hub = Mock()
+    hub.return_value.create_commit.return_value.commit_url = "https://me/mine/1"
+    monkeypatch.setattr(artifacts, "HfApi", hub)
     found = lab()
-    url = found.push_to_hub("me/mine", token="t")
-    assert url.startswith("https://me/mine/")
-    assert {name: sent[name] for name in found._files()} == found._files()
-    assert (sent["repo"], sent["token"]) == (b"me/mine", b"t")
+    assert found.push_to_hub("me/mine", token="t") == "https://me/mine/1"
+    hub.assert_called_once_with(token="t")
+    hub.return_value.create_repo.assert_called_once_with("me/mine", private=None, exist_ok=True)
+    repo, files = hub.return_value.create_commit.call_args.args
+    assert (repo, {each.path_in_repo: each.path_or_fileobj for each in files}) == ("me/mine", found._files())
 
 
 # --- patch -------------------------------------------------------------------------------------------------------

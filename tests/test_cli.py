@@ -9,6 +9,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -309,9 +310,7 @@ def generated(*words: str, code: int = 0, typed: str | bytes = "") -> Any:
 
 
 def test_a_reader_that_has_had_enough_ends_it_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> None:
-        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
-
+    broken = Mock(side_effect=BrokenPipeError(errno.EPIPE, "Broken pipe"))
     monkeypatch.setattr("turbo_hf.cli.generate._continue", broken)
     result = generated(LAB, PROMPT, code=1)
     assert "pipe" not in result.output
@@ -436,9 +435,7 @@ def test_bytes_that_are_no_text_are_told(chatty: str, words: list[str], typed: s
 
 
 def test_a_full_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
+    full = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     monkeypatch.setattr("turbo_hf.cli.generate._continue", full)
     told = " ".join(generated(LAB, "hi", code=1).output.split())
     assert "error: the memory of cpu is full. Take a shorter prompt or fewer bits." in told

@@ -82,26 +82,19 @@ def test_figures_are_those_of_a_real_cache(case: Case) -> None:
         pytest.param(TurboConfig(bits=2, int8_layers=(0,), dense_layers=(2,)), id="layers"),
         pytest.param(TurboConfig(layer_bits=(2, (8, 4))), id="depths"),
         pytest.param(TurboConfig(bits=16, low_bits=4, low_heads=0.5, block_size=32), id="full"),
+        pytest.param(TurboConfig(block_size=32, recent_tokens=64), id="recent"),
     ],
 )
 def test_figures_of_other_configs(config: TurboConfig) -> None:
-    model: Any = build("llama").bfloat16()
-    with turbo_hf.patch(model, config) as handle, torch.no_grad():
-        cache = handle.new_cache()
-        model(prompts(2, TOKENS), **{CACHE: cache})
-    assert measured(cache) == planned(costs(model.config, config))
-
-
-@pytest.mark.parametrize("window", [None, 32])
-def test_recent_tokens_are_counted_as_open(window: int | None) -> None:
-    config = TurboConfig(block_size=32, recent_tokens=64)
-    model: Any = build("mistral", sliding_window=window).bfloat16()
-    with turbo_hf.patch(model, config) as handle, torch.no_grad():
-        cache = handle.new_cache()
-        model(prompts(2, TOKENS), **{CACHE: cache})
-    # the room of an open block is not planned
-    opened = [2 * 64 * layer.heads * open_token_bytes(layer.dim) for layer in cache.turbo_layers()]
-    assert [sum(x) for x in zip(measured(cache), opened, strict=True)] == planned(costs(model.config, config))
+    for window in (None, 32) if config.recent_tokens else (None,):
+        model: Any = build("mistral", sliding_window=window).bfloat16()
+        with turbo_hf.patch(model, config) as handle, torch.no_grad():
+            cache = handle.new_cache()
+            model(prompts(2, TOKENS), **{CACHE: cache})
+        # recent tokens are counted as open: the room of an open block is not planned
+        layers = cache.turbo_layers()
+        opened = [2 * config.recent_tokens * layer.heads * open_token_bytes(layer.dim) for layer in layers]
+        assert [sum(x) for x in zip(measured(cache), opened, strict=True)] == planned(costs(model.config, config))
 
 
 def measured(cache: Any) -> list[int]:
