@@ -4,7 +4,7 @@ import copy
 import gc
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -291,20 +291,10 @@ def test_save_pretrained_knows_nothing_of_the_patch(tmp_path: Path) -> None:
 def test_threads_share_a_patched_model() -> None:
     model = tiny_llama()
     inputs = [prompts(1, length, length) for length in (80, 65, 40)]
-    found: dict[int, list[Tensor]] = {}
-
-    def work(index: int) -> None:
-        found[index] = [generate(model, input_ids=inputs[index]) for _ in range(3)]
-
-    with turbo_hf.patch(model, SMALL):
+    with turbo_hf.patch(model, SMALL), ThreadPoolExecutor(3) as pool:
         alone = [generate(model, input_ids=ids) for ids in inputs]
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(found) == 3
-    assert all(torch.equal(tokens, alone[index]) for index in found for tokens in found[index])
+        together = pool.map(lambda ids: generate(model, input_ids=ids), inputs * 3)
+        assert all(map(torch.equal, together, alone * 3))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -6,6 +6,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -361,18 +362,16 @@ class Held(LogitsProcessor):
 
 
 @contextmanager
-def generating(model: Any, **options: Any) -> Iterator[tuple[Held, list[Tensor]]]:
+def generating(model: Any) -> Iterator[tuple[Held, Future[Tensor]]]:
     """A thread that has begun to generate, and what it gives in the end."""
-    held, found = Held(), list[Tensor]()
-    call = {"logits_processor": LogitsProcessorList([held]), **options}
-    thread = threading.Thread(target=lambda: found.append(generate(model, **call)), name="of the test")
-    thread.start()
-    try:
-        assert held.begun.wait(LATE)
-        yield held, found
-    finally:
-        held.go_on.set()
-        thread.join(LATE)
+    held = Held()
+    with ThreadPoolExecutor(1, thread_name_prefix="of the test") as pool:
+        found = pool.submit(generate, model, logits_processor=LogitsProcessorList([held]))
+        try:
+            assert held.begun.wait(LATE)
+            yield held, found
+        finally:
+            held.go_on.set()
 
 
 def test_a_change_is_refused_while_another_thread_generates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,17 +379,17 @@ def test_a_change_is_refused_while_another_thread_generates(monkeypatch: pytest.
     stock, before = generate(model), snapshot(model)
     monkeypatch.setattr(other_threads, "PATIENCE", 0.0)
     with generating(model) as (_, found):
-        with pytest.raises(ValueError, match=r"thread 'of the test' runs this model, and patch\(\) would change it"):
+        with pytest.raises(ValueError, match=r"thread 'of the test_0' runs this model, and patch\(\) would change it"):
             turbo_hf.patch(model)
         assert not changes(before, snapshot(model))
-    assert torch.equal(found[0], stock)
+    assert torch.equal(found.result(), stock)
     handle = turbo_hf.patch(model, "turbo2")
     ours, patched = generate(model), snapshot(model)
     with generating(model) as (_, found):
         with pytest.raises(ValueError, match=r"remove\(\) would change it in the middle of a pass\. Wait until that"):
             handle.remove()
         assert not changes(patched, snapshot(model))
-    assert torch.equal(found[0], ours)
+    assert torch.equal(found.result(), ours)
     assert not torch.equal(ours, stock)
     handle.remove()
     assert torch.equal(generate(model), stock)
@@ -406,35 +405,31 @@ def test_a_removal_waits_for_a_generation_that_ends(monkeypatch: pytest.MonkeyPa
         threading.Timer(0.05, held.go_on.set).start()
         handle.remove()
         assert held.go_on.is_set()
-    assert torch.equal(found[0], ours)
+    assert torch.equal(found.result(), ours)
     assert torch.equal(generate(model), stock)
 
 
 def test_a_model_is_patched_between_two_calls_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(other_threads, "PATIENCE", LATE)
-    model, errors, done = tiny_llama(), list[BaseException](), threading.Event()
+    model, done = tiny_llama(), threading.Event()
     want = [generate(model)]
     with turbo_hf.patch(model, "turbo2"):
         want.append(generate(model))
 
     def run() -> None:
-        try:
-            while not done.is_set():
-                got = generate(model)
-                assert any(torch.equal(got, each) for each in want)
-        except BaseException as error:
-            errors.append(error)
+        while not done.is_set():
+            got = generate(model)
+            assert any(torch.equal(got, each) for each in want)
 
-    threads, kept = [threading.Thread(target=run) for _ in range(2)], sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for _ in range(60):
-            turbo_hf.patch(model, "turbo2").remove()
-    finally:
-        sys.setswitchinterval(kept)
-        done.set()
-        for thread in threads:
-            thread.join(LATE)
-    assert not errors
+    kept = sys.getswitchinterval()
+    with ThreadPoolExecutor(2) as pool:
+        ran = [pool.submit(run) for _ in range(2)]
+        sys.setswitchinterval(1e-5)
+        try:
+            for _ in range(60):
+                turbo_hf.patch(model, "turbo2").remove()
+        finally:
+            sys.setswitchinterval(kept)
+            done.set()
+        for each in ran:
+            each.result()
