@@ -7,10 +7,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -115,23 +116,16 @@ def stand_ins(device: str, fails: str = "") -> Iterator[list[Any]]:
     def fail(device: Any, step: Any) -> Any:
         raise RuntimeError(fails)
 
-    held = (
-        (generation, "StepRunner", make),
-        *(
-            (((CudaDevice, "capture", fail),) if fails else ())
-            if device != "cpu"
-            else (
-                (generation, "cuda_device", lambda device: Again(device, fails)),
-                (graphs, "_why_no_replay_there", lambda model: None),
-                (TurboLayer, "appends_in_place", lambda layer: True),
-            )
-        ),
-    )
-    before = [getattr(owner, name) for owner, name, _ in held]
-    for owner, name, value in held:
-        setattr(owner, name, value)
-    try:
+    changes: list[tuple[Any, str, Any]] = [(generation, "StepRunner", make)]
+    if device == "cpu":
+        changes += [
+            (generation, "cuda_device", lambda device: Again(device, fails)),
+            (graphs, "_why_no_replay_there", lambda model: None),
+            (TurboLayer, "appends_in_place", lambda layer: True),
+        ]
+    elif fails:
+        changes.append((CudaDevice, "capture", fail))
+    with ExitStack() as inside:
+        for change in changes:
+            inside.enter_context(mock.patch.object(*change))
         yield made
-    finally:
-        for (owner, name, _), value in zip(held, before, strict=True):
-            setattr(owner, name, value)
