@@ -1,20 +1,31 @@
-"""Calibration: runs from the texts to the result."""
+"""Calibration: runs from the texts to the result, what is refused before one, which windows judge it; the command."""
 
 import copy
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
-from calibration_support import HEADS, SMALL, TEXTS, lab, same
-from models import lab_model, tiny_mistral
+from calibration_support import HEADS, MIXED, PROSE, SHORT, SMALL, TEXTS, command, lab, same
+from families_support import build
+from models import LAB_MODEL, lab_model, tiny_llama, tiny_mistral
+from transformers import BloomConfig, BloomForCausalLM, T5Config, T5Model
+from typer.testing import CliRunner
 
+import turbo_hf
 from turbo_hf import Calibration
 from turbo_hf.calibration import run
-from turbo_hf.calibration.quality import WAYS
+from turbo_hf.calibration.quality import WAYS, evaluate
 from turbo_hf.calibration.query_model import train
-from turbo_hf.calibration.run import calibrate
+from turbo_hf.calibration.run import calibrate, make_plan
+from turbo_hf.calibration.settings import resolve_settings
+from turbo_hf.calibration.texts import token_windows
+from turbo_hf.cli.main import app
 from turbo_hf.config.turbo_config import HEAD_METRICS
 
 
@@ -41,7 +52,7 @@ def test_an_offloaded_model_gives_the_same(indexed: Calibration) -> None:
     assert same(calibrate(model, tokenizer, TEXTS, settings=SMALL), indexed)
 
 
-def test_a_classifier_that_float16_cannot_hold_leaves_its_layer_without_an_index(
+def test_a_classifier_beyond_float16_leaves_no_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def wide(*args: Any) -> Any:
@@ -90,9 +101,166 @@ def test_a_calibration_is_replaced_only_where_told(tmp_path: Path) -> None:
     assert Calibration.from_pretrained(tmp_path).settings == found.settings != first.settings
 
 
-def test_out_must_be_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+# --- refusals before anything is read --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": 100, "local": 90}, "too short for the long-range filter: with local=90 and far=16 they need 184"),
+        ({"window": 63}, "Settings.window must be a whole number of at least 64; got 63"),
+        ({"windows": 1}, "Settings.windows must be a whole number of at least 2; got 1"),
+        ({"clusters": 32769}, "Settings.clusters must be at most 32768; got 32769"),
+        ({"seed": 1 << 32}, "Settings.seed must be at most 4294967295; got 4294967296"),
+        ({"clusters": 1}, "Settings.clusters must be a whole number of at least 2; got 1"),
+        ({"seed": -1}, "Settings.seed must be a whole number of at least 0; got -1"),
+        ({"learning_rate": 2.0}, "Settings.learning_rate must be a number between 0 and 1; got 2.0"),
+        ({"index": 1}, "Settings.index must be True or False; got 1"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **settings)
+
+
+def test_bad_input() -> None:
+    model, tokenizer = lab_model()
+    with pytest.raises(ValueError, match="one of the presets fast, full; got 'slow'"):
+        resolve_settings("slow")
+    assert resolve_settings("fast", 6000).window == 6000
+    with pytest.raises(ValueError, match="longer than the 100 positions"):
+        resolve_settings(SMALL, 100)
+    with pytest.raises(TypeError, match=r"must be a transformers.PreTrainedModel; got str"):
+        calibrate("model", tokenizer, TEXTS)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="too few for two windows of 256"):
+        calibrate(model, tokenizer, ["A short text."], settings=HEADS)
+    with pytest.raises(ValueError, match="no file or folder 'nowhere'"):
+        calibrate(model, tokenizer, "nowhere", settings=HEADS)
     begun: list[float] = []
-    with pytest.raises(ValueError, match=r"out must be a folder, or the name of a new one; .* is a file"):
-        lab(out=tmp_path / "file", progress=lambda _, share: begun.append(share))
-    assert not begun
+    with pytest.raises(ValueError, match="too few for 4000 clusters"):
+        lab(settings=replace(SMALL, clusters=4000), progress=lambda _, share: begun.append(share))
+    assert not begun, "told before the first pass"
+    with pytest.raises(ValueError, match="it belongs to another model"):
+        calibrate(tiny_llama(), tokenizer, TEXTS, settings=HEADS)
+    with pytest.raises(ValueError, match=r"no layer of LlamaForCausalLM can be calibrated: .*24"):
+        make_plan(build("llama", head_dim=24), SMALL)
+    with pytest.raises(
+        ValueError, match=r"in training mode, in which dropout changes what it sees. Call model.eval\(\)"
+    ):
+        make_plan(tiny_llama().train(), SMALL)
+    small: dict[str, Any] = {"vocab_size": 100, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    with pytest.raises(ValueError, match="T5Model is an encoder-decoder; only decoder-only models can be calibrated"):
+        make_plan(T5Model(T5Config(**small)).eval(), SMALL)
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=100, hidden_size=16, n_layer=1, n_head=2)).eval()
+    with pytest.raises(ValueError, match="no layer of BloomForCausalLM can be calibrated: it has no attention module"):
+        make_plan(bloom, SMALL)
+
+
+# --- which windows and keys an index is made from, and which windows judge it ----------------------------------------
+
+
+@pytest.mark.parametrize(("windows", "learned"), [(3, 2), (14, 12)])
+def test_an_index_is_judged_on_windows_it_has_not_seen(
+    windows: int, learned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clustered, trained, judged = Mock(wraps=run._centroids), Mock(wraps=train), Mock(wraps=evaluate)
+    monkeypatch.setattr(run, "_centroids", clustered)
+    monkeypatch.setattr(run, "train", trained)
+    monkeypatch.setattr(run, "evaluate", judged)
+    found = lab(settings=replace(SMALL, windows=windows, queries=16, steps=1))
+    assert {call.args[3] for call in trained.call_args_list} == {learned}
+    assert [list(call.args[5]) for call in judged.call_args_list] == [list(range(learned, windows))] * len(found.layers)
+    by_layers = [call.args[0] for call in clustered.call_args_list]
+    for number, call in enumerate(trained.call_args_list):
+        for name, own in zip(("pre_rotary_keys", "keys"), by_layers[2 * number : 2 * number + 2], strict=True):
+            for layer, used in zip(call.args[0], own, strict=True):
+                held = getattr(layer, name)
+                assert (len(held), len(used)) == (windows, learned)
+                assert all(map(torch.equal, used, held[:learned]))
+
+
+def test_sinks_take_no_part_in_the_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, windows, length, dim = 2, 3, 50, 4
+    k_means = Mock(return_value=torch.zeros(2 * heads, 8, dim))
+    monkeypatch.setattr(run, "k_means", k_means)
+    number = torch.arange(2 * windows * heads * length).view(2, windows, heads, length)
+    layers = [[keys[..., None].expand(-1, -1, dim).float() for keys in layer] for layer in number]
+    run._centroids(layers, 8, SMALL, 0, torch.device("cpu"))
+    # by layer and head, all keys of all windows but the first of each
+    want = number[..., 1:].transpose(1, 2).reshape(2 * heads, windows * (length - 1))
+    assert torch.equal(k_means.call_args_list[0].args[0][..., 0].long(), want)
+
+
+# --- `turbo-hf calibrate` --------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_what_patch_reads(tmp_path: Path) -> None:
+    printed = command(tmp_path, *SHORT, "--json")
+    facts = json.loads(printed.strip().splitlines()[-1])
+    assert facts["tokens"] == 768
+    assert len(facts["layers"]) == 6
+    found = Calibration.from_pretrained(tmp_path / "out")
+    assert found.layers[0].centroids is not None
+    assert "recall: long-range attention mass in 4 % of the keys" in " ".join(printed.split())
+    with turbo_hf.patch(lab_model()[0], MIXED, calibration=tmp_path / "out") as handle:
+        assert "by calibration" in handle.report().heads
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--preset", "slow"], "unknown preset 'slow'; presets are fast, full"),
+        (["--heads-only", "--window", "20"], "Settings.window must be a whole number of at least 64; got 20"),
+        (
+            ["--heads-only", *SHORT],
+            "no index: --clusters, --steps, --local, --far. Leave that out",
+        ),
+        (["--heads-only", "--window", "256", "--revision", "v2"], "Leave revision='v2' out"),
+    ],
+)
+def test_mistakes_get_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:
+    printed = " ".join(command(tmp_path, *words, code=1).split())
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+# --- datasets of the Hub ---------------------------------------------------------------------------------------------
+
+
+class FakeHub:
+    """In place of the package datasets: one dataset, and what was asked for."""
+
+    def __init__(self, rows: list[dict[str, Any]]):
+        self.rows, self.read = rows, 0
+        self.asked: tuple[Any, ...] = ()
+
+    def load_dataset(self, *args: Any, **options: Any) -> Any:
+        self.asked = (*args, options)
+        for row in self.rows:
+            self.read += 1
+            yield row
+
+
+def test_a_dataset_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, tokenizer = lab_model()
+    hub = FakeHub([{"text": PROSE}] * 50)
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    found = token_windows("someone/books:long", tokenizer, 256, 3)
+    assert torch.equal(found, token_windows([PROSE] * 50, tokenizer, 256, 3))
+    assert hub.asked == ("someone/books", "long", {"split": "train", "streaming": True})
+    assert hub.read < 50, "what is not needed is not fetched"
+
+
+def test_a_dataset_that_cannot_be_read_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _, tokenizer = lab_model()
+    start = "texts: there is no file or folder 'someone/books', and "
+    monkeypatch.setitem(sys.modules, "datasets", FakeHub([{"content": PROSE}]))
+    with pytest.raises(ValueError, match=start + "the dataset of that name cannot be read: rows have no column"):
+        token_windows("someone/books", tokenizer, 256, 3)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=start + "to stream a dataset of that name the package datasets is needed"):
+        token_windows("someone/books", tokenizer, 256, 3)
+    words = ["calibrate", str(LAB_MODEL), "--texts", "someone/books", "--out", str(tmp_path), "--device", "cpu"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1
+    assert "the package datasets is needed" in " ".join(result.output.split())

@@ -1,24 +1,30 @@
-"""What a calibration is kept in, and how `patch` uses it."""
+"""What a calibration is kept in, also while it is written; how `patch` uses it; and revisions of a checkpoint."""
 
 import copy
 import json
+import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from all_pairs import in_one_test
-from calibration_support import MIXED, lab, reversed_heads, same
+from calibration_support import HEADS, MIXED, SMALL, TEXTS, lab, reversed_heads, same
 from models import LAB_MODEL, lab_model, prompts, tiny_llama
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import turbo_hf
-from turbo_hf import Calibration, TurboCache
-from turbo_hf.calibration import artifacts
-from turbo_hf.calibration.artifacts import FACTS, TENSORS, find, fingerprint
-from turbo_hf.calibration.checkpoint import checkpoint_of
+from turbo_hf import Calibration, TurboCache, TurboConfig
+from turbo_hf.calibration import artifacts, run
+from turbo_hf.calibration.artifacts import CARD, FACTS, TENSORS, LayerCalibration, fingerprint
+from turbo_hf.calibration.checkpoint import CONFIG, MAIN, Checkpoint, checkpoint_of
+from turbo_hf.calibration.settings import Settings
+from turbo_hf.cli.main import app
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.config.whole_files import facts_hash
+from turbo_hf.config.whole_files import InUse, facts_hash, one_writer
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.versions import CACHE
 
@@ -37,95 +43,95 @@ def test_round_trip(tmp_path: Path, indexed: Calibration) -> None:
         found.head_orders("size")
 
 
-def spoil(folder: Path, how: str) -> None:
-    facts = json.loads((folder / FACTS).read_text())
-    if how == "json":
-        (folder / FACTS).write_text("{")
-    elif how == "format":
-        (folder / FACTS).write_text("[]")
-    elif how == "bytes":
-        content = bytearray((folder / TENSORS).read_bytes())
-        content[-1] ^= 1
-        (folder / TENSORS).write_bytes(bytes(content))
-    elif how == "number":
-        (folder / FACTS).write_text(json.dumps(facts | {"tokens": facts["tokens"] + 1}))
-    elif how == "cut":
-        (folder / TENSORS).write_bytes((folder / TENSORS).read_bytes()[:100])
-    else:
-        layer = {"index": 0, "note": "", "quality": {}}
-        key, value = {
-            "schema": ("schema", 1),
-            "layers": ("layers", [{}]),
-            "fingerprint": ("fingerprint", [1]),
-            "note": ("layers", [layer | {"note": 3}]),
-            "quality": ("layers", [layer | {"quality": None}]),
-        }[how]
-        facts[key] = value
-        (folder / FACTS).write_text(json.dumps(facts | {"facts_sha256": facts_hash(facts, "facts_sha256")}))
+FACTS_CHANGES: list[tuple[str, Any, str]] = [
+    ("schema", 1, "has schema 1; this version reads 3"),
+    ("layers", [{}], r"damaged: layers\.0 lacks 'index', and should hold"),
+    ("fingerprint", [1], "damaged: fingerprint is .*, and should be a dict"),
+    ("fingerprint", {"num_hidden_layers": "x"}, r"damaged: fingerprint\.num_hidden_layers is 'x'"),
+    ("layers", [{"index": 0, "note": 3, "quality": {}}], r"damaged: layers\.0\.note is 3, and should be a str"),
+    ("layers", [{"index": 0, "note": "", "quality": None}], r"damaged: layers\.0\.quality is None, and should be a d"),
+    ("settings", {"local": []}, r"damaged: settings\.local is \[\], and should be a whole number"),
+]
 
 
-@in_one_test(
-    ("how", "message"),
-    [
-        ("json", f"damaged: {FACTS} is no JSON"),
-        ("format", "does not say that it is a turbo_hf calibration"),
-        ("bytes", f"{TENSORS} is not the file that {FACTS} was written with"),
-        ("cut", f"{TENSORS} is not the file that {FACTS} was written with"),
-        ("schema", "has schema 1; this version reads 3"),
-        ("number", f"{FACTS} is not as it was written"),
-        ("layers", r"damaged: layers\.0 lacks 'index', and should hold"),
-        ("fingerprint", "damaged: fingerprint is .*, and should be a dict"),
-        ("note", r"damaged: layers\.0\.note is 3, and should be a str"),
-        ("quality", r"damaged: layers\.0\.quality is None, and should be a dict"),
-    ],
-)
-def test_damaged_artifacts_are_refused(how: str, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "value", "message"), FACTS_CHANGES)
+def test_facts_of_another_kind_are_damaged(key: str, value: Any, message: str, tmp_path: Path) -> None:
     lab().save_pretrained(tmp_path)
-    spoil(tmp_path, how)
+    facts = json.loads((tmp_path / FACTS).read_text())
+    facts[key] = {**facts[key], **value} if isinstance(value, dict) else value
+    (tmp_path / FACTS).write_text(json.dumps(facts | {"facts_sha256": facts_hash(facts, "facts_sha256")}))
     with pytest.raises(ValueError, match=message):
         Calibration.from_pretrained(tmp_path)
 
 
-@in_one_test(
-    ("name", "change", "message"),
+def spoil(folder: Path) -> None:
+    """Another last byte of the tensors."""
+    content = bytearray((folder / TENSORS).read_bytes())
+    content[-1] ^= 1
+    (folder / TENSORS).write_bytes(bytes(content))
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    lab().save_pretrained(tmp_path)
+    spoil(tmp_path)
+    for cut in (None, 100):
+        (tmp_path / TENSORS).write_bytes((tmp_path / TENSORS).read_bytes()[:cut])
+        with pytest.raises(ValueError, match=f"{TENSORS} is not the file that {FACTS} was written with"):
+            Calibration.from_pretrained(tmp_path)
+    facts = json.loads((tmp_path / FACTS).read_text())
+    for text, message in (
+        (json.dumps(facts | {"tokens": facts["tokens"] + 1}), f"{FACTS} is not as it was written"),
+        ("{", f"damaged: {FACTS} is no JSON"),
+        ("[" * 100_000, f"damaged: {FACTS} is no JSON"),
+        ("[]", "does not say that it is a turbo_hf calibration"),
+    ):
+        (tmp_path / FACTS).write_text(text)
+        with pytest.raises(ValueError, match=message):
+            Calibration.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "change", "message"),
     [
-        ("weight_2", None, "lacks 'layers.[0-9].weight_2'"),
-        ("centroids", None, "lacks 'layers.[0-9].centroids'"),
-        ("rotated_centroids", None, "lacks 'layers.[0-9].rotated_centroids'"),
-        ("classifier", None, "lacks 'layers.[0-9].bias_1'"),
-        ("centroids", lambda x: x[:, 0], r"centroids is float16 \[2, 64\]"),
+        ("scores", "entropy", None, "it lacks 'layers.[0-9].scores.entropy'"),
+        ("scores", "entropy", lambda x: x[:, None], r"is float32 \[2, 1\].*, and should be floating point \[2\]"),
+        ("scores", "entropy", lambda x: x.to(torch.float8_e4m3fn), "is float8_e4m3fn"),
         (
+            "scores",
+            "entropy",
+            lambda x: x * torch.nan,
+            r"scores\.entropy is float32 .*, and should be .* of finite num",
+        ),
+        ("classifier", "weight_2", None, "lacks 'layers.[0-9].weight_2'"),
+        ("classifier", "bias_1", None, "lacks 'layers.[0-9].bias_1'"),
+        (
+            "classifier",
             "weight_2",
             lambda x: x[..., 1:],
-            r"weight_2 is float16 \[2, 32, 15\].*, and should be floating point \[2, 32, 16\]",
+            r"weight_2 is float16 \[2, 32, 15\].* floating point \[2, 32, 16\]",
         ),
-        ("rotated_centroids", lambda x: x[..., 1:], r"rotated_centroids is .*, and should be"),
-        (
-            "centroids",
-            lambda x: x[1:],
-            r"centroids is float16 \[1, 16, 64\].*, and should be floating point \[2, 16, 64\]",
-        ),
-        ("centroids", lambda x: x.to(torch.int8), "centroids is int8"),
+        ("", "centroids", None, "lacks 'layers.[0-9].centroids'"),
+        ("", "rotated_centroids", None, "lacks 'layers.[0-9].rotated_centroids'"),
+        ("", "centroids", lambda x: x[:, 0], r"centroids is float16 \[2, 64\]"),
+        ("", "rotated_centroids", lambda x: x[..., 1:], r"rotated_centroids is .*, and should be"),
+        ("", "centroids", lambda x: x[1:], r"centroids is float16 \[1, 16, 64\].* floating point \[2, 16, 64\]"),
+        ("", "centroids", lambda x: x.to(torch.int8), "centroids is int8"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(
-    name: str, change: Any, message: str, tmp_path: Path, indexed: Calibration
+    part: str, name: str, change: Any, message: str, tmp_path: Path, indexed: Calibration
 ) -> None:
     layer = next(layer for layer in indexed.layers if layer.centroids is not None)
-    if name == "weight_2":
-        parts = dict(layer.classifier)
-        held = parts.pop(name)
-        layer = replace(layer, classifier=parts if change is None else parts | {name: change(held)})
-    else:
-        empty: Any = {} if name == "classifier" else None
-        own: dict[str, Any] = {name: empty if change is None else change(getattr(layer, name))}
-        layer = replace(layer, **own)
-    replace(indexed, layers=(layer,)).save_pretrained(tmp_path)
+    held = dict(getattr(layer, part)) if part else {name: getattr(layer, name)}
+    before = held.pop(name)
+    held |= {} if change is None and part else {name: change and change(before)}
+    changed: dict[str, Any] = {part: held} if part else held
+    replace(indexed, layers=(replace(layer, **changed),)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"damaged: .*{message}"):
         Calibration.from_pretrained(tmp_path)
 
 
-def test_a_classifier_of_an_architecture_that_is_gone_is_refused(tmp_path: Path, indexed: Calibration) -> None:
+def test_a_classifier_of_a_former_architecture_is_refused(tmp_path: Path, indexed: Calibration) -> None:
     before = dict(indexed.settings) | {"architecture": "mlp", "long_range": False}  # as earlier versions wrote
     replace(indexed, settings=before).save_pretrained(tmp_path / "mlp")
     assert same(Calibration.from_pretrained(tmp_path / "mlp"), replace(indexed, settings=before))
@@ -140,14 +146,6 @@ def test_layers_that_are_missing_are_told() -> None:
     part = replace(found, layers=found.layers[:2])
     with pytest.raises(ValueError, match="it holds 2 of the 6 layers of its model"):
         turbo_hf.patch(model, "turbo-mixed", calibration=part)
-
-
-def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
-    found = lab()
-    layer = replace(found.layers[0], scores={name: x * torch.nan for name, x in found.layers[0].scores.items()})
-    replace(found, layers=(layer,)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"layers\.0\.scores\.\w+ is float32 .*, and should be .* of finite numbers"):
-        Calibration.from_pretrained(tmp_path)
 
 
 def test_a_missing_artifact_is_an_os_error(tmp_path: Path) -> None:
@@ -171,44 +169,15 @@ def test_fingerprints_tell_models_apart() -> None:
 
 
 def test_push_to_hub_uploads_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: dict[str, bytes] = {}
-
-    class Hub:
-        def __init__(self, token: str | None) -> None:
-            sent["token"] = str(token).encode()
-
-        def create_repo(self, repo_id: str, **options: Any) -> None:
-            sent["repo"] = repo_id.encode()
-
-        def create_commit(self, repo_id: str, operations: Any, commit_message: str) -> Any:
-            for each in operations:
-                sent[each.path_in_repo] = each.path_or_fileobj
-            return type("Commit", (), {"commit_url": f"https://{repo_id}/{commit_message}"})
-
-    monkeypatch.setattr(artifacts, "HfApi", Hub)
+    hub = Mock()
+    hub.return_value.create_commit.return_value.commit_url = "https://me/mine/1"
+    monkeypatch.setattr(artifacts, "HfApi", hub)
     found = lab()
-    url = found.push_to_hub("me/mine", token="t")
-    assert url.startswith("https://me/mine/")
-    assert {name: sent[name] for name in found._files()} == found._files()
-    assert (sent["repo"], sent["token"]) == (b"me/mine", b"t")
-
-
-def test_a_repository_in_the_hubs_cache_is_found_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    commit = "a" * 40
-    repo = tmp_path / "models--me--mine"
-    lab().save_pretrained(repo / "snapshots" / commit)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(commit)
-    model = copy.deepcopy(lab_model()[0])
-    model.config._name_or_path = "me/mine"
-    found = find(checkpoint_of(model))
-    assert found is not None
-    assert found.source == "me/mine"
-    with turbo_hf.patch(model, MIXED) as handle:
-        assert "by calibration over 768 tokens (me/mine)" in str(handle.report())
-    model.config._name_or_path = "me/another"
-    assert find(checkpoint_of(model)) is None
+    assert found.push_to_hub("me/mine", token="t") == "https://me/mine/1"
+    hub.assert_called_once_with(token="t")
+    hub.return_value.create_repo.assert_called_once_with("me/mine", private=None, exist_ok=True)
+    repo, files = hub.return_value.create_commit.call_args.args
+    assert (repo, {each.path_in_repo: each.path_or_fileobj for each in files}) == ("me/mine", found._files())
 
 
 # --- patch -------------------------------------------------------------------------------------------------------
@@ -276,7 +245,7 @@ def test_auto_says_what_is_wrong_with_what_it_finds(tmp_path: Path) -> None:
     model = copy.deepcopy(lab_model()[0])
     model.config._name_or_path = str(tmp_path)
     lab().save_pretrained(tmp_path)
-    spoil(tmp_path, "bytes")
+    spoil(tmp_path)
     with pytest.raises(Unsupported, match=r"damaged.* To go without it, pass calibration=None"):
         turbo_hf.patch(model, MIXED)
     with pytest.warns(UserWarning, match="damaged"):
@@ -306,17 +275,6 @@ def test_a_calibration_of_another_model_is_refused(tmp_path: Path) -> None:
         turbo_hf.patch(model, calibration="nowhere")
 
 
-def test_another_revision_is_told() -> None:
-    model = copy.deepcopy(lab_model()[0])
-    model.config._commit_hash = "b" * 40
-    found = lab()
-    found = replace(found, fingerprint={**found.fingerprint, "revision": "a" * 40})
-    with turbo_hf.patch(model, MIXED, calibration=found) as handle:
-        assert handle.report().warnings == (
-            "the calibration was made for revision aaaaaaaaaaaa of the checkpoint; this model is of bbbbbbbbbbbb.",
-        )
-
-
 def test_a_cache_refuses_an_order_that_is_none() -> None:
     model = tiny_llama()
     with pytest.raises(ValueError, match=r"head_orders names layers \[5\]"):
@@ -324,3 +282,261 @@ def test_a_cache_refuses_an_order_that_is_none() -> None:
     cache = TurboCache(model.config, MIXED, head_orders={0: (1, 1)})
     with pytest.raises(ValueError, match=r"must name each of its 2 KV heads once; got \[1, 1\]"):
         model(prompts(1, 4), **{CACHE: cache})
+
+
+# --- files while they are written: readers meanwhile, a full disk, several writers ------------------------------------
+
+NAMES = {FACTS, TENSORS, CARD}
+
+
+def made(number: int) -> Calibration:
+    """A small calibration, whose tensors differ by number."""
+    layer = LayerCalibration(0, {metric: torch.full((2,), float(number)) for metric in HEAD_METRICS})
+    return Calibration({"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 16}, {}, (layer,), number)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_reader_between_two_files_of_a_writer_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(0).save_pretrained(tmp_path)
+    new, waited = made(1)._files(), list[float]()
+    (tmp_path / TENSORS).write_bytes(new[TENSORS])
+
+    def goes_on(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            (tmp_path / FACTS).write_bytes(new[FACTS])
+
+    monkeypatch.setattr("time.sleep", goes_on)
+    assert same(Calibration.from_pretrained(tmp_path), made(1))
+    # one that never goes on was killed
+    (tmp_path / TENSORS).write_bytes(made(2)._files()[TENSORS])
+    with pytest.raises(ValueError, match=f"{TENSORS} is not the file that {FACTS} was written with"):
+        Calibration.from_pretrained(tmp_path)
+
+
+def test_a_writer_that_waits_too_long_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "WAIT", 0.0)
+    with one_writer(tmp_path, artifacts.LOCK), pytest.raises(InUse, match="is in use: another process is writing"):
+        made(0).save_pretrained(tmp_path)
+
+
+def test_both_files_from_the_hub_are_of_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = tmp_path / ("a" * 40), tmp_path / ("b" * 40)
+    made(1).save_pretrained(old)
+    made(2).save_pretrained(new)
+    # between the two requests someone pushes
+    monkeypatch.setattr(
+        artifacts,
+        "cached_file",
+        lambda _, part, revision, **options: (old if part == FACTS else tmp_path / (revision or new.name)) / part,
+    )
+    assert same(Calibration.from_pretrained("someone/something"), made(1))
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_a_folder_is_told(tmp_path: Path) -> None:
+    met: list[Exception] = []
+
+    def second(word: str, share: float) -> None:
+        if not met:
+            with pytest.raises(InUse, match="is in use") as caught:
+                lab(out=tmp_path)
+            met.append(caught.value)
+
+    first = lab(out=tmp_path, progress=second)
+    assert met
+    assert same(Calibration.from_pretrained(tmp_path), first)
+    assert names(tmp_path) == NAMES
+
+
+ONE, TWO = "1" * 40, "2" * 40
+
+
+# --- revisions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The Hub's cache: two revisions of the carried model, each with a calibration of its own number of tokens."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repo = tmp_path / "models--me--two"
+    (repo / "refs").mkdir(parents=True)
+    for name, commit, windows in (("main", ONE, 3), ("v2", TWO, 2)):
+        (repo / "refs" / name).write_text(commit)
+        shutil.copytree(LAB_MODEL, repo / "snapshots" / commit)
+        lab(settings=replace(HEADS, windows=windows)).save_pretrained(repo / "snapshots" / commit)
+    return repo
+
+
+def heads_of(model: Any, **options: Any) -> str:
+    with turbo_hf.patch(model, MIXED, **options) as handle:
+        return handle.report().heads
+
+
+def load(revision: str | None) -> Any:
+    model = AutoModelForCausalLM.from_pretrained("me/two", revision=revision)
+    # transformers up to 5.17 tells the commit, and must not in these tests
+    vars(model.config).pop("_commit_hash", None)
+    return model
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_revision_has_its_own_calibration() -> None:
+    model = load("v2")
+    for revision in ("v2", TWO):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert "over 512 tokens (me/two)" in heads_of(model, revision=revision)
+    assert checkpoint_of(model, "v2") == Checkpoint("me/two", TWO)
+    model.config._commit_hash = TWO
+    assert "over 512 tokens (me/two)" in heads_of(model), "where Transformers tells it"
+    with pytest.raises(ValueError, match="the model was loaded by revision 222222222222; 'main' is 111111111111"):
+        heads_of(model, revision="main")
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_model_of_no_revision_is_taken_for_main() -> None:
+    for model in (load(None), load("v2")):
+        assert checkpoint_of(model) == Checkpoint("me/two", ONE, MAIN)
+        for revision in (None, "main"):
+            assert "over 768 tokens (me/two)" in heads_of(model, revision=revision)
+
+
+def test_a_calibration_of_another_revision_is_told(hub: Path) -> None:
+    made = Calibration.from_pretrained("me/two", revision="v2", local_files_only=True)
+    found = replace(made, fingerprint={**made.fingerprint, "revision": TWO})
+    for revision, assumed in (("main", ""), (None, MAIN)):
+        message = "the calibration was made for revision 222222222222 of the checkpoint; this model is of 111111111111."
+        message += assumed
+        with (
+            pytest.warns(UserWarning, match=message),
+            turbo_hf.patch(load(None), MIXED, calibration=found, revision=revision) as handle,
+        ):
+            assert handle.report().warnings == (message,)
+    assert found.other_revision(checkpoint_of(load("v2"), "v2")) is None
+    model, tokenizer = load("v2"), lab_model()[1]
+    assert run.calibrate(model, tokenizer, TEXTS, settings=HEADS, revision="v2").fingerprint["revision"] == TWO
+    assert run.calibrate(model, tokenizer, TEXTS, settings=HEADS).fingerprint["revision"] == ONE
+    (hub / "snapshots" / TWO / CONFIG).unlink()
+    with pytest.raises(ValueError, match=r"revision 'v2' of 'me/two' is not in the Hub's cache, '.*', the only place"):
+        turbo_hf.patch(load(None), MIXED, revision="v2")
+    with pytest.raises(ValueError, match="revision must be a branch, tag or commit, as text; got 5"):
+        turbo_hf.patch(load(None), MIXED, revision=5)  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_of_another_revision_is_refused(hub: Path) -> None:
+    model, tokenizer = load("v2"), lab_model()[1]
+    for file in (FACTS, TENSORS):
+        (hub / "snapshots" / TWO / file).write_bytes((hub / "snapshots" / ONE / file).read_bytes())
+    own = hub / "snapshots" / ONE / "tokenizer.json"
+    made = json.loads(own.read_text())
+    first, second = list(made["model"]["vocab"])[-2:]
+    vocabulary = made["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    own.write_text(json.dumps(made))
+    assumed = "it has token .* The model is taken for the branch main: pass revision= if it is of another"
+    with pytest.raises(ValueError, match=assumed):
+        run.calibrate(model, tokenizer, TEXTS, settings=HEADS)
+    found = run.calibrate(model, tokenizer, TEXTS, settings=HEADS, revision="v2")
+    with pytest.raises(ValueError, match=r"made for a model with tokenizer .* is taken for the branch main"):
+        turbo_hf.patch(model, MIXED, calibration=found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        turbo_hf.patch(model, MIXED, calibration=found, revision="v2").remove()
+        turbo_hf.patch(model, "turbo4").remove()
+
+
+@pytest.mark.parametrize("name", ["my model", "run--1", "gone/", "C:\\models\\foo", "ä/ü", "x" * 5000, "o/n.git", ""])
+def test_names_of_no_repository_are_folders_that_are_gone(name: str) -> None:
+    model = copy.deepcopy(lab_model()[0])
+    model.config._name_or_path = name
+    assert checkpoint_of(model) == Checkpoint(name)
+    turbo_hf.patch(model).remove()
+    assert "no calibration beside the checkpoint" in heads_of(model)
+    assert run.calibrate(model, lab_model()[1], TEXTS, settings=HEADS).fingerprint["revision"] is None
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_command_takes_a_revision(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    words = ["calibrate", "me/two", "--texts", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
+    words += ["--heads-only", "--window", "256", "--windows", "2", "--device", "cpu", "--revision", "v2"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert Calibration.from_pretrained(tmp_path / "out").fingerprint["revision"] == TWO
+
+
+def test_a_revision_of_a_folder_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"this one is from '.*lab-llama-4m'. Leave revision='v2' out"):
+        turbo_hf.patch(lab_model()[0], revision="v2")
+
+
+# --- where a run writes --------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    begun: list[float] = []
+    for out, kind, message in (
+        ("file", ValueError, "out must be a folder, or the name of a new one; .* is a file"),
+        ("file/inside", OSError, "cannot be made, or not be written: Not a directory: '.*file/inside'"),
+    ):
+        with pytest.raises(kind, match=message):
+            lab(out=tmp_path / out, progress=lambda _, share: begun.append(share))
+    assert not begun
+    with pytest.raises(ValueError, match=r"folder must be a folder, or the name of a new one; .*file' is a file"):
+        lab().save_pretrained(tmp_path / "file")
+
+
+# --- artifacts in part ---------------------------------------------------------------------------------------------
+
+
+def test_a_calibration_without_its_tensors_is_damaged(tmp_path: Path, hub: Path) -> None:
+    lab().save_pretrained(tmp_path / "own")
+    (tmp_path / "own" / TENSORS).unlink()
+    with pytest.raises(ValueError, match=f"is damaged: the folder has no {TENSORS}. Calibrate again"):
+        Calibration.from_pretrained(tmp_path / "own")
+    (hub / "snapshots" / ONE / TENSORS).unlink()
+    with pytest.raises(OSError, match=f"there is no {TENSORS} beside the {FACTS} in 'me/two'"):
+        Calibration.from_pretrained("me/two", local_files_only=True)
+    with pytest.raises(Unsupported, match=rf"(?s)there is no {TENSORS} .*To go without it, pass calibration=None"):
+        turbo_hf.patch(load(None), MIXED, revision="main")
+
+
+def test_a_refused_calibration_is_not_called_missing(tmp_path: Path) -> None:
+    model = copy.deepcopy(lab_model()[0])
+    model.config._name_or_path = str(tmp_path)
+    lab().save_pretrained(tmp_path)
+    (tmp_path / TENSORS).unlink()
+    message = "needs a calibration of this model, and the one beside the checkpoint is refused: .* is damaged: the fold"
+    with pytest.raises(ValueError, match=message), pytest.warns(UserWarning, match="damaged"):
+        turbo_hf.patch(model, "saap", strict="warn")
+
+
+def test_a_narrower_window_than_the_calibrations_is_told() -> None:
+    model, _ = lab_model()
+    found = lab(settings=replace(SMALL, steps=1))
+    for window, told in ((30, True), (31, False)):
+        config = TurboConfig(sparse=turbo_hf.SparseConfig(probes=4, window_tokens=window))
+        with turbo_hf.patch(model, config, calibration=found) as handle:
+            notes = handle.report().warnings
+        assert any(f"was not trained on keys {window} to 31 tokens back" in note for note in notes) == told
+
+
+def test_no_loss_is_told_where_nothing_was_judged() -> None:
+    # the best key of no query is so far away
+    found = lab(settings=Settings(**{**SMALL.as_dict(), "far": 120, "steps": 1, "queries": 4}))
+    layers = [layer.quality for layer in found.layers if layer.quality]
+    assert any(not sum(each["queries"]) for each in layers)
+    assert all((each["loss"] is None) == (not sum(each["queries"])) for each in layers)
+
+
+def test_each_layer_tells_its_own_training_loss() -> None:
+    told = [layer.quality["training_loss"] for layer in lab(settings=SMALL).layers]
+    assert len(set(told)) == len(told)

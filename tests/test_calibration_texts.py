@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test
 from calibration_support import HEADS, PROSE, TEXTS, lab
 from models import LAB_MODEL, lab_model
 from transformers import AutoTokenizer
@@ -22,7 +21,7 @@ from turbo_hf.calibration.run import calibrate
 from turbo_hf.calibration.texts import token_windows
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("texts", "message"),
     [
         (None, "texts must be a .txt or .jsonl file, a folder .* strings; got NoneType"),
@@ -143,7 +142,7 @@ FILES = {
 }
 
 
-@in_one_test("name", FILES)
+@pytest.mark.parametrize("name", FILES)
 def test_files_that_are_no_texts_are_named(name: str, tmp_path: Path) -> None:
     content, message = FILES[name]
     (tmp_path / "a.txt").write_text(PROSE)

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import pytest
-from all_pairs import in_one_test
 from choices import EVERY_PRESET
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +23,7 @@ from turbo_hf.config.turbo_config import (
 from turbo_hf.layout import HeadGroups
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     "choices",
     [
         pytest.param({}, id="defaults"),
@@ -51,7 +50,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         assert getattr(config, name) == value
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("choices", "message"),
     [
         pytest.param({"bits": 5}, r"bits must be one of 16, 8, 4, 3, 2; got 5", id="bits"),
@@ -152,7 +151,7 @@ def test_head_groups_are_all_heads_widest_first(heads: int, share: float, widths
     assert low <= share * heads < low + 1
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("name", "groups"),
     [
         pytest.param("int8", ((8, 8),), id="int8"),

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from all_pairs import in_one_test
 from choices import EVERY_PRESET
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +26,7 @@ CONFIGS = [
 ]
 
 
-@in_one_test("config", CONFIGS)
+@pytest.mark.parametrize("config", CONFIGS)
 def test_a_config_comes_back_from_json_and_yaml(config: TurboConfig) -> None:
     options = config.to_dict()
     assert set(options) == {field.name for field in fields(TurboConfig)}
@@ -52,7 +51,7 @@ def test_numbers_come_back_as_they_were(layers: list[int], share: float, thresho
     assert TurboConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_an_older_config_comes_back_and_what_left_the_package_is_refused() -> None:
+def test_older_configs_come_back_or_are_refused() -> None:
     config = TurboConfig(sparse=SparseConfig(probes=64))
     nothing: dict[str, Any] = {"mass": None, "most_dropped": None}
     older = config.to_dict() | {"sparse_prompt": None, "sparse": config.to_dict()["sparse"] | nothing}
@@ -125,7 +124,7 @@ def test_options_of_a_preset() -> None:
     assert TurboConfig.from_dict({"sparse": SparseConfig(probes=8)}).sparse == SparseConfig(probes=8)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (
@@ -172,7 +171,7 @@ def test_files(name: str, text: str, tmp_path: Path) -> None:
     assert resolve_config(path) == want
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("a.json", b'{"bits": 4', r"the config file .*a\.json cannot be read: Expecting .* line 1 column 11"),

@@ -10,7 +10,7 @@ from context_ranks import Asked
 from models import tiny_llama
 from op_calls import ops_like
 from prefill_support import inputs, random_past
-from ranks_support import COUNT, seen_by_ranks
+from ranks_support import COUNT, both, seen_by_ranks
 from stores import make_store
 from torch import Tensor
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -27,13 +27,6 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What both ranks have seen; and what one process is asked, which sees the same without a group."""
     folder = tmp_path_factory.mktemp("context")
     return seen_by_ranks("context_ranks.py", folder, request.param), Asked(None, None, request.param)
-
-
-def both(ranks: Any, case: str) -> Any:
-    """What the ranks have seen, where it is the same."""
-    first, second = (found[case] for found in ranks[0])
-    assert first == second
-    return first
 
 
 def alike(ranks: Any, seen: Any, expected: Any) -> bool:

@@ -174,7 +174,7 @@ def test_a_prompt_that_a_method_does_not_round_is_no_verdict() -> None:
     ]
 
 
-def test_a_model_that_loses_its_state_between_passes_excuses_no_cache() -> None:
+def test_a_model_that_loses_its_state_excuses_no_cache() -> None:
     model = build("bamba")
     rows = measure(model, torch.randint(90, (2, 97)), [Case(64, "steps")], named(["turbo4"]), tail=32)
     noise, turbo4 = (next(row for row in rows if row.method == name) for name in (AGAIN, "turbo4"))
@@ -201,7 +201,7 @@ def row(method: str, kl: float, size: float, path: str = "steps") -> Fidelity:
     return Fidelity(method, Case(1, path), figures, size, verdict(kl))
 
 
-def test_the_suggestion_is_the_smallest_that_is_like_16_bit_everywhere() -> None:
+def test_the_suggestion_is_the_smallest_like_16_bit() -> None:
     rows = [row("int8", 0.001, 266), row("turbo4", 0.002, 140), row("turbo4", 0.02, 140, "chunk"), row("int8", 0, 266)]
     assert "here: int8, 266 bytes" in suggestion(rows)
     assert "No method is like 16 bit" in suggestion([row("turbo4", 0.02, 140)])
@@ -233,7 +233,7 @@ class Words:
         return type("Ids", (), {"input_ids": torch.tensor([[ord(c) % 90 for c in text]])})
 
 
-def test_the_check_reads_sealed_blocks_of_presets_that_keep_tokens_open() -> None:
+def test_the_check_reads_sealed_blocks_beside_recent_tokens() -> None:
     model, _ = lab_model()
     with pytest.warns(UserWarning, match="2 bit is not like 16 bit on real checkpoints"):
         handle = turbo_hf.patch(
@@ -248,23 +248,20 @@ def test_the_check_reads_sealed_blocks_of_presets_that_keep_tokens_open() -> Non
     assert kl > 0.005
 
 
-def test_the_check_samples_a_text_where_there_is_no_tokenizer() -> None:
-    with turbo_hf.patch(tiny_llama(), "int8", check=True) as handle:
-        assert "its own sampled text" in handle.report().check
+class Both(ProcessorMixin):  # type: ignore[misc, unused-ignore]
+    """A processor."""
+
+    def __init__(self) -> None:
+        self.tokenizer = Words()
 
 
-def test_the_check_takes_a_tokenizer() -> None:
-    with turbo_hf.patch(tiny_llama(), "int8", check=True, tokenizer=Words()) as handle:
-        assert "tokens of moby_dick.txt" in handle.report().check
-
-
-def test_the_check_takes_a_processor() -> None:
-    class Both(ProcessorMixin):  # type: ignore[misc, unused-ignore]
-        def __init__(self) -> None:
-            self.tokenizer = Words()
-
-    with turbo_hf.patch(tiny_llama(), "int8", check=True, tokenizer=Both()) as handle:
-        assert "tokens of moby_dick.txt" in handle.report().check
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [(None, "its own sampled text"), (Words(), "tokens of moby_dick.txt"), (Both(), "tokens of moby_dick.txt")],
+)
+def test_the_check_reads_a_text_with_the_tokenizer(tokenizer: Any, text: str) -> None:
+    with turbo_hf.patch(tiny_llama(), "int8", check=True, tokenizer=tokenizer) as handle:
+        assert text in handle.report().check
 
 
 @pytest.mark.parametrize("options", [{"tokenizer": Words()}, {"tokenizer": "gpt2", "check": True}])

@@ -6,12 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from all_pairs import in_one_test
 
 from turbo_hf.config.whole_files import InUse, append_line, one_writer, read_lines, read_object, write_whole
 
@@ -22,22 +21,12 @@ def full(*_: Any, **__: Any) -> NoReturn:
 
 
 def test_many_writers_of_one_file_each_write_it_whole(tmp_path: Path) -> None:
-    path, errors = tmp_path / "file", list[Exception]()
-    contents = [letter * 200_000 for letter in "abcd"]
-
-    def write(content: str) -> None:
-        try:
-            for _ in range(20):
-                write_whole(path, content)
-        except OSError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=write, args=(content,)) for content in contents]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        assert not path.exists() or path.read_text() in contents
-    assert not errors
+    path, contents = tmp_path / "file", [letter * 200_000 for letter in "abcd"]
+    with ThreadPoolExecutor(4) as pool:
+        written = [pool.submit(write_whole, path, content) for content in contents * 20]
+        while not all(each.done() for each in written):
+            assert not path.exists() or path.read_text() in contents
+    assert [each.exception() for each in written] == [None] * len(written)
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
 
 
@@ -80,7 +69,7 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
             read_lines(path, "Do this.", growing=True)
 
 
-@in_one_test("content", [b'{"a":\n', b"", b"\xff\xfe{", b"[1]", b"null", b"[" * 100_000])
+@pytest.mark.parametrize("content", [b'{"a":\n', b"", b"\xff\xfe{", b"[1]", b"null", b"[" * 100_000])
 def test_a_file_that_is_no_object_is_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "facts.json"
     path.write_bytes(content)
@@ -88,50 +77,34 @@ def test_a_file_that_is_no_object_is_named(content: bytes, tmp_path: Path) -> No
         read_object(path, "Do this.")
 
 
+def take(folder: Path) -> None:
+    """Hold the lock for a moment."""
+    with one_writer(folder, "lock"):
+        pass
+
+
 def test_a_second_writer_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    with one_writer(folder, "lock"), pytest.raises(InUse, match=r"folder' is in use: another process is writing"):
-        in_another_thread(folder)
+    told = pytest.raises(InUse, match=r"folder' is in use: another process is writing")
+    with ThreadPoolExecutor(1) as pool, one_writer(folder, "lock"), told:
+        pool.submit(take, folder).result()
     with one_writer(folder, "lock"), one_writer(folder, "another"):
         pass
     assert not list(folder.iterdir())
 
 
-def in_another_thread(folder: Path) -> None:
-    """Take the lock there, and raise here what that raises."""
-    raised: list[Exception] = []
-
-    def take() -> None:
-        try:
-            with one_writer(folder, "lock"):
-                pass
-        except OSError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    for error in raised:
-        raise error
-
-
 def test_only_one_writes_at_a_time(tmp_path: Path) -> None:
-    inside, most = list[int](), 0
+    inside, most = list[int](), list[int]()
 
     def work(number: int) -> None:
-        nonlocal most
-        for _ in range(25):
-            with one_writer(tmp_path, "lock", wait=1800):
-                inside.append(number)
-                most = max(most, len(inside))
-                inside.pop()
+        with one_writer(tmp_path, "lock", wait=1800):
+            inside.append(number)
+            most.append(len(inside))
+            inside.pop()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert most == 1
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(100)))
+    assert max(most) == 1
 
 
 def test_a_killed_writer_leaves_the_folder_free(tmp_path: Path) -> None:
@@ -146,10 +119,9 @@ with one_writer(Path({str(tmp_path)!r}), "lock"):
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "taken\n"
-        with pytest.raises(InUse), one_writer(tmp_path, "lock"):
-            pass
+        with pytest.raises(InUse):
+            take(tmp_path)
         child.send_signal(signal.SIGKILL)
     assert (tmp_path / "lock").exists()
-    with one_writer(tmp_path, "lock"):
-        pass
+    take(tmp_path)
     assert not (tmp_path / "lock").exists()

@@ -1,24 +1,20 @@
-"""`generate` on a patched model: exact attention, rows by themselves, memory, the trained model."""
+"""`generate` on a patched model: exact attention, rows by themselves, memory, drafts, several calls, own loops."""
 
 import copy
 import random
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_turn
 from generate_support import EXACT, EXACT4, MODES, answer, mistral, oracle, patched, ragged, story
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import lab_model, left_padded, prompts, tiny_llama
 from torch import Tensor
-from transformers import DynamicCache
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
-from turbo_hf.attention.masks import mask_4d
 from turbo_hf.models.versions import CACHE
 
 
@@ -83,35 +79,7 @@ def test_a_sliding_window_gives_the_oracles_tokens(window: int, size: int | None
     assert not torch.equal(got, patched(mistral(None), EXACT4, **options))
 
 
-@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128])
-def test_prompts_at_the_edge_of_a_block(llama: Any, tokens: int) -> None:
-    ids = prompts(2, tokens)
-    assert torch.equal(patched(llama, EXACT4, input_ids=ids), oracle(llama, EXACT4, input_ids=ids))
-    assert patched(llama, EXACT4, tokens=1, input_ids=ids).shape == (2, 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("mode", MODES)
-def test_half_precision_models_generate(dtype: torch.dtype, mode: Any) -> None:
-    model = tiny_llama().to(dtype)
-    with turbo_hf.patch(model, TurboConfig(attention=mode)):
-        out = model.generate(**ragged(), max_new_tokens=8, return_dict_in_generate=True, output_logits=True)
-    assert out.sequences.shape == (4, 125 + 8)
-    assert all(logits.isfinite().all() for logits in out.logits)
-    assert all(layer.dtype == dtype for layer in out[CACHE].turbo_layers())
-
-
 # --- rows do not depend on each other ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [1, 5])
-def test_a_batch_answers_like_its_rows_alone(llama: Any, config: TurboConfig, rows: int) -> None:
-    lengths = [60, 125, 1, 64, 130][:rows]
-    batch = ragged(lengths)
-    together = patched(llama, config, **batch)
-    for row, length in enumerate(lengths):
-        alone = patched(llama, config, input_ids=batch["input_ids"][row : row + 1, -length:])
-        assert torch.equal(together[row], alone[0])
 
 
 def test_a_row_that_ends_early_does_not_disturb_the_others(llama: Any, config: TurboConfig) -> None:
@@ -182,85 +150,6 @@ def test_passes_of_a_batch_are_those_of_its_rows_alone(llama: Any, data: st.Data
                     assert bool(((logits[row, valid[row]] - own).abs() < noise).all())
 
 
-# --- what is not compressed, and what is refused -------------------------------------------------------------------
-
-
-def test_without_a_cache_nothing_is_quantized(llama: Any) -> None:
-    batch = ragged()
-    want = answer(llama, tokens=6, use_cache=False, **batch)
-    assert torch.equal(patched(llama, "turbo2", tokens=6, use_cache=False, **batch), want)
-
-
-def test_a_foreign_cache_works_with_a_warning(llama: Any) -> None:
-    batch = ragged()
-    want = answer(llama, **batch)
-    with pytest.warns(UserWarning, match=rf"a DynamicCache was passed as {CACHE}, so this call is not compressed"):
-        got = patched(llama, "turbo2", **dict[str, Any]({CACHE: DynamicCache(config=llama.config)}), **batch)
-    assert torch.equal(got, want)
-
-
-def test_a_static_cache_works_with_a_warning(llama: Any) -> None:
-    batch = ragged()
-    want = answer(llama, **batch)
-    with pytest.warns(UserWarning, match="cache_implementation='static' asks for Hugging Face's own cache"):
-        got = patched(llama, "turbo2", cache_implementation="static", **batch)
-    assert torch.equal(got, want)
-
-
-def test_a_compressed_call_warns_of_nothing(llama: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        patched(llama, "turbo4", **ragged())
-
-
-def test_a_pass_left_to_hugging_face_stores_no_padding(llama: Any) -> None:
-    batch = ragged([70, 9])
-    mask = batch["attention_mask"]
-    after = torch.cat((mask, torch.ones(2, 1, dtype=torch.int64)), 1)
-    steps = []
-    with turbo_hf.patch(llama, EXACT4, strict="fallback") as handle, torch.no_grad():
-        every = mask_4d(mask, mask.shape[1], mask.shape[1], causal=True, window=None, device=mask.device)
-        for shown in (mask, every):
-            cache = handle.new_cache()
-            position = (mask.cumsum(-1) - 1).clamp(min=0)
-            llama(**{**batch, "attention_mask": shown}, position_ids=position, **{CACHE: cache})
-            assert [layer.lengths() for layer in cache.turbo_layers()] == [[70, 9]] * 2
-            place = after.sum(-1, keepdim=True) - 1
-            token = prompts(2, 1)
-            steps.append(llama(token, attention_mask=after, position_ids=place, **{CACHE: cache}).logits)
-    assert torch.equal(steps[0].argmax(-1), steps[1].argmax(-1))
-
-
-def test_rows_of_padding_are_refused(llama: Any) -> None:
-    batch = ragged([20, 9, 5])
-    batch["attention_mask"][1] = 0
-    with pytest.raises(ValueError, match=r"rows \[1\] of attention_mask are all padding"):
-        patched(llama, "turbo4", **batch)
-
-
-def test_training_on_a_compressed_cache_is_refused(llama: Any) -> None:
-    ids = prompts(2, 80)
-    model = copy.deepcopy(llama)
-    with turbo_hf.patch(model) as handle:
-        model.train()
-        with pytest.raises(ValueError, match=r"training mode.*Call model.eval\(\)"):
-            model(ids, **{CACHE: handle.new_cache()})
-        # without a compressed cache training goes on as ever
-        loss = model(ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        want = copy.deepcopy(llama)
-        want.train()
-        want(ids, labels=ids, use_cache=False).loss.backward()
-        for mine, other in zip(model.parameters(), want.parameters(), strict=True):
-            assert mine.grad is not None
-            assert other.grad is not None
-            torch.testing.assert_close(mine.grad, other.grad)
-        model.eval()
-        loss = model(ids, labels=ids, **{CACHE: handle.new_cache()}).loss
-        with pytest.raises(RuntimeError, match="attention over a compressed cache has no gradient"):
-            loss.backward()
-
-
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
@@ -322,17 +211,17 @@ def lookup(pairs: int, seed: int) -> tuple[str, str]:
     )
 
 
-@in_turn(
-    config=[
-        pytest.param("int8", id="int8"),
-        pytest.param("turbo4", id="turbo4"),
-        pytest.param("turbo-mixed", id="turbo-mixed"),
-        pytest.param(EXACT4, id="fp16"),
-        pytest.param(TurboConfig(sas=True), id="sas"),
-        pytest.param(TurboConfig(buffer_scale="universal"), id="universal"),
-        pytest.param(TurboConfig(int8_layers=(0,), dense_layers=(5,)), id="layers"),
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        pytest.param("int8", 64, id="int8"),
+        pytest.param("turbo4", None, id="turbo4"),
+        pytest.param("turbo-mixed", 64, id="turbo-mixed"),
+        pytest.param(EXACT4, None, id="fp16"),
+        pytest.param(TurboConfig(sas=True), 64, id="sas"),
+        pytest.param(TurboConfig(buffer_scale="universal"), None, id="universal"),
+        pytest.param(TurboConfig(int8_layers=(0,), dense_layers=(5,)), 64, id="layers"),
     ],
-    size=[pytest.param(64, id="chunked"), pytest.param(None, id="whole")],
 )
 def test_the_trained_model_finds_its_values(config: str | TurboConfig, size: int | None) -> None:
     model, tokenizer = lab_model()
@@ -343,26 +232,182 @@ def test_the_trained_model_finds_its_values(config: str | TurboConfig, size: int
         assert text.startswith(value)
 
 
+# --- drafts --------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("config", EXACT)
-def test_the_trained_model_gives_the_oracles_tokens(config: TurboConfig) -> None:
-    model, tokenizer = lab_model()
-    assert model.config._attn_implementation == "eager"
-    batch = tokenizer([lookup(pairs, pairs)[0] for pairs in (2, 5)], return_tensors="pt", padding=True)
-    assert torch.equal(patched(model, config, tokens=20, **batch), oracle(model, config, tokens=20, **batch))
+@pytest.mark.parametrize("window", [None, 20])
+def test_drafts_give_the_oracles_tokens(config: TurboConfig, window: int | None) -> None:
+    model = mistral(window)
+    # a prompt that repeats itself and what the model says to it, so that drafts are accepted and refused
+    ids = prompts(1, 40)
+    said = answer(model, input_ids=ids)
+    ids = torch.cat((ids, said, ids, said[:, :9]), 1)
+    # what the model said may hold the pad token, which is no padding here
+    options: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "prompt_lookup_num_tokens": 5}
+    assert torch.equal(patched(model, config, tokens=40, **options), oracle(model, config, tokens=40, **options))
 
 
-def test_the_trained_model_reasons_as_without_the_patch() -> None:
+@pytest.mark.parametrize(
+    ("draft", "assistant_patched", "config"),
+    [
+        ("lookup", False, TurboConfig(bits=8)),
+        ("lookup", False, EXACT4),
+        ("good", True, TurboConfig()),
+        ("good", False, EXACT4),
+        ("bad", False, TurboConfig()),
+        ("bad", True, EXACT4),
+    ],
+)
+def test_drafts_give_the_greedy_tokens(draft: str, assistant_patched: bool, config: TurboConfig) -> None:
     model, _ = lab_model()
-    want = answer(model, tokens=60, **story())
-    for config in ("int8", "turbo4", "turbo-mixed"):
-        assert torch.equal(patched(model, config, tokens=60, **story()), want)
+    want = patched(model, config, tokens=60, **story())
+    assert want.shape[1] + story()["input_ids"].shape[1] > 64, "no block is sealed between drafts"
+    if draft == "lookup":
+        assert torch.equal(patched(model, config, tokens=60, prompt_lookup_num_tokens=4, **story()), want)
+        return
+    other = tiny_llama(vocab_size=model.config.vocab_size, eos_token_id=1)
+    assistant = copy.deepcopy(model) if draft == "good" else other
+    if assistant_patched:
+        turbo_hf.patch(assistant, config)
+    assert torch.equal(patched(model, config, tokens=60, assistant_model=assistant, **story()), want)
 
 
-def test_what_prepares_keys_for_rounding_is_left_out_where_auto_rounds_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = tiny_llama(), left_padded([prompts(1, n, seed=n)[0] for n in (40, 30)])
-    monkeypatch.setattr("turbo_hf.attention.prompt.prefill_mode", lambda *given: "fp16")
-    answers = []
-    for config in (TurboConfig(smooth_k=True), TurboConfig()):
-        with turbo_hf.patch(model, config):
-            answers.append(model.generate(**batch, max_new_tokens=4, do_sample=False))
-    assert torch.equal(*answers)
+def test_drafts_leave_a_cache_that_can_go_on(llama: Any) -> None:
+    ids = prompts(1, 60)
+    repeated = torch.cat((ids, ids, ids[:, :50]), 1)
+    with turbo_hf.patch(llama, EXACT4) as handle:
+        cache = handle.new_cache()
+        first = llama.generate(repeated, **{CACHE: cache}, max_new_tokens=40, prompt_lookup_num_tokens=5)
+        # everything but the newest token is cached, drafts that were refused are not
+        assert [layer.lengths() for layer in cache.turbo_layers()] == [[first.shape[1] - 1]] * 2
+        assert all(layer.state.sealed == [(first.shape[1] - 1) // 64] for layer in cache.turbo_layers())
+        again = handle.new_cache()
+        llama(first[:, :-1], **{CACHE: again})
+        for mine, other in zip(cache.turbo_layers()[:1], again.turbo_layers()[:1], strict=True):
+            got, want = mine.kv_store(), other.kv_store()
+            assert torch.equal(got.paged[0].k[got.table], want.paged[0].k[want.table])
+        # a call without drafts seals its blocks itself
+        llama.generate(first, **{CACHE: cache}, max_new_tokens=64)
+        assert all(layer.state.sealed == [(first.shape[1] + 63) // 64] for layer in cache.turbo_layers())
+
+
+# --- one cache, several calls --------------------------------------------------------------------------------------
+
+
+def turns(model: Any, batch: dict[str, Any], then: dict[str, Any], cache: TurboCache | None) -> Tensor:
+    """Generate, append the second prompt, generate on. Returns the second answer."""
+    options: dict[str, Any] = {"max_new_tokens": 10, "return_dict_in_generate": True}
+    if cache is not None:
+        options[CACHE] = cache
+    first = model.generate(**batch, **options)
+    ids = torch.cat((first.sequences, then["input_ids"]), 1)
+    generated = torch.ones(len(ids), 10, dtype=torch.int64)
+    mask = torch.cat((batch["attention_mask"], generated, then["attention_mask"]), 1)
+    options[CACHE] = first[CACHE]
+    second = model.generate(input_ids=ids, attention_mask=mask, **options)
+    assert second[CACHE] is first[CACHE]
+    assert second[CACHE].get_seq_length() == ids.shape[1] + 9
+    new: Tensor = second.sequences[:, ids.shape[1] :]
+    return new
+
+
+def test_a_second_turn_gives_the_oracles_tokens(llama: Any) -> None:
+    batch = ragged([60, 125, 1])
+    then = left_padded([prompts(1, n, seed=10 + n)[0] for n in (3, 40, 17)])
+    mask = torch.cat((batch["attention_mask"], torch.ones(3, 10, dtype=torch.int64), then["attention_mask"]), 1)
+    want = turns(llama, batch, then, TurboCache(llama.config, EXACT4, attention_mask=mask))
+    with turbo_hf.patch(llama, EXACT4):
+        assert torch.equal(turns(llama, batch, then, None), want)
+
+
+def test_a_prefix_is_continued_twice(llama: Any, config: TurboConfig) -> None:
+    prefix = prompts(1, 100)
+    tails = [prompts(1, 40, seed=1), prompts(1, 30, seed=2)]
+    with turbo_hf.patch(llama, config) as handle:
+        cache = handle.new_cache()
+        llama(prefix, **{CACHE: cache})
+        answers = []
+        for tail in (*tails, tails[0]):
+            ids = torch.cat((prefix, tail), 1)
+            answers.append(answer(llama, input_ids=ids, **dict[str, Any]({CACHE: copy.deepcopy(cache)})))
+        assert cache.get_seq_length() == 100
+        fresh = []
+        for tail in tails:
+            own = handle.new_cache()
+            llama(prefix, **{CACHE: own})
+            fresh.append(answer(llama, input_ids=torch.cat((prefix, tail), 1), **dict[str, Any]({CACHE: own})))
+    assert torch.equal(answers[0], answers[2])
+    assert torch.equal(answers[0], fresh[0])
+    assert torch.equal(answers[1], fresh[1])
+
+
+def test_a_cache_filled_in_inference_mode_goes_on_outside_it(llama: Any, config: TurboConfig) -> None:
+    # 36 open tokens in room for 48: the next ones are written into the tensors that are there
+    ids = torch.cat((prompts(1, 100), prompts(1, 5, seed=1)), 1)
+    with turbo_hf.patch(llama, config) as handle:
+        caches = [handle.new_cache(), handle.new_cache()]
+        with torch.inference_mode():
+            llama(ids[:, :100], **{CACHE: caches[0]})
+        with torch.no_grad():
+            llama(ids[:, :100], **{CACHE: caches[1]})
+        caches.append(copy.deepcopy(caches[0]))
+        got = [answer(llama, tokens=40, input_ids=ids, **dict[str, Any]({CACHE: cache})) for cache in caches]
+        with torch.inference_mode():
+            inside = answer(llama, input_ids=ids[:, :100])
+        outside = answer(llama, input_ids=ids[:, :100])
+    assert torch.equal(got[0], got[1])
+    assert torch.equal(got[2], got[1])
+    assert torch.equal(inside, outside)
+
+
+def test_a_cache_refuses_another_batch_and_another_past(llama: Any) -> None:
+    with turbo_hf.patch(llama) as handle:
+        cache = handle.new_cache()
+        batch = ragged([20, 9])
+        first = llama.generate(**batch, **{CACHE: cache}, max_new_tokens=3)
+        with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
+            llama.generate(first, attention_mask=torch.ones_like(first), **{CACHE: cache}, max_new_tokens=3)
+        with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
+            llama(first[:, -1:], **{CACHE: cache})
+        with pytest.raises(ValueError, match=r"holds 2 rows of 2 heads of .* channels; this pass brings 3"):
+            llama(prompts(3, 1), attention_mask=torch.ones(3, 23), **{CACHE: cache})
+        with pytest.raises(ValueError, match="attention_mask has 3 rows, this pass 2"):
+            llama(first[:, -1:], attention_mask=torch.ones(3, 23), **{CACHE: cache})
+        # a row without padding needs no mask
+        cache.batch_select_indices(torch.tensor([0]))
+        llama(first[:1, -1:], **{CACHE: cache})
+        with pytest.raises(ValueError, match="holds 1 rows"):
+            llama(prompts(3, 1), **{CACHE: cache})
+        with pytest.raises(ValueError, match="attention_mask has 5 columns; the cache holds 23"):
+            llama(prompts(1, 1), attention_mask=torch.ones(1, 5), **{CACHE: cache})
+
+
+# --- a loop of one's own -------------------------------------------------------------------------------------------
+
+
+def test_a_loop_of_ones_own_gives_the_tokens_of_generate(llama: Any, config: TurboConfig) -> None:
+    batch = ragged()
+    mask, ids, tokens = batch["attention_mask"], batch["input_ids"], []
+    with turbo_hf.patch(llama, config) as handle, torch.no_grad():
+        want = answer(llama, tokens=8, **batch)
+        cache = handle.new_cache()
+        for _ in range(8):
+            position = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            logits = llama(ids, attention_mask=mask, position_ids=position, **{CACHE: cache}).logits
+            ids = logits[:, -1:].argmax(-1)
+            tokens.append(ids)
+            mask = torch.cat((mask, torch.ones_like(ids)), 1)
+    assert torch.equal(torch.cat(tokens, 1), want)
+
+
+def test_a_pass_may_be_all_padding(llama: Any, config: TurboConfig) -> None:
+    ids = prompts(1, 40)
+    mask = (torch.arange(40) >= 13).long()[None]
+    want = patched(llama, config, input_ids=ids[:, 13:])
+    padded = patched(llama, config, input_ids=ids, attention_mask=mask)
+    assert torch.equal(padded, want)
+    assert torch.equal(
+        patched(llama, EXACT4, input_ids=ids, attention_mask=mask, prefill_chunk_size=5),
+        oracle(llama, EXACT4, input_ids=ids, attention_mask=mask, prefill_chunk_size=5),
+    )

@@ -134,7 +134,7 @@ def test_a_keyword_that_nobody_reads_is_refused_on_every_route(strict: Any, rout
                 logits(model, ids, **{CACHE: cache})
 
 
-def test_a_keyword_of_hugging_faces_own_function_is_passed_to_it() -> None:
+def test_a_keyword_of_hugging_faces_function_is_passed_on() -> None:
     model, ids = tiny_llama(attn_implementation="sdpa"), prompts(2, 40)
     bias = torch.randn(1, 4, 40, 40)
     stock = logits(model, ids, position_bias=bias, use_cache=False)
@@ -145,7 +145,7 @@ def test_a_keyword_of_hugging_faces_own_function_is_passed_to_it() -> None:
             logits(model, ids, position_bias=bias, **{CACHE: handle.new_cache()})
 
 
-def test_what_an_eager_function_does_not_read_is_not_given_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eager_function_gets_no_keyword_it_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = build("gemma2", query_pre_attn_scalar=16), prompts(1, 40)
     with turbo_hf.patch(model, exact(8)):
         logits(model, ids, use_cache=False)
@@ -182,7 +182,7 @@ def test_a_model_with_layers_of_an_unknown_kind_is_refused(strict: Any, dense: t
         pytest.param(Cutting, "Cutting does not hand on its attention mask as it is", id="mask"),
     ],
 )
-def test_a_class_that_expects_what_a_patch_does_not_do_is_refused(strict: Any, kind: Any, reason: str) -> None:
+def test_a_class_that_expects_something_else_is_refused(strict: Any, kind: Any, reason: str) -> None:
     for config in (EXACT, turbo_hf.TurboConfig(dense_layers=(1,))):
         with pytest.raises(Unsupported, match=f"would be wrong on a patched model: {reason}"):
             turbo_hf.patch(of_class(kind), config, strict=strict)
@@ -194,7 +194,7 @@ def test_minimax_m3_is_found_by_its_class() -> None:
     assert reason.startswith("MiniMaxM3VLAttention asks whether its attention is called")
 
 
-def test_a_lookup_or_another_name_is_no_question_of_the_implementation() -> None:
+def test_a_lookup_is_no_question_of_the_implementation() -> None:
     assert question(Older.forward) is None
     assert question(Older.blocks) is None
     assert hands_on_mask(Older.forward)
@@ -248,7 +248,7 @@ def test_the_self_check_looks_beyond_windows(window: int | None, monkeypatch: py
         turbo_hf.patch(model, "int8", check=True)
 
 
-def test_the_self_check_finds_a_window_that_is_wrong_in_decode_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_finds_a_window_wrong_in_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of one token too many, in decode steps alone."""
     model = build("gemma3_text", layer_types=[SLIDING, FULL, SLIDING], sliding_window=40)
     right = DecodeOps.decode

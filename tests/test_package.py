@@ -212,7 +212,7 @@ def test_no_environment_variable_changes_results() -> None:
         assert "os.environ" not in path.read_text() or name == "turbo_hf.console", name
 
 
-def test_import_needs_no_triton_and_no_lm_eval_and_registers_nothing() -> None:
+def test_import_needs_no_triton_and_registers_nothing() -> None:
     script = """
 import sys
 sys.modules["triton"] = None

@@ -1,11 +1,18 @@
-"""`patch` and `remove`: what they touch and what they leave alone; the handle."""
+"""`patch` and `remove`: what they touch and what they leave alone; the handle; copies and other libraries."""
 
+import copy
 import gc
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import VOCABULARY, prompts, tiny_llama, tiny_mistral
+from accelerate import dispatch_model  # type: ignore[import-untyped] # it has no types
+from families_support import SHARED as LAST_SHARE
+from models import prompts, tiny_llama
 from patching_support import (
     LENGTHS,
     MIXED,
@@ -16,26 +23,20 @@ from patching_support import (
     generate,
     logits,
     padded,
-    renamed,
     snapshot,
     tiny,
 )
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import turbo_hf
-from turbo_hf import TurboCache, TurboConfig
+from turbo_hf import TurboConfig
 from turbo_hf.attention.turbo_attention import NAME, sas_threshold
 from turbo_hf.cache.memory import Memory
+from turbo_hf.errors import Unsupported
 from turbo_hf.models.versions import CACHE
 
-SHARED = {
-    "num_hidden_layers": 6,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "sliding_window": WINDOW,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "global_head_dim": 16,
-}
+SHARED = {**LAST_SHARE, "global_head_dim": 16}
 
 
 # --- on and off ----------------------------------------------------------------------------------------------------
@@ -53,7 +54,7 @@ SHARED = {
 def test_remove_leaves_no_trace(model_type: str, options: dict[str, Any]) -> None:
     model = tiny(model_type, **options)
     batch = padded()
-    stock, tokens = logits(model, **renamed(batch)), generate(model)
+    stock, tokens = logits(model, **batch), generate(model)
     before, keys = snapshot(model), list(model.state_dict())
     with turbo_hf.patch(model, SMALL):
         changed = changes(before, snapshot(model))
@@ -67,7 +68,7 @@ def test_remove_leaves_no_trace(model_type: str, options: dict[str, Any]) -> Non
         generate(model)
     assert not changes(before, snapshot(model))
     assert list(model.state_dict()) == keys
-    assert torch.equal(logits(model, **renamed(batch)), stock)
+    assert torch.equal(logits(model, **batch), stock)
     assert torch.equal(generate(model), tokens)
 
 
@@ -164,8 +165,9 @@ def test_report() -> None:
         assert report.serving.startswith("continuous batching: ")
     assert "Scores are capped" in report.notes
     assert report.config is config
-    with turbo_hf.patch(tiny("stablelm")) as handle:
+    with turbo_hf.patch(tiny("stablelm"), TurboConfig(value_bits=2, low_bits=3, low_heads=0.5)) as handle:
         assert handle.report().family == "stablelm: generic path, no test of its own"
+        assert "1 x 4/2 bit + 1 x 3/2 bit" in str(handle.report())
 
 
 def test_memory_of_a_cache_that_lives_and_of_one_that_is_gone() -> None:
@@ -180,7 +182,7 @@ def test_memory_of_a_cache_that_lives_and_of_one_that_is_gone() -> None:
         cache = handle.new_cache()
         assert handle.memory().tokens == 0
         assert handle.memory().compression == 1.0
-        logits(model, **renamed(batch), **dict[str, Any]({CACHE: cache}))
+        logits(model, **batch, **dict[str, Any]({CACHE: cache}))
         living = handle.memory()
         assert living.tokens == sum(LENGTHS)
         # keys and values of 2 layers, 2 heads of 16 float32 channels
@@ -196,7 +198,7 @@ def test_memory_of_a_cache_that_lives_and_of_one_that_is_gone() -> None:
     assert handle.memory() == last
 
 
-def test_a_handle_is_told_in_one_line_and_makes_no_cache_once_removed() -> None:
+def test_a_handle_in_one_line_and_once_removed() -> None:
     handle = turbo_hf.patch(tiny_llama(), SMALL)
     assert repr(handle) == "<turbo_hf.Handle of LlamaForCausalLM, on>"
     assert handle in {handle}
@@ -206,20 +208,6 @@ def test_a_handle_is_told_in_one_line_and_makes_no_cache_once_removed() -> None:
         handle.new_cache()
 
 
-def test_new_cache_is_that_of_generate() -> None:
-    model = tiny_mistral(WINDOW)
-    ids = prompts(1, 70)
-    with turbo_hf.patch(model, TurboConfig(block_size=32, dense_layers=(1,))) as handle:
-        tokens, cache = generate(model, input_ids=ids), handle.new_cache()
-        assert isinstance(cache, TurboCache)
-        assert [layer.config.bits for layer in cache.turbo_layers()] == [4, 16]
-        given = ids
-        for _ in range(NEW):
-            best = logits(model, given, **{CACHE: cache})[:, -1:].argmax(-1)
-            ids, given = torch.cat((ids, best), 1), best
-        assert torch.equal(ids, tokens)
-
-
 def test_sas_threshold_falls_with_the_context() -> None:
     assert sas_threshold(TurboConfig(), 5000) is None
     assert sas_threshold(TurboConfig(sas=True, sas_threshold=-4.0), 5000) == -4.0
@@ -227,3 +215,190 @@ def test_sas_threshold_falls_with_the_context() -> None:
     long = sas_threshold(TurboConfig(sas=True), 2048)
     assert long is not None
     assert long == pytest.approx(-6 - torch.tensor(2.0).log().item())
+
+
+def test_deepcopy_of_a_patched_model_is_patched_on_its_own() -> None:
+    model = tiny_llama()
+    stock = generate(model)
+    handle = turbo_hf.patch(model, SMALL)
+    ours = generate(model)
+    twin = copy.deepcopy(model)
+    measured = handle.memory()
+    assert torch.equal(generate(twin, input_ids=prompts(1, 200)), generate(model, input_ids=prompts(1, 200)))
+    generate(model)
+    generate(twin, input_ids=prompts(1, 200))
+    assert handle.memory() == measured, "the copy's cache is not this model's"
+    handle.remove()
+    assert torch.equal(generate(model), stock)
+    assert torch.equal(generate(twin), ours)
+    assert twin.config._attn_implementation == NAME
+    assert not changes(snapshot(model), snapshot(model))
+    assert not any(module._forward_pre_hooks for module in copy.deepcopy(model).modules())
+
+
+def test_deepcopy_with_its_handle_can_be_taken_off() -> None:
+    model = tiny_llama()
+    stock = generate(model)
+    handle = turbo_hf.patch(model, SMALL)
+    ours = generate(model)
+    twin, twin_handle = copy.deepcopy((model, handle))
+    twin_handle.remove()
+    assert torch.equal(generate(twin), stock)
+    assert torch.equal(generate(model), ours)
+    assert not any(module._forward_pre_hooks for module in twin.modules())
+
+
+def test_a_shallow_copy_does_not_outlive_the_patch() -> None:
+    model = tiny_llama()
+    stock = generate(model)
+    handle = turbo_hf.patch(model, "turbo2")
+    twin = copy.copy(model)
+    assert torch.equal(generate(twin), generate(model))
+    handle.remove()
+    assert torch.equal(generate(twin), stock)
+
+
+def test_a_patched_model_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    model, ids = tiny_llama(), prompts(1, 70)
+    with turbo_hf.patch(model, SMALL):
+        torch.save((model, ids, generate(model, input_ids=ids)), tmp_path / "model.pt")
+    code = f"""
+import torch
+model, ids, tokens = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+assert torch.equal(model.generate(ids, max_new_tokens={NEW}, do_sample=False), tokens)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_save_pretrained_knows_nothing_of_the_patch(tmp_path: Path) -> None:
+    model = tiny_llama()
+    stock = logits(model, **padded())
+    model.save_pretrained(tmp_path / "before")
+    with turbo_hf.patch(model, SMALL):
+        model.save_pretrained(tmp_path / "patched")
+    model.save_pretrained(tmp_path / "after")
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        content = (tmp_path / "before" / name).read_bytes()
+        assert (tmp_path / "patched" / name).read_bytes() == content
+        assert (tmp_path / "after" / name).read_bytes() == content
+    text = (tmp_path / "patched" / "config.json").read_text()
+    assert "turbo" not in text
+    assert '"LlamaForCausalLM"' in text
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "patched", attn_implementation="eager")
+    assert torch.equal(logits(loaded, **padded()), stock)
+
+
+def test_threads_share_a_patched_model() -> None:
+    model = tiny_llama()
+    inputs = [prompts(1, length, length) for length in (80, 65, 40)]
+    with turbo_hf.patch(model, SMALL), ThreadPoolExecutor(3) as pool:
+        alone = [generate(model, input_ids=ids) for ids in inputs]
+        together = pool.map(lambda ids: generate(model, input_ids=ids), inputs * 3)
+        assert all(map(torch.equal, together, alone * 3))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_accelerate_dispatch(when: str) -> None:
+    model = tiny_llama()
+    stock = generate(model)
+    with turbo_hf.patch(model, SMALL):
+        ours = generate(model)
+    parts = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+    places: dict[str, Any] = dict.fromkeys(parts, "cpu")
+    if when == "after":
+        dispatch_model(model, places, force_hooks=True)
+    handle = turbo_hf.patch(model, SMALL)
+    if when == "before":
+        dispatch_model(model, places, force_hooks=True)
+    assert hasattr(model.model.layers[0], "_hf_hook")
+    assert torch.equal(generate(model), ours)
+    handle.remove()
+    assert torch.equal(generate(model), stock)
+
+
+def test_training_without_a_cache_is_untouched() -> None:
+    model = tiny_llama(attn_implementation="sdpa")
+    model.train()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    ids = prompts(2, 50)
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    stock = step()
+    with turbo_hf.patch(model, SMALL):
+        ours = step()
+    assert len(ours) > 10
+    assert all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True))
+
+
+def test_gradients_through_a_compressed_cache_are_refused() -> None:
+    model: Any = tiny_llama()
+    ids = prompts(2, 50)
+    with turbo_hf.patch(model, SMALL) as handle:
+        for how in ({CACHE: handle.new_cache()}, {"use_cache": True}):
+            loss = model(ids, labels=ids, **how).loss
+            with pytest.raises(RuntimeError, match=r"has no gradient.*use_cache=False"):
+                loss.backward()
+        model.train()
+        with pytest.raises(Unsupported, match=r"training mode.*Call model.eval"):
+            model(ids, **{CACHE: handle.new_cache()})
+        out = model(ids, labels=ids, use_cache=True)
+        assert isinstance(out[CACHE], DynamicCache)
+        out.loss.backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"attn_implementation": "sdpa"}], ids=["eager", "sdpa"])
+def test_generate_without_a_cache_is_that_of_the_model(options: dict[str, Any]) -> None:
+    model = tiny_llama(**options)
+    stock = generate(model, use_cache=False)
+    with turbo_hf.patch(model, "turbo2") as handle:
+        assert torch.equal(generate(model, use_cache=False), stock)
+        assert handle.memory() == Memory((), 0, 0)
+        assert not torch.equal(generate(model), stock)
+
+
+def test_a_cache_with_use_cache_false_is_refused() -> None:
+    """`generate` would pass all tokens at each step, over the ones that are cached already."""
+    model = tiny_llama()
+    with turbo_hf.patch(model) as handle:
+        cache = handle.new_cache()
+        with pytest.raises(ValueError, match=r"use_cache=False with a TurboCache.*or set use_cache=True"):
+            generate(model, use_cache=False, **{CACHE: cache})
+        assert cache.get_seq_length() == 0
+
+
+def test_another_implementation_set_meanwhile() -> None:
+    model = tiny_llama(attn_implementation="sdpa")
+    before, stock = snapshot(model), generate(model)
+    handle = turbo_hf.patch(model, "turbo2")
+    ours = generate(model)
+    assert not torch.equal(ours, stock)
+    cache = handle.new_cache()
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(generate(model), stock)
+    ids = prompts(2, 70)
+    assert isinstance(model(ids, use_cache=True)[CACHE], DynamicCache)
+    torch.testing.assert_close(logits(model, ids, **{CACHE: cache}), logits(model, ids))
+    model.set_attn_implementation(NAME)
+    assert torch.equal(generate(model), ours)
+    handle.remove()
+    assert not changes(before, snapshot(model))
+
+
+@pytest.mark.parametrize("preset", ["int8", "turbo4", "turbo2"])
+def test_keys_and_values_next_to_nothing_are_no_nan(preset: str) -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.mul_(1e-42)
+            layer.self_attn.v_proj.weight.mul_(1e-42)
+    stock = logits(model, prompts(1, 200))
+    with turbo_hf.patch(model, preset) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        parts = [model(ids, **{CACHE: cache}).logits for ids in prompts(1, 200).split([190, 10], 1)]
+    assert torch.allclose(torch.cat(parts, 1), stock, atol=1e-5)

@@ -1,21 +1,51 @@
-"""What `patch` refuses, what it guards against, and its own check."""
+"""What `patch` refuses, what it guards against, its own check; attention in full precision, and what `strict` says."""
 
 import copy
+import logging
+import re
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
-from models import tiny_llama, tiny_mistral
-from patching_support import SMALL, WINDOW, Doubling, changes, generate, logits, padded, snapshot, tiny
-from transformers import DynamicCache
+from models import prompts, tiny_llama, tiny_mistral
+from patching_support import (
+    EXACT,
+    LENGTHS,
+    MIXED,
+    SMALL,
+    WINDOW,
+    Doubling,
+    changes,
+    generate,
+    logits,
+    padded,
+    snapshot,
+    tiny,
+)
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    blockwise_overlay,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    packed_sequence_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+    sliding_window_overlay,
+)
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.attention.masks import mask_4d, turbo_mask
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.memory import Memory
 from turbo_hf.errors import Unsupported
+from turbo_hf.models import versions
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import selfcheck
 
@@ -130,12 +160,6 @@ def test_caches_that_are_not_compressed_are_told() -> None:
 # --- the self-check ------------------------------------------------------------------------------------------------
 
 
-def test_check_passes_and_leaves_the_patch_on() -> None:
-    model = tiny_llama()
-    with turbo_hf.patch(model, "int8", check=True):
-        assert model.config._attn_implementation == NAME
-
-
 def test_check_of_a_model_with_few_positions() -> None:
     # learned positions: one more would be none
     model = tiny("gpt2", n_embd=64, n_layer=2, n_head=4, max_position_embeddings=100)
@@ -160,3 +184,289 @@ def test_check_that_meets_an_error_takes_the_patch_off() -> None:
     with pytest.raises(Unsupported, match="changes keys or values"):
         turbo_hf.patch(model, check=True)
     assert not changes(before, snapshot(model))
+
+
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
+stricts = pytest.mark.parametrize("strict", ["raise", "warn", "fallback"])
+
+
+# --- dense attention on a patched model ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        pytest.param("llama", {"attn_implementation": "sdpa"}, id="llama"),
+        pytest.param("mistral", {"attn_implementation": "sdpa", "sliding_window": WINDOW}, id="window"),
+        pytest.param("phimoe", {"attn_implementation": "sdpa", "sliding_window": WINDOW, **EXPERTS}, id="no-keyword"),
+        pytest.param("gemma2", {**MIXED, "attn_logit_softcapping": 5.0}, id="softcap"),
+        pytest.param("gpt_oss", {**MIXED, **EXPERTS}, id="sinks"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["none", "dynamic", "static"])
+def test_other_caches_give_the_models_own_logits(model_type: str, options: dict[str, Any], kind: str) -> None:
+    model, batch = tiny(model_type, **options), padded()
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    real, step = mask.bool(), prompts(len(LENGTHS), 1)
+    longer = torch.nn.functional.pad(mask, (0, 1), value=1)
+
+    def run() -> list[Tensor]:
+        caches: dict[str, Any] = {
+            "none": lambda: None,
+            "dynamic": lambda: DynamicCache(config=model.config),
+            "static": lambda: StaticCache(config=model.config, max_cache_len=128),
+        }
+        cache = caches[kind]()
+        passes = [logits(model, ids, attention_mask=mask, **{CACHE: cache})[real]]
+        if cache is not None:
+            passes.append(logits(model, step, attention_mask=longer, **{CACHE: cache}))
+        cache = caches[kind]()
+        passes.append(logits(model, ids, **{CACHE: cache}))
+        if cache is not None:
+            passes.append(logits(model, ids[:, :3], **{CACHE: cache}))
+            passes.append(logits(model, step, **{CACHE: cache}))
+        return passes
+
+    stock = run()
+    with turbo_hf.patch(model, EXACT):
+        ours = run()
+    for a, b in zip(ours, stock, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        pytest.param("llama", {}, id="llama"),
+        pytest.param("mistral", {"sliding_window": WINDOW}, id="window"),
+        pytest.param("phimoe", {"sliding_window": WINDOW, **EXPERTS}, id="no-keyword"),
+        pytest.param("gpt_oss", {**MIXED, **EXPERTS}, id="sinks"),
+    ],
+)
+def test_dense_layers_are_not_rounded(model_type: str, options: dict[str, Any]) -> None:
+    model = tiny(model_type, **options)
+    config = TurboConfig(block_size=32, attention="fp16", bits=8, dense_layers=(0,))
+    cache = TurboCache(model.config, config, attention_mask=padded()["attention_mask"])
+    oracle = generate(model, **{CACHE: cache})
+    with turbo_hf.patch(model, config) as handle:
+        assert torch.equal(generate(model), oracle)
+        assert [layer.storage for layer in handle.report().layers] == ["2 x 16 bit", "2 x 8 bit"]
+        assert handle.report().layers[0].reason == "asked for by dense_layers"
+        assert "dense_layers are kept in float16, which rounds the float32" in handle.report().warnings[0]
+    # whatever else rounds, they are those of bits=16
+    model.bfloat16()
+    exact = TurboConfig(bits=16, attention="fp16", block_size=32)
+    rounds = TurboConfig(
+        low_heads=0.5, low_bits=3, recent_tokens=32, sas=True, smooth_k=True, block_size=32, dense_layers=(0, 1)
+    )
+    answers = []
+    for own in (exact, rounds):
+        with turbo_hf.patch(model, own) as handle:
+            answers.append(generate(model))
+            assert not handle.report().warnings
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_masks_of_one_form_are_passed_on(rows: int) -> None:
+    mask = torch.ones(rows, 9, dtype=torch.bool)
+    plain = (causal_mask_function, sliding_window_causal_mask_function(4))
+    # blocks of an image are allowed for, and there is none
+    without = blockwise_overlay(torch.full((rows, 9), -1))
+    for function in (*plain, *(or_masks(each, without) for each in plain)):
+        given: dict[str, Any] = {"batch_size": rows, "mask_function": function}
+        assert turbo_mask(q_length=9, kv_length=9, attention_mask=mask, **given) is mask
+        assert turbo_mask(q_length=9, kv_length=9, attention_mask=None, **given) is None
+        assert turbo_mask(q_length=2, kv_length=5, q_offset=7, kv_offset=4, attention_mask=mask, **given) is mask
+
+
+def test_other_masks_are_made_dense() -> None:
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, :3] = False
+    packed = packed_sequence_mask_function(torch.tensor([[0] * 5 + [1] * 4]).expand(2, -1))
+    functions = [
+        chunked_causal_mask_function(4, torch.tensor([0, 3])),
+        bidirectional_mask_function,
+        and_masks(causal_mask_function, packed),
+        and_masks(sliding_window_overlay(4), bidirectional_mask_function),
+        and_masks(sliding_window_causal_mask_function(4), packed),
+        and_masks(causal_mask_function, causal_mask_function, causal_mask_function),
+        lambda batch, head, q, kv: kv <= q,
+        or_masks(causal_mask_function, packed),
+        # a block that reaches back beyond the window; chunks, of which a layer knows nothing
+        or_masks(sliding_window_causal_mask_function(4), blockwise_overlay(torch.zeros(2, 9))),
+        or_masks(chunked_causal_mask_function(9, torch.tensor([0, 3])), blockwise_overlay(torch.full((2, 9), -1))),
+    ]
+    for function in functions:
+        given: dict[str, Any] = {"batch_size": 2, "q_length": 9, "kv_length": 9, "attention_mask": mask}
+        ours = turbo_mask(mask_function=function, **given)
+        want: Any = sdpa_mask(mask_function=function, allow_is_causal_skip=False, **given)
+        assert ours is not None
+        assert torch.equal(ours, want)
+        assert ours.shape == (2, 1, 9, 9)
+    # at the last token of a chunk its mask is that of a window, which the layer would not apply
+    chunk = chunked_causal_mask_function(8, torch.tensor([0]))
+    ours = turbo_mask(batch_size=1, q_length=1, kv_length=24, q_offset=23, mask_function=chunk, local_size=8)
+    assert ours is not None
+    # a static cache has columns that no token has reached
+    ours = turbo_mask(batch_size=2, q_length=1, kv_length=9, q_offset=torch.tensor(5), attention_mask=mask)
+    assert ours is not None
+    assert ours[:, 0, 0].tolist() == [[True] * 6 + [False] * 3, [False] * 3 + [True] * 3 + [False] * 3]
+
+
+@pytest.mark.parametrize("window", [None, 4, 1])
+@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (1, 9), (3, 9), (1, 1)])
+def test_mask_4d_is_that_of_transformers(window: int | None, queries: int, keys: int) -> None:
+    mask = torch.ones(2, keys, dtype=torch.bool)
+    mask[1, : keys - 2] = False
+    function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    want: Any = sdpa_mask(
+        batch_size=2,
+        q_length=queries,
+        kv_length=keys,
+        q_offset=keys - queries,
+        mask_function=function,
+        attention_mask=mask,
+        allow_is_causal_skip=False,
+    )
+    ours = mask_4d(mask, queries, keys, causal=True, window=window, device=mask.device)
+    assert ours is not None
+    assert torch.equal(ours, want)
+    # wider masks are those of a cache that has dropped its oldest columns
+    wider = torch.nn.functional.pad(mask, (5, 0), value=True)
+    again = mask_4d(wider, queries, keys, causal=True, window=window, device=mask.device)
+    assert again is not None
+    assert torch.equal(again, want)
+
+
+def test_mask_4d_is_none_where_all_is_seen() -> None:
+    cpu = torch.device("cpu")
+    assert mask_4d(None, 1, 9, causal=True, window=None, device=cpu) is None
+    assert mask_4d(None, 9, 9, causal=False, window=None, device=cpu) is None
+    assert mask_4d(None, 9, 9, causal=True, window=None, device=cpu) is not None
+    assert mask_4d(None, 1, 9, causal=True, window=4, device=cpu) is not None
+
+
+# --- strict --------------------------------------------------------------------------------------------------------
+
+
+@stricts
+def test_a_layer_that_cannot_be_compressed(strict: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_llama()
+    layer: Any = model.model.layers[1].self_attn
+    layer.is_cross_attention = True
+    message = r"layers 1 cannot be compressed: cross-attention"
+    if strict == "raise":
+        with pytest.raises(Unsupported, match=message + r"\. Pass strict=\"warn\" to leave them"):
+            turbo_hf.patch(model, EXACT, strict=strict)
+        assert model.config._attn_implementation == "eager"
+        return
+    handle = spoken(strict, message, caplog, lambda: turbo_hf.patch(model, EXACT, strict=strict))
+    assert [layer.storage for layer in handle.report().layers] == ["2 x 4 bit", "dense"]
+    assert handle.report().warnings == ("layers 1 cannot be compressed: cross-attention.",)
+    ours = generate(model)
+    handle.remove()
+    cache = TurboCache(model.config, EXACT, attention_mask=padded()["attention_mask"], uncompressed_layers=(1,))
+    assert torch.equal(ours, generate(model, **{CACHE: cache}))
+
+
+def spoken(strict: str, message: str, caplog: pytest.LogCaptureFixture, call: Any) -> Any:
+    """What `call` returns, after the warning of "warn" or the silent log line of "fallback"."""
+    if strict == "warn":
+        with pytest.warns(UserWarning, match=message):
+            return call()
+    with warnings.catch_warnings(), caplog.at_level(logging.INFO, "turbo_hf"):
+        warnings.simplefilter("error")
+        result = call()
+    assert any(re.search(message, line) for line in caplog.messages)
+    return result
+
+
+@stricts
+def test_a_call_that_cannot_be_compressed(strict: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Keywords of SDPA, and masks that are no columns of tokens: dense attention over the same cache, or an error."""
+    model, ids, step = tiny_llama(), prompts(2, 70), prompts(2, 1, 1)
+    hidden = torch.ones(2, 1, 70, 70, dtype=torch.bool).tril()
+    hidden[:, :, 40:, :40] = False
+    additive = torch.zeros(hidden.shape).masked_fill(~hidden, torch.finfo(torch.float32).min)
+    calls: list[tuple[dict[str, Any], str]] = [
+        # SDPA reads it, and a constant changes nothing
+        ({"position_bias": torch.ones(1)}, "layer 0: the model passes position_bias to"),
+        ({"attention_mask": additive}, "layer 0: the attention mask is no causal or sliding-window mask"),
+        ({"is_causal": False}, "layer 0: attention is not causal here"),
+    ]
+    for options, message in calls:
+        seen = {**options, "attention_mask": torch.zeros_like(additive)} if "is_causal" in options else options
+        stock = logits(model, ids, **seen)
+        with turbo_hf.patch(model, EXACT, strict=strict) as handle:
+            cache = handle.new_cache()
+            if strict == "raise":
+                with pytest.raises(Unsupported, match=message):
+                    logits(model, ids, **{CACHE: cache}, **options)
+                continue
+            ours = spoken(strict, message, caplog, lambda c=cache, o=options: logits(model, ids, **{CACHE: c}, **o))
+            torch.testing.assert_close(ours, stock)
+            same = copy.deepcopy(cache)
+            ours = logits(model, step, **{CACHE: cache})
+        torch.testing.assert_close(ours, logits(model, step, **{CACHE: same}))
+
+
+def test_keywords_that_change_nothing_pass() -> None:
+    model, ids = tiny_llama(), prompts(2, 70)
+    with turbo_hf.patch(model, EXACT) as handle:
+        plain = logits(model, ids, **{CACHE: handle.new_cache()})
+        same = logits(
+            model, ids, **{CACHE: handle.new_cache()}, position_bias=None, output_hidden_states=True, labels=ids
+        )
+    assert torch.equal(plain, same)
+
+
+def test_packed_sequences() -> None:
+    """Transformers finds them from positions, and only in a call without a cache."""
+    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 70)
+    packed = torch.cat((torch.arange(30), torch.arange(40)))[None]
+    stock = logits(model, ids, position_ids=packed, use_cache=False)
+    cached = logits(model, ids, position_ids=packed, **{CACHE: DynamicCache(config=model.config)})
+    assert not torch.allclose(stock, cached)
+    with turbo_hf.patch(model, EXACT) as handle:
+        torch.testing.assert_close(logits(model, ids, position_ids=packed, use_cache=False), stock)
+        ours = logits(model, ids, position_ids=packed, **{CACHE: handle.new_cache()})
+        torch.testing.assert_close(ours, cached)
+
+
+@stricts
+def test_attention_that_changes_keys_after_the_cache(strict: Any) -> None:
+    model = tiny_llama()
+    model.model.layers[1].self_attn.__class__ = Doubling
+    with (
+        turbo_hf.patch(model, EXACT, strict=strict),
+        pytest.raises(Unsupported, match=r"layer 1: this attention class changes keys or values .*without the patch"),
+    ):
+        generate(model)
+
+
+@stricts
+@pytest.mark.parametrize("version", ["5.16.2", "5.99.0", "6.0.0.dev0"])
+def test_a_version_outside_the_tested_range(
+    version: str,
+    strict: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_llama()
+    monkeypatch.setattr("turbo_hf.models.versions.transformers.__version__", version)
+    message = f"transformers {version} is outside the tested range {versions.OLDEST} to {versions.NEWEST}"
+    if strict == "raise":
+        with pytest.raises(Unsupported, match=message + r".*pass strict=\"warn\""):
+            turbo_hf.patch(model, strict=strict)
+        return
+    with spoken(strict, message, caplog, lambda: turbo_hf.patch(model, strict=strict)) as handle:
+        assert message in handle.report().warnings[0]
+        generate(model)
+
+
+def test_versions_inside_the_tested_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions.version_problem() is None
+    for version in (f"{versions.OLDEST}.0", f"{versions.NEWEST}.7", f"{versions.NEWEST}.0.dev0"):
+        monkeypatch.setattr("turbo_hf.models.versions.transformers.__version__", version)
+        assert versions.version_problem() is None

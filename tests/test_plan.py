@@ -1,18 +1,19 @@
-"""`turbo-hf plan`: figures from a config alone are those of a real cache, and only of models that `patch` takes."""
+"""`turbo-hf plan` and `doctor`: what a config tells without weights, which figures are those of a real cache; and bytes
+of weights, as they are or as a checkpoint stores them."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test
+import typer
 from choices import EVERY_PRESET
-from families_support import CHUNKED, EXPERTS, FAMILY_CASES, FULL, GENERIC_CASES, LINEAR, Case, build
-from models import prompts
+from families_support import CHUNKED, EXPERTS, FAMILY_CASES, FULL, GENERIC_CASES, LATENT, LINEAR, Case, build
+from models import LAB_MODEL, lab_model, prompts, tiny_llama
 from plan_support import SMALL, costs, sealed_bytes
-from test_families_refused import LATENT
-from transformers import AutoConfig, DynamicCache, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache, PreTrainedConfig, PreTrainedModel
 from typer.testing import CliRunner
 
 import turbo_hf
@@ -20,6 +21,8 @@ from turbo_hf import TurboConfig, Unsupported
 from turbo_hf.cache.memory import LayerCost, cache_bytes
 from turbo_hf.cli.main import app
 from turbo_hf.cli.plan import MemoryPlan, layer_costs, longest_context, parse_bytes, plan
+from turbo_hf.cli.weights import Weights, file_bytes, has_weights, weigh
+from turbo_hf.console import load_model
 from turbo_hf.layout import open_token_bytes
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.meta_model import meta_model, uncompressed_layers
@@ -34,7 +37,7 @@ def plan_of(model_type: str, context: int = 1000, **options: Any) -> MemoryPlan:
     return plan(meta_model(config), context=context, batch=1, gpu_bytes=10**9, weights=0)
 
 
-def folder_of(tmp_path: Path, **fields: Any) -> str:
+def folder_of(tmp_path: Path, fields: Any) -> str:
     """A folder with nothing but a config.json."""
     (tmp_path / "config.json").write_text(json.dumps(fields))
     return str(tmp_path)
@@ -79,26 +82,19 @@ def test_figures_are_those_of_a_real_cache(case: Case) -> None:
         pytest.param(TurboConfig(bits=2, int8_layers=(0,), dense_layers=(2,)), id="layers"),
         pytest.param(TurboConfig(layer_bits=(2, (8, 4), 3)), id="layers-by-hand"),
         pytest.param(TurboConfig(bits=16, low_bits=4, low_heads=0.5, block_size=32), id="full"),
+        pytest.param(TurboConfig(block_size=32, recent_tokens=64), id="recent"),
     ],
 )
 def test_figures_of_other_configs(config: TurboConfig) -> None:
-    model: Any = build("llama").bfloat16()
-    with turbo_hf.patch(model, config) as handle, torch.no_grad():
-        cache = handle.new_cache()
-        model(prompts(2, TOKENS), **{CACHE: cache})
-    assert measured(cache) == planned(costs(model.config, config))
-
-
-@pytest.mark.parametrize("window", [None, 32])
-def test_recent_tokens_are_counted_as_open(window: int | None) -> None:
-    config = TurboConfig(block_size=32, recent_tokens=64)
-    model: Any = build("mistral", sliding_window=window).bfloat16()
-    with turbo_hf.patch(model, config) as handle, torch.no_grad():
-        cache = handle.new_cache()
-        model(prompts(2, TOKENS), **{CACHE: cache})
-    # the room of an open block is not planned
-    opened = [2 * 64 * layer.heads * open_token_bytes(layer.dim) for layer in cache.turbo_layers()]
-    assert [sum(x) for x in zip(measured(cache), opened, strict=True)] == planned(costs(model.config, config))
+    for window in (None, 32) if config.recent_tokens else (None,):
+        model: Any = build("mistral", sliding_window=window).bfloat16()
+        with turbo_hf.patch(model, config) as handle, torch.no_grad():
+            cache = handle.new_cache()
+            model(prompts(2, TOKENS), **{CACHE: cache})
+        # recent tokens are counted as open: the room of an open block is not planned
+        layers = cache.turbo_layers()
+        opened = [2 * config.recent_tokens * layer.heads * open_token_bytes(layer.dim) for layer in layers]
+        assert [sum(x) for x in zip(measured(cache), opened, strict=True)] == planned(costs(model.config, config))
 
 
 def measured(cache: Any) -> list[int]:
@@ -157,12 +153,14 @@ def test_longest_context_is_the_last_that_fits() -> None:
     assert longest_context(each[1:], 5e3) == 0
 
 
-@in_one_test(("text", "expected"), [("80GB", 80e9), ("24 GiB", 24 * 2**30), ("512mb", 512e6), ("1.5TB", 1.5e12)])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("80GB", 80e9), ("24 GiB", 24 * 2**30), ("512mb", 512e6), ("1.5TB", 1.5e12)]
+)
 def test_amounts_of_memory(text: str, expected: float) -> None:
     assert parse_bytes(text) == expected
 
 
-@in_one_test("text", ["", "GB", "-1GB", "80", "infGB", "nanGB"])
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "80", "infGB", "nanGB"])
 def test_other_amounts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected an amount of memory"):
         parse_bytes(text)
@@ -178,7 +176,7 @@ def test_notes() -> None:
 
 
 def test_the_command_says_the_same(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, model_type="qwen2", **SMALL, max_position_embeddings=4096)
+    folder = folder_of(tmp_path, {"model_type": "qwen2", **SMALL, "max_position_embeddings": 4096})
     said = run("plan", folder, "--context", "8k", "--json")
     found = json.loads(said[said.index('{"rows"') :])
     assert found["positions"] == 4096
@@ -200,55 +198,44 @@ def test_multimodal_models_are_weighed_with_all_parts() -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
-@in_one_test(
+@pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        pytest.param({"model_type": "t5"}, "t5 is an encoder-decoder; only decoder-only models", id="t5"),
-        pytest.param({"model_type": "whisper"}, "whisper is an encoder-decoder; only decoder-only", id="whisper"),
-        pytest.param({"model_type": "clip"}, "clip is no language model: Transformers has no class", id="clip"),
-        pytest.param({"model_type": "vit"}, "vit is no language model: Transformers has no class", id="vit"),
-        pytest.param(
+        ({"model_type": "t5"}, "t5 is an encoder-decoder; only decoder-only models"),
+        ({"model_type": "whisper"}, "whisper is an encoder-decoder; only decoder-only"),
+        ({"model_type": "clip"}, "clip is no language model: Transformers has no class"),
+        ({"model_type": "vit"}, "vit is no language model: Transformers has no class"),
+        (
             {"model_type": "llama", **SMALL, "num_hidden_layers": -1},
             "num_hidden_layers must be a number of layers; the config has -1",
-            id="negative-layers",
         ),
-        pytest.param({"model_type": "bert", "num_hidden_layers": 2}, "no layer of BertLMHeadModel", id="bert"),
-        pytest.param({"model_type": "mamba", "num_hidden_layers": 2}, "no layer of MambaForCausalLM", id="mamba"),
-        pytest.param(
+        ({"model_type": "bert", "num_hidden_layers": 2}, "no layer of BertLMHeadModel"),
+        ({"model_type": "mamba", "num_hidden_layers": 2}, "no layer of MambaForCausalLM"),
+        (
             {"model_type": "deepseek_v3", **SMALL, **EXPERTS, **LATENT, "num_key_value_heads": 4, "kv_lora_rank": 24},
             "no layer of DeepseekV3ForCausalLM",
-            id="deepseek",
         ),
-        pytest.param({"model_type": "llama", **SMALL, "head_dim": 24}, "head dim 24 is no multiple of 16", id="dims"),
-        pytest.param({"model_type": "blt"}, "the config of BltForCausalLM has no num_hidden_layers", id="parts"),
-        pytest.param({"model_type": "nothing"}, "no model of model_type 'nothing'. A newer version", id="unknown"),
-        pytest.param({"hidden_size": 64}, "names no model_type", id="no-type"),
-        pytest.param(
+        ({"model_type": "llama", **SMALL, "head_dim": 24}, "head dim 24 is no multiple of 16"),
+        ({"model_type": "blt"}, "the config of BltForCausalLM has no num_hidden_layers"),
+        ({"model_type": "nothing"}, "no model of model_type 'nothing'. A newer version"),
+        ({"hidden_size": 64}, "names no model_type"),
+        (
             {"model_type": "own", "auto_map": {"AutoConfig": "config.C"}},
             "own code, which turbo-hf does not run, and Transformers .* has no model of model_type 'own'",
-            id="remote-code",
         ),
-        pytest.param(
-            {"model_type": "llama", "hidden_size": "big"}, "cannot read a config .* 'hidden_size'", id="field"
-        ),
-        pytest.param(
-            {"model_type": "llama", **SMALL, "hidden_act": "none such"},
-            "cannot build a llama of this config",
-            id="build",
-        ),
-        pytest.param({"model_type": ["llama"]}, "names no model_type", id="type-list"),
-        pytest.param(
-            {"model_type": "mistral", **SMALL, "sliding_window": 0}, "has a sliding window of 0 tokens", id="window-0"
-        ),
-        pytest.param(
+        ({"model_type": "llama", "hidden_size": "big"}, "cannot read a config .* 'hidden_size'"),
+        ({"model_type": "llama", **SMALL, "hidden_act": "none such"}, "cannot build a llama of this config"),
+        ({"model_type": ["llama"]}, "names no model_type"),
+        ([1], "names no model_type"),
+        ({"model_type": "mistral", **SMALL, "sliding_window": 0}, "has a sliding window of 0 tokens"),
+        (
             {"model_type": "qwen2", **SMALL, "layer_types": ["sliding_attention"] * SMALL["num_hidden_layers"]},
             "has a sliding window of None tokens",
-            id="no-window",
         ),
     ],
 )
-def test_refused_with_one_sentence(tmp_path: Path, command: str, fields: dict[str, Any], sentence: str) -> None:
-    result = CliRunner().invoke(app, [command, folder_of(tmp_path, **fields)])
+def test_refused_with_one_sentence(tmp_path: Path, command: str, fields: Any, sentence: str) -> None:
+    result = CliRunner().invoke(app, [command, folder_of(tmp_path, fields)])
     assert result.exit_code == 1, result.output
     assert isinstance(result.exception, SystemExit)
     assert "fp16" not in result.output
@@ -256,12 +243,6 @@ def test_refused_with_one_sentence(tmp_path: Path, command: str, fields: dict[st
     assert len(said.split("error: " if command == "plan" else "none")[-1]) < 1500
     with pytest.raises(AssertionError, match=sentence):
         raise AssertionError(said)
-
-
-@pytest.mark.parametrize("command", ["plan", "doctor"])
-def test_a_config_that_is_a_list(tmp_path: Path, command: str) -> None:
-    (tmp_path / "config.json").write_text("[1]")
-    assert "names no model_type" in run(command, str(tmp_path), code=1)
 
 
 def test_a_window_of_one_token_leaves_nothing_to_compare() -> None:
@@ -304,3 +285,155 @@ def test_latent_attention_has_the_presets_that_serve_it() -> None:
     assert {"int8", "turbo4"} <= rows.keys()
     assert not {"turbo-k4v3", "turbo-k4v2"} & rows.keys()
     assert rows["turbo4"].compression > rows["int8"].compression > 1
+
+
+# --- doctor --------------------------------------------------------------------------------------------------------
+
+NOT_COMPARED = "Logits were not compared: there are no weights here."
+
+
+def doctor(name: str, code: int = 0) -> tuple[str, Any]:
+    """What it prints, with single spaces, and its JSON (None: an error ended it)."""
+    result = CliRunner().invoke(app, ["doctor", name, "--device", "cpu", "--json"])
+    assert result.exit_code == code, result.output
+    last = result.stdout.strip().splitlines()[-1]
+    return " ".join(result.output.split()), json.loads(last) if last.startswith("{") else None
+
+
+def test_a_config_without_weights(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"model_type": "llama", **SMALL})
+    for name in (str(tmp_path), str(tmp_path / "config.json")):
+        said, found = doctor(name)
+        assert "LlamaForCausalLM (Llama)" in said
+        assert "layers 0, 1: 2 x 4 bit" in said
+        assert NOT_COMPARED in said
+        assert "self-check" not in said
+        assert "without a GPU" not in said
+        assert found["model"] == {"refusal": None, "checks": {}, "unknown": [NOT_COMPARED]}
+
+
+def test_key_biases_are_unknown_where_the_rotary_embedding_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder_of(tmp_path, {"model_type": "qwen2", **SMALL})
+    said, found = doctor(str(tmp_path))
+    assert "Keys have a bias" not in said
+    monkeypatch.setattr("turbo_hf.patches.balance.rotate", None)
+    said, found = doctor(str(tmp_path))
+    assert "Keys have a bias, which only the weights tell" in said
+    assert len(found["model"]["unknown"]) == 2
+
+
+def test_a_refusal_needs_no_weights(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"model_type": "t5"})
+    # would not load
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    said, found = doctor(str(tmp_path), code=1)
+    assert "problem: t5 is an encoder-decoder; only decoder-only models are supported." in said
+    assert found["model"]["checks"] == {}
+
+
+def test_damaged_weights_are_an_error(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"model_type": "llama", **SMALL})
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    said, found = doctor(str(tmp_path), code=1)
+    assert "error: cannot load" in said
+    assert len(said.split("error: ")[1]) < 700
+    assert found is None
+
+
+def test_a_checkpoint_of_the_hub_whose_weights_are_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repo, commit = tmp_path / "models--me--one", "1" * 40
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    shutil.copytree(LAB_MODEL, repo / "snapshots" / commit, ignore=shutil.ignore_patterns("*.safetensors"))
+    said, found = doctor("me/one")
+    assert NOT_COMPARED in said, "the index is here, the file that it names is not"
+    assert found["model"]["refusal"] is None
+    (repo / "snapshots" / commit / "model.safetensors.index.json").unlink()
+    assert NOT_COMPARED in doctor("me/one")[0]
+    (repo / "snapshots" / commit / "model.safetensors.index.json").write_text("{")
+    assert "is no index of weights; download it again" in doctor("me/one", code=1)[0]
+
+
+def test_models_are_loaded_by_the_class_of_their_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = {**SMALL, "model_type": "mistral"}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("mistral3", text_config=text, vision_config={**vision, "model_type": "pixtral"})
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "multimodal")
+    assert type(load_model(str(tmp_path / "multimodal"), "cpu")).__name__ == "Mistral3ForConditionalGeneration"
+    folder_of(tmp_path, {"model_type": "t5"})
+    with pytest.raises(typer.Exit):
+        load_model(str(tmp_path), "cpu")
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if "error" in line)
+    assert said == "error: t5 is an encoder-decoder; only decoder-only models are supported."
+
+
+def test_an_adapter_is_of_the_model_that_it_names(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(LAB_MODEL)}))
+    assert '"method": "fp16", "bytes_per_token": 3072' in run("plan", str(tmp_path), "--json")
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+def of_type(model_type: str, quantized: dict[str, Any] | None = None, **options: Any) -> PreTrainedModel:
+    """A small meta model in bfloat16, with a quantization config."""
+    config = AutoConfig.for_model(model_type, **{**SMALL, **options})
+    if quantized is not None:
+        config.quantization_config = quantized
+    return meta_model(config)
+
+
+def test_weights_of_a_model() -> None:
+    model, _ = lab_model()
+    assert weigh(meta_model(model.config)) == Weights(sum(p.nbytes for p in model.parameters()))
+
+
+def test_quantized_weights_count_as_their_files_do(tmp_path: Path) -> None:
+    model = tiny_llama().to(torch.bfloat16)
+    held = sum(p.nbytes for p in model.parameters())
+    fields = {"quant_method": "vptq"}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    model.save_pretrained(whole)
+    model.save_pretrained(parts, max_shard_size="40KB")
+    # one file has a header, too
+    for folder, more in ((whole, 1.05), (parts, 1)):
+        assert held <= (stored := file_bytes(str(folder)) or 0) <= held * more
+        found = weigh(of_type("llama", fields), str(folder / "config.json"))
+        assert found == (stored, "Weights (vptq) are counted as the checkpoint's files store them.")
+        # of weights that are not quantized, or no longer, the config's dtype counts
+        for other in (None, {**fields, "dequantize": True}):
+            assert weigh(of_type("llama", other), str(folder)) == weigh(of_type("llama"))
+    shards = list(parts.glob("*.safetensors"))
+    assert len(shards) > 1
+    for shard in shards:
+        shard.unlink()
+    assert file_bytes(str(parts)) == held, "the index says it"
+    assert not has_weights(str(parts))
+    assert has_weights(str(whole))
+    assert has_weights(str(LAB_MODEL))
+
+
+def test_quantized_weights_without_files_are_told() -> None:
+    full = weigh(of_type("llama")).nbytes
+    nbytes, note = weigh(of_type("llama", {"quant_method": "gptq", "bits": 4, "group_size": 128}))
+    assert note == "Weights (gptq) are counted at 4.15625 bit: their files are not here."
+    assert full / 4 < nbytes < full / 2, "embeddings stay as they are"
+    nbytes, note = weigh(of_type("llama", {"quant_method": "quanto", "weights": "int4"}))
+    assert nbytes == full
+    assert note == "Weights (quanto) are counted at 16 bit, which is too much: their files are not here."
+    assert weigh(of_type("llama", {"quant_method": "mxfp4"})).nbytes == full, "it has no experts"
+
+
+def test_an_index_that_is_none_is_named(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    assert file_bytes(str(tmp_path)) is None
+    for text in ("{", "[]", "{}", '{"weight_map": {"a": 1}}', '{"weight_map": []}', '{"weight_map": {}}'):
+        index.write_text(text)
+        with pytest.raises(ValueError, match=r"index\.json' .*is no index of weights; download it again"):
+            file_bytes(str(tmp_path))
+    strange: list[Any] = [{}, [], *({"total_size": x} for x in (-1, "x", float("nan"), True, 1 << 80))]
+    for about in strange:
+        index.write_text(json.dumps({"weight_map": {"a": "gone.safetensors"}, "metadata": about}))
+        assert file_bytes(str(tmp_path)) is None

@@ -7,18 +7,9 @@ from typing import Any
 import pytest
 import torch
 from calibration_support import PROSE_FILE, SMALL
-from models import SHAPE, lab_model, tiny_llama
-from ranks_support import COUNT, seen_by_ranks
-from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from models import lab_model, tiny_llama
+from patching_support import tiny
+from ranks_support import COUNT, both, seen_by_ranks
 from two_ranks import CONFIGS, HEADS, answer
 
 from turbo_hf import Calibration
@@ -27,18 +18,9 @@ from turbo_hf.calibration.run import calibrate
 
 def models() -> dict[str, Any]:
     """Tiny models by name. Qwen2: of the second rank's heads alone, a key bias makes channels uneven."""
-    shape = {**SHAPE, **HEADS}
     made: dict[str, Any] = {"llama": tiny_llama(**HEADS)}
     made["three"] = tiny_llama(hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
-    others: list[tuple[str, Any, Any]] = [
-        ("olmo2", Olmo2Config, Olmo2ForCausalLM),
-        ("phi3", Phi3Config, Phi3ForCausalLM),
-        ("qwen2", Qwen2Config, Qwen2ForCausalLM),
-        ("neox", GPTNeoXConfig, GPTNeoXForCausalLM),
-    ]
-    for name, config, cls in others:
-        torch.manual_seed(0)
-        made[name] = cls(config(**shape)).eval()
+    made |= {name: tiny(name, **HEADS) for name in ("olmo2", "phi3", "qwen2", "gpt_neox")}
     bias = made["qwen2"].model.layers[0].self_attn.k_proj.bias
     with torch.no_grad():
         bias.zero_()
@@ -66,13 +48,6 @@ def alike(ranks: Any, seen: Any, expected: Any) -> bool:
     return bool(seen == expected if exact else [row[:4] for row in seen] == [row[:4] for row in expected])
 
 
-def both(ranks: Any, case: str) -> Any:
-    """What the ranks have seen, where it is the same."""
-    first, second = (found[case] for found in ranks[0])
-    assert first == second
-    return first
-
-
 def test_tokens_and_bytes_of_each_preset(ranks: Any) -> None:
     seen = both(ranks, "presets")
     for name, config in CONFIGS.items():
@@ -91,7 +66,7 @@ def test_the_check_of_a_patch(ranks: Any) -> None:
     assert refusal.startswith("Unsupported: cuda_graphs=True: ")
 
 
-@pytest.mark.parametrize("name", ["neox", "olmo2", "phi3", "qwen2"])
+@pytest.mark.parametrize("name", ["gpt_neox", "olmo2", "phi3", "qwen2"])
 def test_families_and_their_plans(name: str, ranks: Any) -> None:
     first, second = (found["families"][name] for found in ranks[0])
     tokens, report, memory = answer(ranks[1][name], CONFIGS["turbo4"])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test
 from models import prompts, tiny_llama
+from tiny_families import build, mistral4
 
 import turbo_hf
 from turbo_hf import TurboConfig, Unsupported
@@ -16,17 +16,20 @@ transformers = pytest.importorskip("transformers", minversion="5.19")
 
 from serving_support import (  # noqa: E402
     BY_DEPTH,
+    EXACT,
     MODELS,
     ONE_WIDER,
     PRESETS,
     cancel_one_and_add_another,
     check_same,
     in_static_batches,
+    lab_latent,
     options,
     requests,
 )
 from transformers.generation.configuration_utils import GenerationConfig  # noqa: E402
 
+from turbo_hf.layout import page_bytes  # noqa: E402
 from turbo_hf.serving import runner  # noqa: E402
 
 
@@ -36,13 +39,31 @@ from turbo_hf.serving import runner  # noqa: E402
         *((preset, "llama") for preset in (*PRESETS, ONE_WIDER, BY_DEPTH)),
         ("turbo-mixed", "sliding"),
         ("turbo-mixed", "uneven"),
+        *((preset, "latent") for preset in (EXACT, "int8", "turbo4")),
+        (EXACT, "latent of V2"),
+        ("turbo4", "lab"),
     ],
 )
 def test_tokens_are_those_of_static_batches(preset: Any, kind: str, passes: Any) -> None:
     model, inputs = MODELS[kind](), requests()
     with turbo_hf.patch(model, preset) as handle:
+        assert "continuous batching: yes" in str(handle.report())
         outputs = model.generate_batch(inputs, max_new_tokens=12, continuous_batching_config=options())
         assert any(len(edges) > 12 for edges in passes.values()), "some prompt was cut"
+        assert any(past and new > 16 for edges in passes.values() for past, new in edges), "some chunk has a past"
+        check_same(model, handle, inputs, outputs, passes)
+        assert "prompt tokens" in handle.report().serving
+    if kind == "lab":
+        assert {at.storage for at in handle.report().layers} == {"latent 4 bit", "latent 8 bit"}
+
+
+@pytest.mark.parametrize("family", ["axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu"])
+def test_other_families_with_latents(family: str, passes: Any) -> None:
+    model: Any = mistral4() if family == "mistral4" else build(family)
+    model.double()
+    inputs = [[token % 97 + 1 for token in prompt] for prompt in requests((5, 131))]
+    with turbo_hf.patch(model, EXACT) as handle:
+        outputs = model.generate_batch(inputs, max_new_tokens=6, continuous_batching_config=options())
         check_same(model, handle, inputs, outputs, passes)
 
 
@@ -86,8 +107,9 @@ def test_requests_that_come_and_go_at_random(
     assert sorted(allocator.free_slots) == list(range(allocator.slots))
 
 
-def test_a_small_pool_starts_requests_again(passes: Any) -> None:
-    model, inputs = tiny_llama().double(), requests((70, 80, 90))
+@pytest.mark.parametrize("kind", ["llama", "latent"])
+def test_a_small_pool_starts_requests_again(kind: str, passes: Any) -> None:
+    model, inputs = MODELS[kind](), requests((70, 80, 90))
     with turbo_hf.patch(model) as handle:
         config = options(blocks=4)
         outputs = model.generate_batch(inputs, max_new_tokens=70, continuous_batching_config=config)
@@ -96,17 +118,17 @@ def test_a_small_pool_starts_requests_again(passes: Any) -> None:
         check_same(model, handle, inputs, outputs, passes)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_several_sequences_of_a_prompt_are_alike(ahead: bool, request: Any) -> None:
+@pytest.mark.parametrize(("kind", "ahead"), [("llama", False), ("llama", True), ("latent", False)])
+def test_several_sequences_of_a_prompt_are_alike(kind: str, ahead: bool, request: Any) -> None:
     if ahead:
         request.getfixturevalue("asynchronous")
-    model = tiny_llama().double()
+    model = MODELS[kind]()
     # so cold that sampling takes the likeliest token
     config = GenerationConfig(
         num_return_sequences=3, max_new_tokens=40, do_sample=True, temperature=1e-5, eos_token_id=-1
     )
     for share in (True, False):
-        with turbo_hf.patch(model, "turbo-mixed"):
+        with turbo_hf.patch(model, "turbo-mixed" if kind == "llama" else "turbo4"):
             outputs = model.generate_batch(
                 requests((100, 30)),
                 config,
@@ -118,12 +140,29 @@ def test_several_sequences_of_a_prompt_are_alike(ahead: bool, request: Any) -> N
             assert tokens[3] == tokens[4] == tokens[5]
 
 
-def test_sampling_streaming_cancelling_and_late_requests() -> None:
-    model = tiny_llama()
+@pytest.mark.parametrize("kind", ["llama", "latent"])
+def test_sampling_streaming_cancelling_and_late_requests(kind: str) -> None:
+    model = MODELS[kind]()
     sampling = GenerationConfig(max_new_tokens=40, do_sample=True, temperature=0.7, eos_token_id=-1)
-    handle = turbo_hf.patch(model)
-    cancel_one_and_add_another(model, handle, sampling)
-    handle.remove()
+    with turbo_hf.patch(model) as handle:
+        cancel_one_and_add_another(model, handle, sampling)
+    assert not any("expand_kv" in vars(module) for module in model.modules())
+
+
+def test_memory_counts_latents() -> None:
+    model = lab_latent()
+    with turbo_hf.patch(model, "turbo4") as handle:
+        config = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1)
+        with model.continuous_batching_context_manager(config, continuous_batching_config=options(8)) as manager:
+            manager.add_request(requests((130,))[0])
+            while not manager.get_result().is_finished():
+                pass
+            # the request has ended, and its two blocks are stored prefixes
+            memory = handle.memory()
+    wide = [page_bytes(64, 8 if at.kept_int8 else 4, 64, 32) for at in handle.report().layers]
+    assert [layer["codes"] + layer["scales"] for layer in memory.layers] == [2 * n for n in wide]
+    assert memory.full_precision == 128 * 6 * (64 + 32) * 4
+    assert memory.compression == pytest.approx(memory.full_precision / (2 * sum(wide)))
 
 
 def test_a_stored_prefix_is_found_and_changes_no_bit(passes: Any) -> None:
@@ -181,7 +220,7 @@ def test_a_request_that_does_not_fit_fails_alone(passes: Any) -> None:
         assert len(other.generated_tokens) == 24
 
 
-def test_a_persistent_manager_lives_on_and_is_removed_with_the_patch() -> None:
+def test_a_persistent_manager_ends_with_the_patch() -> None:
     model, inputs = tiny_llama(), requests((70, 20))
     handle = turbo_hf.patch(model)
     how: dict[str, Any] = {"max_new_tokens": 4, "persistent_manager": True, "continuous_batching_config": options()}
@@ -193,26 +232,28 @@ def test_a_persistent_manager_lives_on_and_is_removed_with_the_patch() -> None:
     assert not hasattr(model, "_cached_continuous_batching_manager")
 
 
-@in_one_test(
-    ("config", "reason"),
+@pytest.mark.parametrize(
+    ("family", "config", "reason"),
     [
-        (TurboConfig(buffer_scale="universal"), "whose scale is that of a whole prompt"),
-        (TurboConfig(recent_tokens=64), "recent_tokens cannot be served"),
-        (TurboConfig(bits=16), "16-bit pages"),
-        (TurboConfig(dense_layers=(0,)), r"16-bit pages beside others.*layer 1: 2 x 4 bit"),
-        (TurboConfig(bits=16, int8_layers=(1,)), r"16-bit pages beside others.*layer 1: 8 bit"),
-        (TurboConfig(sas=True), "SAS without a given sas_threshold"),
+        ("llama", TurboConfig(buffer_scale="universal"), "whose scale is that of a whole prompt"),
+        ("llama", TurboConfig(recent_tokens=64), "recent_tokens cannot be served"),
+        ("llama", EXACT, "16-bit pages"),
+        ("llama", TurboConfig(dense_layers=(0,)), r"16-bit pages beside others.*layer 1: 2 x 4 bit"),
+        ("llama", TurboConfig(bits=16, int8_layers=(1,)), r"16-bit pages beside others.*layer 1: 8 bit"),
+        ("llama", TurboConfig(sas=True), "SAS without a given sas_threshold"),
+        ("kimi_linear", EXACT, "layer 0 is not compressed"),
+        ("deepseek_v3", TurboConfig(bits=16, int8_layers=(1,)), r"16-bit pages beside others.*layer 1: latent 8 bit"),
     ],
 )
-def test_what_cannot_be_served_is_refused(config: TurboConfig, reason: str) -> None:
-    model = tiny_llama()
+def test_what_cannot_be_served_is_refused(family: str, config: TurboConfig, reason: str) -> None:
+    model: Any = build(family)
     with turbo_hf.patch(model, config) as handle:
         assert "continuous batching: no" in str(handle.report())
         with pytest.raises(Unsupported, match=reason):
             model.generate_batch(requests())
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("chosen", "reason"),
     [
         ({"cpu_offload_space": 1.0}, "does not support cpu_offload_space"),
@@ -227,7 +268,7 @@ def test_options_that_are_not_supported_are_refused(chosen: dict[str, Any], reas
         model.init_continuous_batching(continuous_batching_config=options(**chosen))
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("chosen", "reason"),
     [
         ({"num_beams": 3}, "does not know num_beams. Leave it out"),
@@ -281,6 +322,7 @@ def test_nan_ends_the_manager_and_says_why() -> None:
     [
         ("turbo-k4v3", "llama", "4/3 bit"),
         ("turbo2", "sliding", "2 bit with windows"),
+        ("turbo2", "latent", "2 bit with latents"),
         (TurboConfig(layer_bits=(4, (8, 4))), "llama", "8/4 bit"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The pool of continuous batching: blocks and slots that come and go, counted a second time."""
+"""The pool of continuous batching, counted a second time; and when the next batch is prepared, by a simulated clock."""
 
 from collections import Counter
 
@@ -13,25 +13,23 @@ transformers = pytest.importorskip("transformers", minversion="5.19")
 
 from transformers.generation.continuous_batching.cache_allocators import CachePool  # noqa: E402
 
+from turbo_hf.serving.pace import MARGIN, MOST_WAIT, Pace  # noqa: E402
 from turbo_hf.serving.paged_cache import TurboAllocator  # noqa: E402
 from turbo_hf.serving.rows import Shape  # noqa: E402
 
-
-def test_the_pool_holds_what_the_plan_says() -> None:
-    """At the 8B shape, 3.3 times the tokens of FP16, slots of open tokens included."""
-    shape = Shape((resolve_config("turbo4").head_groups(8),) * 32, 128, 64)
-    fp16 = 2 * 8 * 128 * 2 * 32
-    assert fp16 * 64 / shape.block_bytes > 3.65
-    tokens = 8192
-    assert fp16 * tokens / (tokens // 64 * shape.block_bytes + shape.slot) > 3.55
+DENSE = Shape((resolve_config("turbo4").head_groups(8),) * 32, 128, 64)
+LATENTS = Shape((((4, 1),),) * 26 + (((8, 1),),), 512, 64, 64)
+"""DeepSeek-V2-Lite, one layer of 27 in 8 bit."""
 
 
-def test_the_pool_holds_the_latents_that_the_plan_says() -> None:
-    """At the shape of DeepSeek-V2-Lite, one layer of 27 in 8 bit: 3.25 times the tokens of BF16, slots included."""
-    shape = Shape((((4, 1),),) * 26 + (((8, 1),),), 512, 64, 64)
-    bf16, tokens = 2 * (512 + 64) * 27, 32768
-    assert bf16 * 64 / shape.block_bytes > 3.3
-    assert bf16 * tokens / (tokens // 64 * shape.block_bytes + shape.slot) > 3.25
+@pytest.mark.parametrize(
+    ("shape", "half", "tokens", "blocks", "pool"),
+    [(DENSE, 2 * 8 * 128 * 2 * 32, 8192, 3.65, 3.55), (LATENTS, 2 * (512 + 64) * 27, 32768, 3.3, 3.25)],
+)
+def test_the_pool_holds_what_the_plan_says(shape: Shape, half: int, tokens: int, blocks: float, pool: float) -> None:
+    """How many times the tokens of 16 bit, which take `half` bytes each: by blocks, and with slots of open tokens."""
+    assert half * 64 / shape.block_bytes > blocks
+    assert half * tokens / (tokens // 64 * shape.block_bytes + shape.slot) > pool
 
 
 class Pool:
@@ -121,3 +119,59 @@ def test_no_block_is_lost_and_none_is_freed_twice(script: list[tuple[str, int]])
     allocator.evict(pool.blocks)
     pool.pool.try_to_free_sectors()
     assert pool.pool.num_free_sectors == pool.blocks
+
+
+def simulate(took: list[float], preparation: float) -> tuple[list[float], float]:
+    """Passes that take so long on the device: how long each was waited for before the next was prepared, and how long
+    the device stood still in all."""
+    pace, now, free, idle = Pace(), 0.0, 0.0, 0.0
+    waits, ends = [], []
+    for n, seconds in enumerate(took):
+        waits.append(pace.wait(now))
+        now = begun = now + waits[-1]
+        now += preparation
+        idle += max(0.0, now - free) * (n > 0)
+        free = max(now, free) + seconds
+        ends.append(free)
+        pace.launched("a", begun, now)
+        if n:
+            runs = ends[n - 1] > now
+            now = max(now, ends[n - 1])
+            pace.ended(now, just_now=runs)
+    return waits, idle
+
+
+@pytest.mark.parametrize(
+    ("took", "tail", "idle"),
+    [
+        pytest.param([0.010] * 30, 20, 0, id="just before the pass ahead ends"),
+        pytest.param([0.020] * 20 + [0.010] * 30, 1, 0.010, id="quicker passes are found out, which costs one pass"),
+        pytest.param([0.010, 0.020] * 20, 30, 0, id="two lengths"),
+    ],
+)
+def test_a_batch_is_prepared_as_late_as_it_may_be(took: list[float], tail: int, idle: float) -> None:
+    waits, idled = simulate(took, 0.003)
+    assert waits[-tail:] == pytest.approx([0.010 - 0.003 - MARGIN] * tail)
+    assert idled <= idle
+
+
+def test_a_pass_that_was_held_up_holds_up_nothing_else() -> None:
+    waits, _ = simulate([30.0] + [0.010] * 20, 0.003)
+    assert max(waits) == MOST_WAIT
+    waits, _ = simulate([0.010] * 10 + [30.0] + [0.010] * 20, 0.003)
+    assert max(waits) == pytest.approx(0.010 - 0.003 - MARGIN)
+    # a long preparation begins at once
+    assert simulate([0.002] * 20, 0.003)[0] == [0.0] * 20
+
+
+def test_nothing_is_waited_for_where_nothing_is_known() -> None:
+    pace = Pace()
+    assert pace.wait(1.0) == 0
+    pace.ended(1.0, just_now=True)
+    for begun in (1.0, 2.0):
+        pace.launched(None, begun, begun + 0.1)
+        assert pace.wait(begun + 0.1) == 0
+    pace.ended(3.0, just_now=True)
+    pace.launched("a", 4.0, 4.1)
+    pace.reset()
+    assert pace.wait(5.0) == 0

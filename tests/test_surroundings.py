@@ -1,22 +1,45 @@
-"""What may be on around a patched model: autocast, another default device, drafts by early exit, errors midway."""
+"""What is around a patched model: autocast, another default device, options for the ops, own loops, and threads that
+generate while a patch is put on or taken off."""
 
+import copy
+import sys
+import threading
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from calibration_support import SMALL, TEXTS
+from calibration_support import SMALL as SETTINGS
+from calibration_support import TEXTS
 from graphs_support import an_index
 from models import lab_model, prompts, tiny_llama
-from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from patching_support import EXACT, SMALL, changes, generate, snapshot, tiny
+from torch import Tensor
+from transformers import (
+    Cache,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 
 import turbo_hf
-from turbo_hf import SparseConfig, TurboConfig
-from turbo_hf.cache import passes
-from turbo_hf.cache.new_columns import columns_from_mask
+from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf.attention.turbo_attention import NAME
+from turbo_hf.cache.memory import Memory
+from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.config.turbo_config import PRESETS
+from turbo_hf.layout import Rounding, Scoring
 from turbo_hf.models.versions import CACHE
+from turbo_hf.ops.layer_ops import LayerOps
+from turbo_hf.patching import other_threads
 from turbo_hf.patching.doctor import diagnose
 from turbo_hf.sparse.selectors import Centroids
 
@@ -68,28 +91,11 @@ def test_autocast_does_not_reach_products_of_codes(narrow: torch.dtype) -> None:
     assert float((ours - exact).norm()) < 0.02 * float(exact.norm())
 
 
-def test_a_draft_by_the_first_layers() -> None:
-    model, ids = tiny_llama(num_hidden_layers=4), prompts(1, 50)
-    ways: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "assistant_early_exit": 2}
-    want = model.generate(ids, **ways)
-    config = TurboConfig(bits=16, block_size=32, attention="fp16", dense_layers=(0, 3), int8_layers=(2,))
-    with turbo_hf.patch(model, config) as handle:
-        got = model.generate(ids, **ways)
-        assert len(handle.new_cache().layers) == 4
-    assert model.config.num_hidden_layers == 4
-    assert torch.equal(got, want)
-
-
 def test_patching_with_another_default_device(meta_by_default: None) -> None:
-    config = Qwen2Config(
-        vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    with torch.device("cpu"):
-        model = Qwen2ForCausalLM(config).eval()
     # what is looked at in a model with a bias on its keys, and what is probed of its rotary embedding
     sparse = SparseConfig(selector="kmeans", probes=2)
     with torch.device("cpu"):
+        model = tiny("qwen2")
         index = an_index(model)
     with turbo_hf.patch(model, TurboConfig(sparse=sparse), calibration=index) as handle:
         assert handle.report().layers[0].storage == "2 x 4 bit"
@@ -98,34 +104,10 @@ def test_patching_with_another_default_device(meta_by_default: None) -> None:
 def test_calibrating_with_another_default_device(request: pytest.FixtureRequest) -> None:
 
     model, tokenizer = lab_model()
-    want = calibrate(model, tokenizer, TEXTS, settings=SMALL)
+    want = calibrate(model, tokenizer, TEXTS, settings=SETTINGS)
     request.getfixturevalue("meta_by_default")
-    got = calibrate(model, tokenizer, TEXTS, settings=SMALL)
+    got = calibrate(model, tokenizer, TEXTS, settings=SETTINGS)
     assert got.digest() == want.digest()
-
-
-def test_a_pass_plans_once_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = ["sliding_attention", "full_attention"] * 3
-    model = Gemma2ForCausalLM(
-        Gemma2Config(
-            vocab_size=100, hidden_size=32, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=16, layer_types=kinds, sliding_window=24, pad_token_id=0,
-        )
-    ).eval()  # fmt: skip
-    made: list[int] = []
-    real = columns_from_mask
-
-    def counted(mask: Any, seen: int, *rest: Any) -> Any:
-        made.append(seen)
-        return real(mask, seen, *rest)
-
-    monkeypatch.setattr(passes, "columns_from_mask", counted)
-    ids = prompts(2, 40)
-    mask = torch.ones_like(ids)
-    mask[1, :9] = 0
-    with turbo_hf.patch(model, "int8"):
-        model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
-    assert {seen: made.count(seen) for seen in made} == {40 + n: 2 for n in (-40, 0, 1, 2)}
 
 
 def test_attentions_that_are_not_there_are_told() -> None:
@@ -149,12 +131,10 @@ def test_low_heads_of_less_than_one_head_are_told() -> None:
         handle = turbo_hf.patch(tiny_llama(), config)
     assert "2-bit heads" not in str(handle.report())
     handle.remove()
-
-
-def test_layers_kept_at_8_bit_need_no_low_heads(recwarn: pytest.WarningsRecorder) -> None:
-    config = TurboConfig(bits=4, low_bits=2, low_heads=0.25, int8_layers=(0, 1))
-    turbo_hf.patch(tiny_llama(), config).remove()
-    assert not [told for told in recwarn if "less than one KV head" in str(told.message)]
+    # layers that are kept at 8 bit need none
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*less than one KV head")
+        turbo_hf.patch(tiny_llama(), replace(config, int8_layers=(0, 1))).remove()
 
 
 def test_weights_of_a_selector_keep_their_precision() -> None:
@@ -162,3 +142,295 @@ def test_weights_of_a_selector_keep_their_precision() -> None:
     selector = Centroids(config, 1, torch.randn(2, 8, 16).half(), True)
     assert selector._on("centroids", torch.device("cpu")).dtype == torch.float32
     assert selector._on("centroids", torch.device("meta")).dtype == torch.float16
+
+
+CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0, "v_scale": "channel", "smooth_k": True}
+THRESHOLD: dict[str, Any] = {"sas_threshold": -5.0}
+ROUNDING: dict[str, Any] = {**THRESHOLD, "v_scale": "channel", "smooth_k": True}
+PROMPT, CHUNK = 40, DECODE_TOKENS + 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "op", "said"),
+    [
+        pytest.param("int8", [PROMPT], "prefill", {**ROUNDING, "mode": "int8"}, id="prompt"),
+        pytest.param("int8", [PROMPT, CHUNK], "prefill", {**ROUNDING, "mode": "int8"}, id="chunk"),
+        pytest.param("int8", [PROMPT, 1], "decode", {**THRESHOLD, "mode": "turbo"}, id="step"),
+        # short prompts are not rounded
+        pytest.param("auto", [PROMPT], "prefill", {**ROUNDING, "mode": "fp16", "smooth_k": False}, id="exact"),
+    ],
+)
+@torch.no_grad()
+def test_options_reach_the_ops(
+    mode: Any, tokens: list[int], op: str, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def spied(name: str) -> Any:
+        real = getattr(LayerOps, name)
+
+        def spy(ops: LayerOps, *args: Any, **options: Any) -> Any:
+            tuples = [x._asdict() for x in (*args, *options.values()) if isinstance(x, (Scoring, Rounding))]
+            asked.append(
+                (name, {"mode": ops.mode, **options, **dict(item for each in tuples for item in each.items())})
+            )
+            return real(ops, *args, **options)
+
+        return spy
+
+    for name in ("prefill", "decode"):
+        monkeypatch.setattr(LayerOps, name, spied(name))
+    model = tiny_llama(num_hidden_layers=1)
+    with turbo_hf.patch(model, TurboConfig(attention=mode, block_size=32, **CHOSEN)) as handle:
+        cache = handle.new_cache()
+        for count in tokens:
+            asked.clear()
+            model(prompts(1, count), **{CACHE: cache})
+    assert [name for name, _ in asked] == [op]
+    assert {name: asked[0][1][name] for name in said} == said
+
+
+@contextmanager
+def said(here: bool = False) -> Iterator[list[str]]:
+    """The warnings of a block, each time one is issued. here: they are issued at lines of this file."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+        texts += [str(warning.message) for warning in caught]
+    assert not here or {warning.filename for warning in caught} <= {__file__}
+
+
+@torch.no_grad()
+def loop(model: Any, ids: torch.Tensor, **first: Any) -> tuple[list[int], Any]:
+    """Ten greedy tokens of an own loop, and the cache that it ends with."""
+    out, tokens = model(ids, **first), []
+    for _ in range(10):
+        tokens.append(int(out.logits[0, -1].argmax()))
+        out = model(torch.tensor([[tokens[-1]]]), **{CACHE: out[CACHE]})
+    return tokens, out[CACHE]
+
+
+def test_use_cache_gives_a_compressed_cache() -> None:
+    model, ids = tiny_llama(), prompts(1, 70)
+    with turbo_hf.patch(model, SMALL) as handle, said() as texts:
+        want = model.generate(ids, max_new_tokens=10, do_sample=False)[0, 70:].tolist()
+        for call in ({"use_cache": True}, {"use_cache": True, CACHE: None}):
+            tokens, cache = loop(model, ids, **call)
+            assert isinstance(cache, TurboCache)
+            assert tokens == want
+            assert handle.memory() == cache.memory()
+            assert handle.memory().tokens == 80
+    assert not texts
+    assert isinstance(loop(model, ids, use_cache=True)[1], DynamicCache)
+
+
+def test_arguments_by_position() -> None:
+    model, ids = tiny_llama(), prompts(2, 40)
+    mask = torch.ones_like(ids)
+    with turbo_hf.patch(model, SMALL) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        want = model(ids, mask, None, cache).logits
+        assert cache.get_seq_length() == 40
+        for call in ((ids, mask, None, None, None, None, True), (ids, mask, None, None)):
+            out = model(*call, **({} if len(call) > 4 else {"use_cache": True}))
+            assert isinstance(out[CACHE], TurboCache)
+            assert torch.equal(out.logits, want)
+        assert isinstance(model(ids, use_cache=True, return_dict=False)[1], TurboCache)
+
+
+def test_a_plain_call_is_the_models_own() -> None:
+    """As lm-eval makes them: no cache is named, and `config.use_cache` is True by default."""
+    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(2, 70)
+    with torch.no_grad():
+        stock = model(ids).logits
+    with turbo_hf.patch(model, "turbo2") as handle, torch.no_grad(), said() as texts:
+        for call in ({}, {"use_cache": None}, {"use_cache": False}):
+            out = model(ids, **call)
+            assert torch.equal(out.logits, stock)
+            assert not isinstance(getattr(out, CACHE), TurboCache)
+        assert handle.memory() == Memory((), 0, 0)
+    assert not texts
+
+
+@pytest.mark.parametrize("tuples", [False, True])
+def test_a_loop_over_the_cache_of_a_plain_call_is_told_once(tuples: bool) -> None:
+    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 70)
+    with turbo_hf.patch(model, SMALL), torch.no_grad(), said(here=True) as texts:
+        first = model(ids, return_dict=not tuples)
+        cache = first[1]
+        assert isinstance(cache, Cache)
+        for _ in range(3):
+            model(ids[:, :1], **{CACHE: cache})
+        given = DynamicCache(config=model.config)
+        for _ in range(2):
+            model(ids, **{CACHE: given}, use_cache=True)
+    assert len(texts) == 1
+    assert "made by a plain call of the model, and is not compressed" in texts[0]
+    assert f"model(..., use_cache=True) or {CACHE}=handle.new_cache()" in texts[0]
+
+
+def test_a_loop_over_the_model_inside_is_told_once() -> None:
+    model, ids = tiny_llama(), prompts(1, 40)
+    with turbo_hf.patch(model, SMALL) as handle, torch.no_grad(), said() as texts:
+        for outer in (model.model, model):
+            out = model.model(ids, use_cache=True)
+            assert isinstance(out[CACHE], DynamicCache)
+            for _ in range(3):
+                out = outer(ids[:, :1], **{CACHE: out[CACHE]})
+        compressed = model.model(ids, **{CACHE: handle.new_cache()})
+        model.model(ids[:, :1], **{CACHE: compressed[CACHE]})
+    assert len(texts) == 2
+    assert all("made by a plain call of the model, and is not compressed" in text for text in texts)
+
+
+def test_generate_tells_of_such_a_cache_once() -> None:
+    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 70)
+    with turbo_hf.patch(model, SMALL), torch.no_grad(), said(here=True) as texts:
+        cache = model(ids[:, :60])[CACHE]
+        model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False)
+    (text,) = texts
+    assert f"a DynamicCache was passed as {CACHE}, so this call is not compressed." in text
+
+
+def test_copies_and_models_without_a_head() -> None:
+    model, ids = tiny_llama(), prompts(1, 70)
+    with turbo_hf.patch(model, SMALL) as handle:
+        twin = copy.deepcopy(model)
+        assert isinstance(loop(twin, ids, use_cache=True)[1], TurboCache)
+        assert handle.memory() == Memory((), 0, 0), "the copy's cache is not this model's"
+    body: Any = LlamaModel(model.config).eval()
+    before, stock = snapshot(body), body(ids).last_hidden_state
+    with pytest.warns(UserWarning, match=r"LlamaModel has no generate: pass handle.new_cache\(\)"):
+        handle = turbo_hf.patch(body, EXACT)
+    with handle, torch.no_grad():
+        assert isinstance(body(ids, use_cache=True)[CACHE], TurboCache)
+        torch.testing.assert_close(body(ids, **{CACHE: handle.new_cache()}).last_hidden_state, stock)
+    assert not changes(before, snapshot(body))
+
+
+# --- attn_implementation="turbo_hf" without a patch -------------------------------------------------------------------
+
+UNPATCHED = 'attn_implementation="turbo_hf" has been set on a model without a patch: nothing is compressed'
+
+
+def unpatched(model: Any) -> list[str]:
+    """What two calls of `generate` say."""
+    with said(here=True) as texts:
+        for _ in range(2):
+            model.generate(prompts(2, 40), max_new_tokens=3, do_sample=False)
+    return [text for text in texts if UNPATCHED in text]
+
+
+def test_attention_without_a_patch_is_told_once() -> None:
+    model = tiny_llama(attn_implementation="sdpa")
+    with torch.no_grad():
+        stock = model(prompts(2, 40)).logits
+    turbo_hf.patch(model, SMALL).remove()
+    model.set_attn_implementation(NAME)
+    assert len(unpatched(model)) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(model(prompts(2, 40)).logits, stock)
+    another: Any = LlamaForCausalLM._from_config(LlamaConfig(**vars(tiny_llama().config)), attn_implementation=NAME)
+    assert len(unpatched(another.eval())) == 1
+    model.set_attn_implementation("sdpa")
+    with turbo_hf.patch(model, SMALL):
+        assert not unpatched(model)
+
+
+def test_layers_that_a_patched_model_leaves_alone_say_nothing() -> None:
+    options = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16}
+    model = tiny("llama4_text", **options, num_local_experts=2, intermediate_size_mlp=96, num_experts_per_tok=1)
+    with turbo_hf.patch(model, SMALL):
+        assert not unpatched(model)
+        assert not unpatched(copy.deepcopy(model))
+
+
+LATE = 60.0
+"""Seconds after which a test gives up: never reached, however slow the machine."""
+
+
+class Held(LogitsProcessor):
+    """Holds a generation up after its first token."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.begun.set()
+        assert self.go_on.wait(LATE)
+        return scores
+
+
+@contextmanager
+def generating(model: Any) -> Iterator[tuple[Held, Future[Tensor]]]:
+    """A thread that has begun to generate, and what it gives in the end."""
+    held = Held()
+    with ThreadPoolExecutor(1, thread_name_prefix="of the test") as pool:
+        found = pool.submit(generate, model, logits_processor=LogitsProcessorList([held]))
+        try:
+            assert held.begun.wait(LATE)
+            yield held, found
+        finally:
+            held.go_on.set()
+
+
+def test_a_change_is_refused_while_another_thread_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    stock, before = generate(model), snapshot(model)
+    monkeypatch.setattr(other_threads, "PATIENCE", 0.0)
+    with generating(model) as (_, found):
+        with pytest.raises(ValueError, match=r"thread 'of the test_0' runs this model, and patch\(\) would change it"):
+            turbo_hf.patch(model)
+        assert not changes(before, snapshot(model))
+    assert torch.equal(found.result(), stock)
+    handle = turbo_hf.patch(model, "turbo2")
+    ours, patched = generate(model), snapshot(model)
+    with generating(model) as (_, found):
+        with pytest.raises(ValueError, match=r"remove\(\) would change it in the middle of a pass\. Wait until that"):
+            handle.remove()
+        assert not changes(patched, snapshot(model))
+    assert torch.equal(found.result(), ours)
+    assert not torch.equal(ours, stock)
+    handle.remove()
+    assert torch.equal(generate(model), stock)
+
+
+def test_a_removal_waits_for_a_generation_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(other_threads, "PATIENCE", LATE)
+    model = tiny_llama()
+    stock = generate(model)
+    handle = turbo_hf.patch(model, "turbo2")
+    ours = generate(model)
+    with generating(model) as (held, found):
+        threading.Timer(0.05, held.go_on.set).start()
+        handle.remove()
+        assert held.go_on.is_set()
+    assert torch.equal(found.result(), ours)
+    assert torch.equal(generate(model), stock)
+
+
+def test_a_model_is_patched_between_two_calls_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(other_threads, "PATIENCE", LATE)
+    model, done = tiny_llama(), threading.Event()
+    want = [generate(model)]
+    with turbo_hf.patch(model, "turbo2"):
+        want.append(generate(model))
+
+    def run() -> None:
+        while not done.is_set():
+            got = generate(model)
+            assert any(torch.equal(got, each) for each in want)
+
+    kept = sys.getswitchinterval()
+    with ThreadPoolExecutor(2) as pool:
+        ran = [pool.submit(run) for _ in range(2)]
+        sys.setswitchinterval(1e-5)
+        try:
+            for _ in range(60):
+                turbo_hf.patch(model, "turbo2").remove()
+        finally:
+            sys.setswitchinterval(kept)
+            done.set()
+        for each in ran:
+            each.result()

@@ -16,14 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import LAB_MODEL, prompts, tiny_llama, tiny_mistral
+from patching_support import tiny
 from ranks_support import error_of, run_rank, stand_ins
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DeepseekV3Config,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-)
+from tiny_families import build
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
@@ -132,13 +128,9 @@ class Asked:
 
     def windows(self) -> Any:
         """A model whose every other layer has a window, sinks or softcap: those layers stay whole."""
-        torch.manual_seed(0)
-        shape: dict[str, Any] = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-        shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "pad_token_id": 0}
         kinds = ["sliding_attention", "full_attention"]
-        shape |= {"sliding_window": 40, "attn_logit_softcapping": 20.0, "initializer_range": 0.2}
-        config = Gemma3TextConfig(**shape, layer_types=kinds)
-        model = Gemma3ForCausalLM(config).eval().to(self.device, self.dtype)
+        made: Any = tiny("gemma3_text", layer_types=kinds, sliding_window=40, attn_logit_softcapping=20.0)
+        model = made.to(self.device, self.dtype)
         with self.patch(model) as handle:
             ids = prompts(2, 100).to(self.device)
             tokens = model.generate(ids, max_new_tokens=NEW, do_sample=False)[:, 100:].tolist()
@@ -188,13 +180,6 @@ class Ranks(Asked):
         other = tiny_llama()
         with torch.no_grad():
             other.lm_head.weight[5, 5] += int(one)
-        latent = AutoModelForCausalLM.from_config(
-            DeepseekV3Config(
-                vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
-                num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=None, qk_rope_head_dim=16, qk_nope_head_dim=16,
-                v_head_dim=16, first_k_dense_replace=1,
-            )
-        )  # fmt: skip
         sparse = replace(SMALL, sparse=SparseConfig(sink_tokens=4, window_tokens=16, probes=2))
         return {
             "checked": error_of(lambda: self.patch(model, check=True).remove()),
@@ -204,7 +189,7 @@ class Ranks(Asked):
             "sparse": error_of(lambda: self.patch(model, sparse)),
             "recent": error_of(lambda: self.patch(model, replace(SMALL, recent_tokens=64))),
             "compile": error_of(lambda: self.patch(model, replace(SMALL, compile=True))),
-            "latent": error_of(lambda: self.patch(latent.eval())),
+            "latent": error_of(lambda: self.patch(build("deepseek_v3"))),
             "windows": error_of(lambda: self.patch(tiny_mistral(40))),
         }
 

@@ -4,9 +4,7 @@ The oracle is the unpatched model, in eager mode, with a `TurboCache` of the sam
 stores the same codes and returns dense keys and values, so that all masks, windows, caps and sinks are Transformers'.
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,14 +14,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from turbo_hf import TurboCache, TurboConfig
+from turbo_hf import TurboConfig
 from turbo_hf.models.versions import CACHE
 
 LENGTHS = (94, 65, 61)
 NEW = 6
 WINDOW = 40
-TIE = 0.01
-"""No two best tokens of an oracle may lie closer: several times what a code on the edge of its step does to a logit."""
 
 SLIDING, FULL, LINEAR, CHUNKED = "sliding_attention", "full_attention", "linear_attention", "chunked_attention"
 MIXED = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": WINDOW}
@@ -176,11 +172,11 @@ def generate(model: Any, batch: dict[str, Tensor], **options: Any) -> GenerateDe
 
 
 @torch.no_grad()
-def logits(model: Any, ids: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
-    """Logits of a pass over `ids`, the newest columns of `mask`."""
-    place = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    options = {"attention_mask": mask, "position_ids": place, CACHE: cache, "use_cache": cache is not None}
-    return torch.as_tensor(model(ids, **options).logits)
+def logits(model: Any, input_ids: Tensor, attention_mask: Tensor, cache: Any = None) -> Tensor:
+    """Logits of a pass over the newest columns of a mask."""
+    place = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+    options = {"attention_mask": attention_mask, "position_ids": place, CACHE: cache, "use_cache": cache is not None}
+    return torch.as_tensor(model(input_ids, **options).logits)
 
 
 def alone(model: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -188,36 +184,3 @@ def alone(model: Any, batch: dict[str, Tensor]) -> Tensor:
     double = copy.deepcopy(model).double()
     rows = [ids[keep.bool()][None] for ids, keep in zip(*batch.values(), strict=True)]
     return torch.cat([logits(double, row, torch.ones_like(row))[0] for row in rows])
-
-
-@contextlib.contextmanager
-def told(model: PreTrainedModel, cache: TurboCache) -> Iterator[None]:
-    """Inside, a cache learns where each pass of a model without a patch begins and ends."""
-
-    def begin(*_: Any) -> None:
-        cache.mark.enter(1)
-
-    hooks = model.register_forward_pre_hook(begin), model.register_forward_hook(lambda *_: cache.mark.end())
-    yield
-    for hook in hooks:
-        hook.remove()
-
-
-def settle(model: PreTrainedModel, config: TurboConfig, dense: list[int]) -> tuple[dict[str, Tensor], Tensor]:
-    """Prompts after which no two tokens nearly tie, so that rounding cannot choose, and the oracle's answer to them."""
-    for seed in range(300):
-        batch = padded(seed)
-        cache = TurboCache(model.config, config, attention_mask=batch["attention_mask"], uncompressed_layers=dense)
-        # without a patch, nothing tells such a cache where a pass ends
-        with contextlib.nullcontext() if cache._ends_in_keys() else told(model, cache):
-            oracle = generate(model, batch, **{CACHE: cache})
-        assert oracle.logits is not None
-        best = torch.stack(oracle.logits).topk(2, -1).values
-        if float((best[..., 0] - best[..., 1]).min()) > TIE:
-            return batch, torch.as_tensor(oracle.sequences)
-    raise AssertionError("all prompts have ties")
-
-
-def renamed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The arguments of `logits`."""
-    return {"ids": batch["input_ids"], "mask": batch["attention_mask"]}

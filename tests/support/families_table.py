@@ -7,7 +7,6 @@ python tests/support/families_table.py --only llama,gpt_neox    these alone, to 
 import argparse
 import contextlib
 import json
-import multiprocessing
 import re
 import sys
 import traceback
@@ -42,8 +41,6 @@ import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
 
 CONFIG = TurboConfig(bits=16, attention="fp16", block_size=32)
-SECONDS = 300.0
-"""A model that takes longer is ended."""
 SEEDS = 5
 """How many prompts are tried."""
 
@@ -290,27 +287,11 @@ def _short(error: BaseException) -> str:
 
 
 def run(names: Iterable[str], multimodal: Iterable[str] = ()) -> Iterator[Row]:
-    """A row for each config of these families, and each multimodal class, each made in a process of its own, which may
-    crash."""
-    jobs = [(family, variant) for family in names for variant in ("", *VARIANTS.get(family, {}))]
-    forked = multiprocessing.get_context("fork")
-    for family, variant in [*jobs, *((family, None) for family in multimodal)]:
-        ours, theirs = forked.Pipe(duplex=False)
-        process = forked.Process(target=_send, args=(theirs, family, variant))
-        process.start()
-        theirs.close()
-        row = Row(family, variant or "", outcome=WRONG, sentence=f"no result within {SECONDS:g} s, or a crash")
-        with contextlib.suppress(EOFError):
-            row = ours.recv() if ours.poll(SECONDS) else row
-        process.kill()
-        process.join()
-        yield row
-
-
-def _send(pipe: Any, family: str, variant: str | None) -> None:
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    pipe.send(examine_multimodal(family) if variant is None else examine(family, variant))
+    """A row for each config of these families, and for each multimodal class."""
+    for family in names:
+        for variant in ("", *VARIANTS.get(family, {})):
+            yield examine(family, variant)
+    yield from map(examine_multimodal, multimodal)
 
 
 def record(rows: list[Row], left_out: dict[str, list[str]], multimodal: list[Row]) -> dict[str, Any]:
@@ -443,6 +424,8 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--page", type=Path, help="write the page to this file; without it, to the screen")
     parser.add_argument("--only", help="names of families, separated by commas")
     arguments = parser.parse_args(given)
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
     names, left_out = families()
     # of families with one class, the first
     multimodal = [*{name: family for family, name in reversed(MODELS.items())}.values()][::-1]

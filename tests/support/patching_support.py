@@ -31,9 +31,9 @@ def generate(model: Any, **options: Any) -> Tensor:
 
 
 @torch.no_grad()
-def logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
+def logits(model: Any, input_ids: Tensor, **options: Any) -> Tensor:
     """Logits of one pass."""
-    return torch.as_tensor(model(ids, **options).logits)
+    return torch.as_tensor(model(input_ids, **options).logits)
 
 
 def tiny(model_type: str, **options: Any) -> PreTrainedModel:
@@ -83,11 +83,6 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     """Names under which there is now another object, or none, or one more."""
     both = before.keys() & after.keys()
     return (before.keys() ^ after.keys()) | {name for name in both if before[name] is not after[name]}
-
-
-def renamed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The arguments of `logits`."""
-    return {"ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
 
 
 class WrittenOut(modeling_llama.LlamaAttention):

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,13 @@ def seen_by_ranks(script: str, folder: Path, device: str, count: int = COUNT) ->
         for case in seen.values():
             assert not (isinstance(case, str) and "Traceback" in case), case
     return found
+
+
+def both(ranks: Any, case: str) -> Any:
+    """What the ranks of a fixture, of which they are the first part, have seen, where it is the same."""
+    first, second = (found[case] for found in ranks[0])
+    assert first == second
+    return first
 
 
 def run_rank(asks: Callable[[int, Path, str], Any], cases: Callable[[str], Sequence[str]]) -> None:
@@ -108,23 +116,16 @@ def stand_ins(device: str, fails: str = "") -> Iterator[list[Any]]:
     def fail(device: Any, step: Any) -> Any:
         raise RuntimeError(fails)
 
-    held = (
-        (generation, "StepRunner", make),
-        *(
-            (((CudaDevice, "capture", fail),) if fails else ())
-            if device != "cpu"
-            else (
-                (generation, "cuda_device", lambda device: Again(device, fails)),
-                (graphs, "_why_no_replay_there", lambda model: None),
-                (TurboLayer, "in_place", True),
-            )
-        ),
-    )
-    before = [getattr(owner, name) for owner, name, _ in held]
-    for owner, name, value in held:
-        setattr(owner, name, value)
-    try:
+    changes: list[tuple[Any, str, Any]] = [(generation, "StepRunner", make)]
+    if device == "cpu":
+        changes += [
+            (generation, "cuda_device", lambda device: Again(device, fails)),
+            (graphs, "_why_no_replay_there", lambda model: None),
+            (TurboLayer, "in_place", True),
+        ]
+    elif fails:
+        changes.append((CudaDevice, "capture", fail))
+    with ExitStack() as inside:
+        for change in changes:
+            inside.enter_context(mock.patch.object(*change))
         yield made
-    finally:
-        for (owner, name, _), value in zip(held, before, strict=True):
-            setattr(owner, name, value)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from graphs_support import Again
-from models import VOCABULARY, prompts, tiny_llama, tiny_mistral
+from models import LAB_MODEL, VOCABULARY, prompts, tiny_llama, tiny_mistral
 from patching_support import biased
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
@@ -36,6 +36,11 @@ def tiny_deepseek(version: int = 3, **changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(kind(**(sizes | changes))).eval()
 
 
+def lab_latent() -> Any:
+    """The trained model, of whose six layers one has its latents in 8 bit beside five in 4."""
+    return AutoModelForCausalLM.from_pretrained(LAB_MODEL.parent / "lab-deepseek-3m", dtype=torch.float32).eval()
+
+
 WINDOW = 24
 LENGTHS = (5, 70, 131, 64, 1, 120)
 PRESETS = ("int8", "turbo4", "turbo-mixed", "turbo2", "turbo-k4v2")
@@ -43,11 +48,14 @@ MODELS = {
     "llama": lambda: tiny_llama().double(),
     "sliding": lambda: tiny_mistral(WINDOW).double(),
     "latent": lambda: tiny_deepseek().double(),
+    "latent of V2": lambda: tiny_deepseek(2).double(),
+    "lab": lambda: lab_latent().double(),
     "uneven": lambda: biased().double(),
 }
 ONE_WIDER = TurboConfig(bits=4, low_bits=2, low_heads=0.5, int8_layers=(1,))
 """Layers whose pages differ in size: of one all heads are in 8 bit."""
 BY_DEPTH = TurboConfig(layer_bits=(2, (8, 4)))
+EXACT = TurboConfig(bits=16)
 NEAR = 0.02
 """On a GPU: how far, in standard deviations of its logits, a token may be from the likeliest one of static batches."""
 

@@ -108,7 +108,7 @@ class Rank:
     def families(self) -> Any:
         """Plans of other kinds: fused keys that are split, and plans that gather heads again."""
         found = {}
-        for name in ("neox", "olmo2", "phi3", "qwen2"):
+        for name in ("gpt_neox", "olmo2", "phi3", "qwen2"):
             model = self.load(name)
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
