@@ -177,7 +177,7 @@ def measure_widths(
         for at, gradient in enumerate(gradients):
             for w, error in enumerate(errors[at]):
                 change = (gradient.float() * error).sum((1, 2, 3)).double()
-                costs[at, w] += change.square().mean().cpu() / (2 * tail * samples)
+                costs[at, w] += change.square().mean().cpu()
         advance(1)
     costs = (costs - costs[:, :1]).clamp(min=0)
     for side, name in enumerate(("keys", "values")):
@@ -188,7 +188,7 @@ def measure_widths(
                 setattr(changed.layers[n], name, both[side][w])
             with torch.no_grad():
                 together.append(divergences(_log_probabilities(model, rest, changed), log_p.detach()).mean())
-        # in 16 bit, 8-bit pages already move a model by its own rounding
+        # in 16 bit, 8-bit pages already move a model by its own rounding. This is the scale of the costs, too
         beyond = (torch.stack(together) - together[0]).clamp(min=0).cpu()
         alone = costs[side::2].sum(0)
         costs[side::2] *= torch.where(alone > 0, beyond / alone, 1.0)
