@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from all_pairs import in_one_test
 from models import left_padded, prompts, tiny_llama, tiny_mistral
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
@@ -111,8 +110,8 @@ def public(*things: Any) -> list[str]:
     return sorted({name for thing in things for name in dir(thing) if not name.startswith("_")})
 
 
-@in_one_test("name", public(Cache, DynamicCache(config=tiny_llama().config)))
-def test_what_a_dynamic_cache_has(name: str) -> None:
+@pytest.mark.parametrize("name", public(Cache, DynamicCache(config=tiny_llama().config)))
+def test_each_name_of_a_dynamic_cache(name: str) -> None:
     assert name in CACHE, f"this version of Transformers has a new name, Cache.{name}: decide what a TurboCache does"
     how, use = CACHE[name]
     for window in (None, 24):
@@ -125,8 +124,8 @@ def test_what_a_dynamic_cache_has(name: str) -> None:
         check(how, use, turbo, stock, f"{name}|layer|TurboCache")
 
 
-@in_one_test("name", public(CacheLayerMixin, *(layer for w in (None, 24) for layer in pair(w)[1].layers)))
-def test_what_a_layer_of_a_dynamic_cache_has(name: str) -> None:
+@pytest.mark.parametrize("name", public(CacheLayerMixin, *(layer for w in (None, 24) for layer in pair(w)[1].layers)))
+def test_each_name_of_its_layers(name: str) -> None:
     assert name in LAYER, f"this version of Transformers has a new name of layers, {name}: decide what TurboLayer does"
     how, use = LAYER[name]
     for window in (None, 24):
@@ -176,16 +175,6 @@ def test_keys_and_values_can_be_read_as_from_a_dynamic_cache(window: int | None)
     )
 
 
-def test_what_was_read_makes_a_dynamic_cache() -> None:
-    model, ids = tiny_llama(), prompts(2, 60)
-    cache = TurboCache(model.config, TurboConfig(bits=4, block_size=32))
-    with torch.no_grad():
-        model(ids[:, :40], **{NAMED: cache})
-        loose = DynamicCache(list(cache))
-        want, got = (model(ids[:, 40:], **{NAMED: each}).logits for each in (cache, loose))
-    torch.testing.assert_close(got, want)
-
-
 def test_padding_reads_as_zeros() -> None:
     model, batch = tiny_llama(), left_padded([prompts(1, n, seed=n)[0] for n in (40, 9)])
     with turbo_hf.patch(model) as handle, torch.no_grad():
@@ -224,7 +213,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("how", WRITES)
-def test_what_is_written_to_keys_and_values_is_not_lost_in_silence(how: str, mode: Callable[[], Any]) -> None:
+def test_writes_to_keys_and_values_are_refused(how: str, mode: Callable[[], Any]) -> None:
     layer: Any = pair(None)[0].layers[0]
     before = layer.keys.clone()
     with mode():
@@ -235,7 +224,7 @@ def test_what_is_written_to_keys_and_values_is_not_lost_in_silence(how: str, mod
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
-def test_what_is_computed_from_keys_is_an_ordinary_tensor(mode: Callable[[], Any]) -> None:
+def test_what_keys_make_is_an_ordinary_tensor(mode: Callable[[], Any]) -> None:
     layer: Any = pair(None)[0].layers[0]
     with mode():
         keys = layer.keys
@@ -291,6 +280,9 @@ WRONG: list[Any] = [
     pytest.param(torch.tensor([[0]]), r"got torch.int64 \[1, 1\]", id="two-dimensional-tensor"),
     pytest.param(torch.ones(3, dtype=torch.uint8), r"got torch.uint8 \[3\]", id="bytes"),
 ]
+REPEATS = [
+    (repeats, "repeats must be a whole number of at least 1; got") for repeats in (0, -1, 1.5, True, None, "2", [1])
+]
 
 
 def three_rows(dense: tuple[int, ...]) -> Any:
@@ -310,8 +302,8 @@ def shown(cache: TurboCache) -> list[torch.Tensor]:
     return [x for layer in cache for x in layer[:2]]
 
 
-@in_one_test("way", ["batch_select_indices", "reorder_cache"])
-@in_one_test(("chosen", "rows"), CHOICES)
+@pytest.mark.parametrize("way", ["batch_select_indices", "reorder_cache"])
+@pytest.mark.parametrize(("chosen", "rows"), CHOICES)
 def test_rows_are_chosen_by(chosen: Any, rows: list[int], way: str) -> None:
     # all layers compressed, and one beside a dense one
     for dense in ((), (1,)):
@@ -322,23 +314,15 @@ def test_rows_are_chosen_by(chosen: Any, rows: list[int], way: str) -> None:
         assert all(layer.rows == len(rows) for layer in cache.turbo_layers())
 
 
-@in_one_test(("chosen", "said"), WRONG)
+@pytest.mark.parametrize(("chosen", "said"), [*WRONG, *REPEATS])
 def test_a_wrong_choice_changes_nothing(chosen: Any, said: str) -> None:
     cache = three_rows((0,))
     before = shown(cache)
-    for thing, way in product((cache, cache.layers[1]), ("batch_select_indices", "reorder_cache")):
+    ways = ["batch_repeat_interleave"] if said.startswith("repeats") else ["batch_select_indices", "reorder_cache"]
+    for thing, way in product((cache, cache.layers[1]), ways):
         with pytest.raises(ValueError, match=said):
             getattr(thing, way)(chosen)
     assert all(torch.equal(got, want) for got, want in zip(shown(cache), before, strict=True))
-
-
-@in_one_test("repeats", [0, -1, 1.5, True, None, "2", [1, 2, 1]])
-def test_a_wrong_number_of_repeats_changes_nothing(repeats: Any) -> None:
-    cache = three_rows((0,))
-    for thing in (cache, cache.layers[1]):
-        with pytest.raises(ValueError, match="repeats must be a whole number of at least 1; got"):
-            thing.batch_repeat_interleave(repeats)
-    assert cache.turbo_layers()[0].rows == len(shown(cache)[0]) == 3
 
 
 def test_an_empty_cache_has_no_rows_to_choose() -> None:
