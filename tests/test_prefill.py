@@ -98,6 +98,14 @@ def test_one_huge_value(mode: str, device: torch.device) -> None:
     check_prefill(q, k, v, mode)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_past_of_mixed_bits_in_any_order(mode: str, device: torch.device) -> None:
+    q, k, v = inputs(3, 17, device, heads=8, kv_heads=4)
+    order = torch.stack([torch.randperm(4) for _ in range(3)])
+    past = random_past([130, 64, 90], k, groups=((8, 1), ((4, 2), 1), ((2, 8), 1), (3, 1)), order=order)
+    check_prefill(q, k, v, mode, past=past)
+
+
 @settings(max_examples=150)
 @given(data=st.data())
 def test_any_prefill(data: st.DataObject) -> None:
@@ -123,7 +131,8 @@ def test_any_prefill(data: st.DataObject) -> None:
     if data.draw(st.booleans(), "has past"):
         old = data.draw(st.sampled_from((32, 64, 128)), "block of the past")
         # while tokens may still be taken back, whole blocks stay open
-        sealed = [data.draw(st.integers(0, n // old), "sealed") for n in lengths]
+        opened = data.draw(st.booleans(), "open blocks")
+        sealed = [data.draw(st.integers(0, n // old), "sealed") for n in lengths] if opened else None
         past = random_past(lengths, k, groups=groups, order=order, block=old, sealed=sealed)
     mode = data.draw(st.sampled_from(ATTENTION_MODES), "mode")
     check_prefill(q, k, v, mode, past=past, starts=starts, block=block, **options)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stores import CODE_MAX, make_store, page_codes, store_codes, tokens, unpack
 
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.layout import BITS, VALUE_ORDER, KVStore, PagedHeads, Width
+from turbo_hf.layout import BITS, VALUE_ORDER, HeadGroups, KVStore, PagedHeads, Width
 from turbo_hf.ops.store.quantize import (
     FLOATS,
     dequantize,
@@ -383,6 +383,15 @@ def test_values_at_the_end_of_the_range_stay_finite(bits: int, device: torch.dev
             assert bool(y.isfinite().all())
 
 
+@pytest.mark.parametrize(
+    "groups", [((8, 1), (4, 1), (3, 1), (2, 1)), (((4, 2), 2), ((8, 3), 1), ((3, 2), 1)), (((2, 8), 1), (4, 3))]
+)
+def test_dequantize_heads_in_any_order(groups: HeadGroups, device: torch.device) -> None:
+    k, v = tokens(3, 4, 130, 32, device=device), tokens(3, 4, 130, 32, device=device)
+    order = torch.stack([torch.randperm(4) for _ in range(3)])
+    assert_dequantized(make_store(k, v, [130, 64, 90], groups=groups, order=order), torch.float32)
+
+
 @given(data=st.data())
 def test_any_cache_reads_back(data: st.DataObject) -> None:
     heads, block = data.draw(st.integers(1, 3)), data.draw(st.sampled_from((32, 64, 128)))
@@ -390,7 +399,7 @@ def test_any_cache_reads_back(data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, heads))
     widths = data.draw(st.lists(st.sampled_from((*BITS, *permutations(BITS, 2))), min_size=2, max_size=2))
     # while tokens may still be taken back, whole blocks stay open
-    sealed = [data.draw(st.integers(0, n // block)) for n in lengths]
+    sealed = [data.draw(st.integers(0, n // block)) for n in lengths] if data.draw(st.booleans()) else None
     groups = tuple((bits, n) for bits, n in zip(widths, (cut, heads - cut), strict=True) if n)
     order = torch.tensor([data.draw(st.permutations(range(heads))) for _ in lengths])
     torch.manual_seed(data.draw(st.integers(0, 99)))
