@@ -1,6 +1,5 @@
 """A pass or call that breaks off, wherever it does: the cache is as before, or refused with what to do."""
 
-import signal
 import sys
 import threading
 from collections import Counter
@@ -257,48 +256,6 @@ def test_a_pass_without_a_patch_does_not_go_on_with_one_that_broke_off_between_t
 
 
 # --- at random --------------------------------------------------------------------------------------------------------
-
-
-def test_ctrl_c_during_generate() -> None:
-    route = ROUTES["compressed"]()
-    ways: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
-    whole = route.model.generate(route.ids[:, :HELD], **ways)
-
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    kept = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for attempt in range(20):
-            cache = route.new_cache()
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 0.004 * (attempt + 1))
-                route.model.generate(route.ids[:, :HELD], **{CACHE: cache}, **ways)
-            except KeyboardInterrupt:
-                pass
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            agrees_or_is_refused(route, cache, whole)
-    finally:
-        signal.signal(signal.SIGALRM, kept)
-    assert torch.equal(route.model.generate(route.ids[:, :HELD], **ways), whole)
-
-
-@torch.no_grad()
-def agrees_or_is_refused(route: Route, cache: TurboCache, whole: torch.Tensor) -> None:
-    """The cache goes on as one in which its tokens, as many as it says, were stored without a break."""
-    held = cache.get_seq_length()
-    try:
-        got = route.model(whole[:, held : held + 1], **{CACHE: cache}).logits
-    except ValueError as error:
-        assert "reset() it" in str(error)  # noqa: PT017  what is accepted must agree
-        return
-    assert held in range(whole.shape[1])
-    clean = route.new_cache()
-    for first, end in ((0, HELD), *((n, n + 1) for n in range(HELD, held))):
-        if first < held:
-            route.model(whole[:, first:end], **{CACHE: clean})
-    assert torch.equal(got, route.model(whole[:, held : held + 1], **{CACHE: clean}).logits)
 
 
 # a pass without a patch asks for the length before it marks the cache

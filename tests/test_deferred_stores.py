@@ -3,7 +3,6 @@
 import copy
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -197,33 +196,6 @@ def test_one_prompt_alone_is_deferred() -> None:
             cache.reset()
             model(ids, **{CACHE: cache})
         assert not cache.deferred
-
-
-def test_threads_that_read_it_disturb_nothing() -> None:
-    model, ids, seen = tiny_llama(), prompts(2, TOKENS), set[int]()
-    done = threading.Event()
-    with turbo_hf.patch(model, SMALL) as handle:
-        caches: list[TurboCache] = []
-
-        def read() -> None:
-            while not done.is_set():
-                if caches:
-                    seen.add(caches[-1].get_seq_length())
-                # else each operation of the other thread waits for Python's lock
-                time.sleep(1e-4)
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        try:
-            for _ in range(10):
-                cache = started(handle, model, ids)
-                caches.append(cache)
-                goes_on(model, ids, cache)
-        finally:
-            done.set()
-            reader.join()
-    assert {cache.get_seq_length() for cache in caches} == {TOKENS + 32}
-    assert seen <= {0, TOKENS, TOKENS + 1, TOKENS + 31, TOKENS + 32}
 
 
 def test_what_a_released_cache_held_is_measured() -> None:

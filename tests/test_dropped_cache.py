@@ -143,18 +143,6 @@ def test_a_second_turn(padded: bool) -> None:
 
 
 @whole
-def test_a_cache_of_ones_own_is_the_one_that_is_filled() -> None:
-    model, ids = long_phi(), prompts(1, SWITCH - 5)
-    want = answer(model, ids).sequences
-    with turbo_hf.patch(model, "turbo4"):
-        own = TurboCache(model.config, FULL)
-        out = answer(model, ids, **{CACHE: own})
-    assert out[CACHE] is own
-    assert torch.equal(out.sequences, want)
-    assert own.get_seq_length() == SWITCH - 5 + 23
-
-
-@whole
 def test_replayed_steps_go_on_after_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     runners = watch_runners(monkeypatch)
     model, ids = long_phi(), prompts(2, SWITCH - 20)

@@ -235,12 +235,13 @@ def test_tokens_and_counts_of_sparse_layers(
         assert read.read == read.there if choice["selector"] == "full" else 0 < read.read < read.there
 
 
-def test_passes_between_the_steps_of_sparse_layers(runners: list[StepRunner], device: torch.device) -> None:
+@pytest.mark.parametrize("sparse", [None, SparseConfig(probes=3, window_tokens=12, read_all_layers=())])
+def test_passes_between_steps(sparse: Any, runners: list[StepRunner], device: torch.device) -> None:
     model = tiny_llama().to(device)
-    plain = replace(PLAIN, sparse=SparseConfig(selector="saap", probes=3, window_tokens=12, read_all_layers=()))
+    plain = replace(PLAIN, sparse=sparse)
     index, found = an_index(model), []
     for config in (plain, replace(plain, cuda_graphs="auto")):
-        with turbo_hf.patch(model, config, calibration=index) as handle:
+        with turbo_hf.patch(model, config, calibration=index if sparse else None) as handle:
             cache, said = handle.new_cache(), prompts(1, 40).to(model.device)
             for turn in range(3):
                 said = torch.cat((said, prompts(1, 5, seed=turn).to(model.device)), 1)
@@ -250,7 +251,7 @@ def test_passes_between_the_steps_of_sparse_layers(runners: list[StepRunner], de
                 cache.crop(-3)
                 said = said[:, :-3]
             layers = cache.turbo_layers()
-            buckets = [layer.bucket_index.buckets[..., : layer.lengths()[0]].tolist() for layer in layers]
+            buckets = [layer.bucket_index.buckets[..., : layer.lengths()[0]].tolist() for layer in layers if sparse]
             found.append((said.tolist(), buckets, handle.report().selectivity))
     assert found[0] == found[1]
     assert [runner.captures >= 1 for runner in runners] == [True] * 3
@@ -292,27 +293,6 @@ def test_an_answer_that_ends_early_leaves_nothing_reserved_and_nothing_full(
 
     assert talk(SMALL) == talk(PLAIN)
     assert max(wide) > 6 + 4 + 8
-
-
-def test_turns_on_one_cache(runners: list[StepRunner], device: torch.device) -> None:
-    model = tiny_llama().to(device)
-
-    def talk(config: TurboConfig) -> list[int]:
-        with turbo_hf.patch(model, config) as handle:
-            cache, said = handle.new_cache(), prompts(1, 40).to(model.device)
-            for turn in range(3):
-                more = prompts(1, 5, seed=turn).to(model.device)
-                said = torch.cat((said, more), 1)
-                # a token may be the one that pads
-                mask = torch.ones_like(said)
-                said = model.generate(said, **{CACHE: cache}, attention_mask=mask, max_new_tokens=40, do_sample=False)
-            tokens: list[int] = said[0].tolist()
-            return tokens
-
-    want = talk(PLAIN)
-    assert talk(SMALL) == want
-    assert len(runners) == 3
-    assert all(runner.captures >= 1 for runner in runners)
 
 
 @pytest.mark.parametrize(
