@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_turn
 from breaks_support import HELD, Broken, BrokenError, Operation, Route, every_line
 from graphs_support import Again, Graphs, replayed
 from models import tiny_llama
@@ -46,7 +45,7 @@ def test_an_exception_at_any_line_of_replayed_steps(held: int, error: type[BaseE
     judged(every_line(route, Operation("steps", held, STEPS, steps, one_by_one=True), error, 263))
 
 
-@in_turn(held=[HELD - 20, HELD - 1], error=[BrokenError, Broken])
+@pytest.mark.parametrize(("held", "error"), [(HELD - 20, BrokenError), (HELD - 1, Broken)])
 def test_an_exception_at_any_line_of_the_steps_of_a_beam_search(
     held: int, error: type[BaseException], route: Route
 ) -> None:
@@ -54,7 +53,7 @@ def test_an_exception_at_any_line_of_the_steps_of_a_beam_search(
     judged(every_line(route, Operation("steps", held, STEPS, steps, one_by_one=True), error, 263))
 
 
-@in_turn(held=[HELD - 20, HELD - 1, HELD - 1], within=[False, False, True])
+@pytest.mark.parametrize(("held", "within"), [(HELD - 20, False), (HELD - 1, False), (HELD - 1, True)])
 def test_an_exception_at_any_line_around_a_replay(held: int, within: bool, route: Route) -> None:
     around = tuple(str(sys.modules[name].__file__) for name in (ReplayableSteps.__module__, PassMark.__module__))
     steps = Operation("steps", held, STEPS, replayed(Graphs, STEPS, within), one_by_one=True)

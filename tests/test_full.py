@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs, in_one_test
+from all_pairs import all_pairs
 from budgets import check, check_exact, check_turbo, float_budget, largest
 from choices import BACKENDS
 from op_calls import decode, prefill
@@ -241,7 +241,7 @@ def test_generate_gives_the_models_own_tokens(attention: Any, device: torch.devi
     assert held.by_kind["codes"] >= layers * heads * 3 * 2 * 64 * dim * 2
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("choices", "message"),
     [
         (

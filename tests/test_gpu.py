@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs, in_one_test
+from all_pairs import all_pairs
 from budgets import check_exact, check_turbo
 from gpu_support import OnGpu
 from models import tiny_llama
@@ -89,7 +89,7 @@ def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> 
     turbo_hf.patch(model, strict="fallback").remove()
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("attention", "bits", "block", "dtype", "said"),
     [
         ("auto", 4, 64, torch.bfloat16, []),
@@ -156,7 +156,7 @@ def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: p
     assert why_no_step_kernel(q, 64, "fp16") is None
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("changed", "plain"),
     [
         pytest.param({}, True, id="plain"),

@@ -184,23 +184,6 @@ def test_a_mask_is_read_unless_generate_has_only_lengthened_it(bench: Bench, mon
     assert step() == 5
 
 
-def test_masks_of_a_model_that_makes_its_own_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    runners = watch_runners(monkeypatch)
-    model: Any = tiny_llama()
-
-    class Hides(LlamaForCausalLM):
-        def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-            updated = super()._update_model_kwargs_for_generation(*args, **kwargs)
-            mask = updated["attention_mask"]
-            mask[:, -1] = int(mask.shape[1] % 7 > 0)
-            return updated
-
-    model.__class__ = Hides
-    want = answer(model, PLAIN, **ragged())
-    assert torch.equal(answer(model, SMALL, **ragged()), want)
-    assert runners[0].captures
-
-
 def test_training_mode_is_refused_and_not_replayed(bench: Bench) -> None:
     for _ in range(3):
         bench.step()
@@ -378,37 +361,45 @@ def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(
     assert all(step == steps[0] for step in steps)
 
 
+def hides_at_46(mask: Any) -> None:
+    if mask is not None and mask.shape[1] == 46:
+        mask[:, -1] = 0
+
+
+class Makes(LlamaForCausalLM):
+    """It makes its masks itself."""
+
+    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        updated = super()._update_model_kwargs_for_generation(*args, **kwargs)
+        mask = updated["attention_mask"]
+        mask[:, -1] = int(mask.shape[1] % 7 > 0)
+        return updated
+
+
+class Changes(LlamaForCausalLM):
+    """It changes its masks in place."""
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Any = None, **rest: Any) -> Any:
+        hides_at_46(attention_mask)
+        return super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **rest)
+
+
 @pytest.mark.parametrize("inference", [False, True], ids=["no-grad", "inference"])
-def test_masks_that_a_model_changes_in_place_are_read(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    runners = watch_runners(monkeypatch)
-    model: Any = tiny_llama()
-
-    class Hides(LlamaForCausalLM):
-        def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Any = None, **rest: Any) -> Any:
-            if attention_mask is not None and attention_mask.shape[1] == 46:
-                attention_mask[:, -1] = 0
-            return super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **rest)
-
-    model.__class__ = Hides
-    with torch.inference_mode(inference):
-        want = answer(model, PLAIN, **ragged([40, 37]))
-        assert torch.equal(answer(model, SMALL, **ragged([40, 37])), want)
-    assert runners[-1].captures
-
-
-def test_masks_of_a_method_put_in_the_place_of_transformers_own_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    runners = watch_runners(monkeypatch)
+@pytest.mark.parametrize("kind", [Makes, Changes, None])
+def test_masks_that_others_make_are_read(kind: Any, inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a model's own class, and of a method put in the place of Transformers' own."""
+    runners, model = watch_runners(monkeypatch), tiny_llama()
+    model.__class__ = kind or LlamaForCausalLM
     own = GenerationMixin._update_model_kwargs_for_generation
 
     def hides(self: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self.config is not None
         updated = own(self, *args, **kwargs)
-        if updated["attention_mask"].shape[1] == 46:
-            updated["attention_mask"][:, -1] = 0
+        hides_at_46(updated["attention_mask"])
         return updated
 
-    monkeypatch.setattr(GenerationMixin, "_update_model_kwargs_for_generation", hides)
-    model = tiny_llama()
-    want = answer(model, PLAIN, **ragged([40, 37]))
-    assert torch.equal(answer(model, SMALL, **ragged([40, 37])), want)
+    if kind is None:
+        monkeypatch.setattr(GenerationMixin, "_update_model_kwargs_for_generation", hides)
+    with torch.inference_mode(inference):
+        want = answer(model, PLAIN, **ragged([40, 37]))
+        assert torch.equal(answer(model, SMALL, **ragged([40, 37])), want)
     assert runners[-1].captures

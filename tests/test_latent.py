@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from all_pairs import in_one_test
 from models import LAB_MODEL, left_padded, prompts
 from tiny_families import build, mistral4
 from transformers.integrations.finegrained_fp8 import FP8Linear
@@ -169,7 +168,7 @@ def test_a_turbo_cache_serves_the_unpatched_model() -> None:
     assert (got - want).norm() < 2e-3 * want.norm()
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     "options",
     [
         {"sas": True},

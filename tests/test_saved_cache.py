@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test
 from graphs_support import watch_runners
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,7 +159,7 @@ def other_config(model: Any) -> None:
     model.config.rms_norm_eps = 1e-3
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("change", "options", "said"),
     [
         (other_weights, {}, "model.weights is"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test, in_turn
+from all_pairs import in_turn
 from budgets import check_turbo
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,7 +149,7 @@ def test_any_choice_of_keys(lengths: list[int], share: float, queries: int, sink
     check_sparse(q, store, index, visited, "reference", sink_tokens=sink, window_tokens=window)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"sink_tokens": -1}, "sink_tokens must be at least 0 and window_tokens at least 1; got -1 and 20"),

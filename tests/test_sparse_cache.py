@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test
 from calibration_support import PROSE
 from graphs_support import an_index
 from models import lab_model, prompts, tiny_llama, tiny_mistral
@@ -97,7 +96,7 @@ def test_a_copied_model_keeps_its_selectors(indexed: Calibration) -> None:
 # --- mistakes -------------------------------------------------------------------------------------------------------
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"probes": 0}, "SparseConfig.probes must be a whole number of at least 1; got 0"),

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from all_pairs import in_one_test
 from calibration_support import SMALL, lab
 from models import LAB_MODEL
 from typer.testing import CliRunner
@@ -17,7 +16,7 @@ from turbo_hf.eval.methods import method_named
 from turbo_hf.eval.run_identity import BY_METHOD, META
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("name", "config"),
     [
         ("saap", TurboConfig(sparse=SparseConfig())),
@@ -39,7 +38,7 @@ def test_names_of_sparse_methods(name: str, config: TurboConfig) -> None:
     assert method_named(name).config == config
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("turbo5@saap", "unknown method turbo5@saap; methods are fp16"),
@@ -107,7 +106,7 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     assert f"calibrations.{methods[1]} was {index[methods[1]]}, now " in " ".join(again.output.split())
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (
