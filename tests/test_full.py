@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs
 from budgets import check, check_exact, check_turbo, float_budget, largest
-from choices import BACKENDS
 from op_calls import decode, prefill
 from oracle import oracle
 from prefill_support import int8_queries
@@ -26,11 +24,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 MODEL = Path(__file__).parent.parent / "examples" / "lab-llama-4m"
 MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
-TYPES = [pytest.param(x, id=str(x).removeprefix("torch.")) for x in (torch.float16, torch.bfloat16, torch.float32)]
-OPTIONS = [
-    pytest.param({}, id="plain"),
-    pytest.param({"window": 70, "softcap": 5.0, "sinks": True}, id="all"),
-]
+ALL = {"window": 70, "softcap": 5.0, "sinks": True}
 
 
 def a_store(
@@ -45,7 +39,10 @@ def a_store(
 # --- ops ------------------------------------------------------------------------------------------------------------
 
 
-@all_pairs(options=OPTIONS, dtype=TYPES, mode=MODES, backend=BACKENDS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("options", "dtype"), [({}, torch.float16), (ALL, torch.bfloat16), ({}, torch.float32), (ALL, torch.float32)]
+)
 def test_decode_is_plain_attention(
     options: dict[str, Any], dtype: torch.dtype, mode: str, backend: str, device: torch.device
 ) -> None:
@@ -63,9 +60,8 @@ def test_decode_is_plain_attention(
 SHAPES = [(64, 64, 8), (80, 32, 4), (128, 64, 2), (256, 64, 16), (128, 128, 6), (256, 128, 2)]
 
 
-@all_pairs(
-    shape=[pytest.param((d, b, h), id=f"d{d}-b{b}-{h}:2") for d, b, h in SHAPES], options=OPTIONS, dtype=TYPES[:2]
-)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("options", "dtype"), [({}, torch.float16), (ALL, torch.bfloat16)])
 def test_a_step_of_any_shape(
     shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs
 from budgets import check_exact, check_turbo
 from gpu_support import OnGpu
 from models import tiny_llama
@@ -197,7 +196,10 @@ def small(memory: int, monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@all_pairs(memory=MEMORY, mode=["fp16", "half", "turbo"], sizes=[(64, 128), (128, 64), (256, 128)])
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize(
+    ("mode", "sizes"), [("fp16", (64, 128)), ("half", (128, 64)), ("turbo", (256, 128)), ("turbo", (128, 64))]
+)
 def test_prefill_in_smaller_tiles(memory: int, mode: str, sizes: tuple[int, int], device: torch.device) -> None:
     dim, block = sizes
     shape, dtype = (2, 2, 140, dim), torch.float16 if mode == "half" else torch.float32
@@ -218,7 +220,20 @@ def test_prefill_over_16_bit_in_smaller_tiles(block: int, device: torch.device) 
 
 
 @pytest.mark.usefixtures("small")
-@all_pairs(memory=MEMORY, bits=[16, 8, 4, 3, (4, 2), (8, 3)], sizes=[(64, 128), (128, 64), (256, 64)])
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize(
+    ("bits", "sizes"),
+    [
+        (16, (64, 128)),
+        (16, (256, 64)),
+        (8, (128, 64)),
+        (4, (64, 128)),
+        (4, (256, 64)),
+        (3, (64, 128)),
+        ((4, 2), (128, 64)),
+        ((8, 3), (256, 64)),
+    ],
+)
 def test_decode_in_smaller_tiles(memory: int, bits: Width, sizes: tuple[int, int], device: torch.device) -> None:
     dim, block = sizes
     k, v = (tokens(2, 2, 300, dim, dtype=torch.float16, device=device) for _ in range(2))

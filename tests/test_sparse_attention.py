@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_turn
 from budgets import check_turbo
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,7 @@ from sas_support import check_sas
 from sparse_attention_support import CHOICE, check_sparse, kept_keys, random_index, spans_of, sparse_store
 from stores import store_codes, tokens
 
-from turbo_hf.layout import BITS, AttentionOutput, HeadGroups
+from turbo_hf.layout import AttentionOutput, HeadGroups
 from turbo_hf.ops.sparse.select import visit
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -32,7 +31,7 @@ def test_ragged_rows(share: float, dtype: torch.dtype, device: torch.device, bac
     check_sparse(tokens(5, 8, 1, 64, dtype=dtype, device=device), store, index, visited, backend)
 
 
-@in_turn(bits=BITS, dim=[16, 80, 128])
+@pytest.mark.parametrize(("bits", "dim"), [(16, 128), (8, 16), (4, 80), (3, 128), (2, 16)])
 def test_head_dims_and_bits(dim: int, bits: int, device: torch.device, backend: str) -> None:
     store = sparse_store([200, 70], 2, dim, device, groups=((bits, 2),))
     index, visited = random_index(store, 2, 9, 0.3)
