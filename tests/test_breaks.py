@@ -62,9 +62,7 @@ def test_an_exception_at_any_line_of_a_change(operation: Operation) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 @pytest.mark.parametrize("places", [ALLOCATIONS, launches()], ids=["allocation", "launch"])
-def test_an_error_in_any_call_of_an_operation_leaves_a_right_cache_or_a_refusal(
-    places: list[tuple[Any, str]], operation: Operation
-) -> None:
+def test_an_error_in_any_call_of_an_operation(places: list[tuple[Any, str]], operation: Operation) -> None:
     found = every_call(ROUTES["compressed"](), operation, places, 2 if len(places) > 60 else 9)
     assert right(found), found
 
@@ -85,7 +83,7 @@ def broken_off(route: Route, cache: TurboCache, module: Any, tokens: int = 1) ->
 
 
 @pytest.mark.parametrize("name", ["compressed", "deferring", "dense-first", "dense-last", "hybrid"])
-def test_a_pass_that_fails_after_its_last_layer_has_broken_the_cache(name: str) -> None:
+def test_a_pass_that_fails_after_its_last_layer(name: str) -> None:
     route = ROUTES[name]()
     cache = route.new_cache()
     broken_off(route, cache, route.model.lm_head, tokens=HELD)
@@ -120,7 +118,7 @@ def test_what_fails_before_anything_is_stored_changes_nothing() -> None:
     assert torch.equal(route.run(cache, HELD, 1), route.run(plain, HELD, 1))
 
 
-def test_a_pass_refused_before_it_stores_leaves_the_cache_to_every_thread_and_module() -> None:
+def test_a_pass_refused_before_it_stores() -> None:
     model = tiny_llama()
     with turbo_hf.patch(model) as handle, torch.no_grad():
         cache, ids = handle.new_cache(), prompts(1, 20)
@@ -162,7 +160,7 @@ def test_the_inner_model_is_a_pass_too() -> None:
                 call(route.ids[:, :1], **{CACHE: cache})
 
 
-def test_a_model_whose_patch_was_taken_off_does_not_go_on_with_a_broken_pass() -> None:
+def test_a_broken_pass_after_the_patch_was_taken_off() -> None:
     model, ids = tiny_llama(), prompts(1, 12)
     with turbo_hf.patch(model, SMALL) as handle:
         cache = handle.new_cache()
@@ -191,7 +189,7 @@ def test_a_layer_is_not_read_while_it_is_torn(monkeypatch: pytest.MonkeyPatch) -
             use()
 
 
-def test_an_error_in_a_write_that_the_model_catches_has_broken_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_write_that_the_model_catches(monkeypatch: pytest.MonkeyPatch) -> None:
     route = ROUTES["compressed"]()
     cache, last = route.prepared(), route.model.model.layers[1]
     monkeypatch.setattr(cache.turbo_layers()[1].buffer, "reserve", lambda *args: 1 / 0)
@@ -223,7 +221,7 @@ def test_a_reset_that_breaks_off_is_done_again(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
-def test_states_that_change_in_place_are_those_of_a_patched_models_pass(patched: bool) -> None:
+def test_states_of_a_patched_model_are_no_others(patched: bool) -> None:
     """A state that is taken may change without a word: once a patched model has run, no other may take it."""
     route = ROUTES["hybrid"]()
     cache, plain = route.prepared(), route.prepared()
@@ -243,7 +241,7 @@ def test_states_that_change_in_place_are_those_of_a_patched_models_pass(patched:
     assert torch.equal(route.run(cache, HELD, 1), route.run(plain, HELD, 1))
 
 
-def test_a_pass_without_a_patch_does_not_go_on_with_one_that_broke_off_between_two_states() -> None:
+def test_a_pass_that_broke_off_between_two_states() -> None:
     route = ROUTES["unpatched-hybrid"]()
     cache = route.new_cache()
     with pytest.MonkeyPatch.context() as broken:

@@ -93,7 +93,7 @@ def test_padding_is_not_stored_if_told(llama: Any) -> None:
     assert untold.turbo_layers()[0].lengths() == [128 + 19] * 3
 
 
-def test_padding_that_only_the_cache_was_told_of_is_refused_by_a_patched_model(llama: Any) -> None:
+def test_padding_that_only_the_cache_was_told_of_is_refused(llama: Any) -> None:
     batch = left_padded([prompts(1, n, seed=n)[0] for n in (70, 9)])
     with turbo_hf.patch(llama):
         cache = TurboCache(llama.config, attention_mask=batch["attention_mask"])
@@ -131,18 +131,6 @@ def test_a_mask_of_another_batch_is_refused(llama: Any) -> None:
     cache = TurboCache(llama.config, attention_mask=torch.ones(1, 9))
     with pytest.raises(ValueError, match="attention_mask given to TurboCache has 1 rows; this pass brings 3"):
         forward(llama, prompts(3, 9), cache)
-
-
-@pytest.mark.parametrize("window", [None, 24], ids=["full", "window"])
-def test_mask_sizes_are_those_of_a_dynamic_cache(window: int | None) -> None:
-    model = tiny_mistral(window)
-    stock, turbo = DynamicCache(config=model.config), TurboCache(model.config)
-    for tokens in (10, 1, 30, 1, 7):
-        for cache in (stock, turbo):
-            forward(model, prompts(1, tokens), cache)
-        for queries in (1, 5, 40):
-            assert turbo.get_mask_sizes(queries, 0) == stock.get_mask_sizes(queries, 0)
-        assert turbo.get_seq_length() == stock.get_seq_length()
 
 
 def test_a_cache_filled_with_gradients_on_can_be_copied(llama: Any) -> None:
@@ -204,7 +192,7 @@ def test_all_layers_are_cropped_or_none() -> None:
 
 
 @pytest.mark.parametrize("dense", [(0,), (1,)])
-def test_drafts_from_the_prompt_beside_uncompressed_layers_with_a_window(dense: tuple[int, ...]) -> None:
+def test_prompt_lookup_beside_uncompressed_windows(dense: tuple[int, ...]) -> None:
     model, ids = tiny_mistral(24), prompts(1, 60)
     ways: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 2}
     want = model.generate(ids, **ways)
@@ -312,7 +300,7 @@ def test_a_wrapped_model_is_told_which_one_to_patch() -> None:
         turbo_hf.patch(wrapper)
 
 
-def test_another_attention_chosen_since_the_patch_is_told_and_kept() -> None:
+def test_another_attention_chosen_since_is_told_and_kept() -> None:
     model = tiny_llama()
     before = set(model.__dict__)
     handle = turbo_hf.patch(model)

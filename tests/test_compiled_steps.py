@@ -165,7 +165,7 @@ def test_sparse_layers(selector: Any, device: torch.device) -> None:
 # --- how often it is compiled --------------------------------------------------------------------------------------
 
 
-def test_compiled_once_for_all_steps_and_caches_and_few_times_for_all_other_batches() -> None:
+def test_compiled_once_for_all_steps_and_caches() -> None:
     model = tiny_llama()
     with turbo_hf.patch(model, COMPILED):
         counts = []

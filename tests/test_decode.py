@@ -286,7 +286,7 @@ def test_the_widest_ranges_overflow_nothing(bits: int, mode: str, device: torch.
     check_decode(tokens(1, 4, 2, 128, device=device).sign(), store, mode, backend)
 
 
-def test_a_row_shorter_than_the_queries_has_no_token_in_the_first_columns(backend: str) -> None:
+def test_a_row_shorter_than_the_queries(backend: str) -> None:
     store = make_store(torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16), [2, 5])
     q, sinks = torch.randn(2, 2, 4, 16), torch.zeros(2)
     expected = decode(q, store, scaling=0.25, sinks=sinks, starts=torch.tensor([2, 0]), backend=backend)
@@ -365,7 +365,7 @@ def test_head_dims_above_256_are_refused_by_the_kernel(device: torch.device) -> 
         decode(q, store, scaling=1.0, backend="triton")
 
 
-def test_blocks_that_do_not_fit_in_float32_are_refused_by_the_kernel(device: torch.device) -> None:
+def test_blocks_that_do_not_fit_in_float32_are_refused(device: torch.device) -> None:
     store, q = random_store([3], 1, 128, device, block=128), torch.randn(1, 1, 1, 128, device=device)
     with pytest.raises(ValueError, match="blocks of 128 tokens of 128 channels do not fit in float32"):
         decode(q, store, scaling=1.0, mode="fp16", backend="triton")

@@ -157,7 +157,7 @@ def test_replayed_steps_go_on_after_the_switch(monkeypatch: pytest.MonkeyPatch) 
 
 
 @whole
-def test_only_new_tokens_are_refused_where_all_are_computed_again() -> None:
+def test_only_new_tokens_are_refused_where_all_are_needed() -> None:
     model = long_phi()
     with turbo_hf.patch(model, FULL):
         out = answer(model, prompts(1, 40), max_new_tokens=2)

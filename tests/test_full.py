@@ -105,7 +105,7 @@ def test_huge_scores_stay_in_float16(size: int, backend: str, device: torch.devi
     assert got.lse.isfinite().all()
 
 
-def test_each_head_beside_narrower_ones_is_computed_as_it_is_stored(backend: str, device: torch.device) -> None:
+def test_each_head_is_computed_as_it_is_stored(backend: str, device: torch.device) -> None:
     """Rows of whole blocks, so that the oracle of either kind holds for a head's every token."""
     groups = ((UNQUANTIZED, 2), (8, 1), (4, 1))
     store, q = a_store([128, 64], groups, torch.float32, device), tokens(2, 8, 2, 64, device=device)
@@ -122,7 +122,7 @@ def test_each_head_beside_narrower_ones_is_computed_as_it_is_stored(backend: str
                 check_turbo(one, rounded[row : row + 1, own], q.dtype, [part], scaling=0.125)
 
 
-def test_kernel_and_reference_agree_on_open_tokens_of_narrower_heads(device: torch.device) -> None:
+def test_kernel_and_reference_agree_on_narrower_heads(device: torch.device) -> None:
     """Their blocks are codes and their open tokens are not: two kinds of products in one head."""
     store = a_store([130, 7, 70], ((UNQUANTIZED, 1), (4, 1)), torch.float32, device)
     q = tokens(3, 4, 3, 64, device=device)

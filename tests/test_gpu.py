@@ -146,7 +146,7 @@ def test_half_in_float32_is_refused_where_it_does_not_fit(monkeypatch: pytest.Mo
     assert why_no_kernel(x, "turbo") is None
 
 
-def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_blocks_of_16_bit_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 1, 1, 256, dtype=torch.float16)
     assert why_no_step_kernel(q, 128, "fp16") is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
@@ -167,7 +167,7 @@ def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: p
         pytest.param({"sas": True}, False, id="sas"),
     ],
 )
-def test_torch_computes_prompts_that_are_causal_attention_and_no_more(changed: dict[str, Any], plain: bool) -> None:
+def test_torch_computes_plain_causal_prompts(changed: dict[str, Any], plain: bool) -> None:
     starts, softcap, sinks, window = (changed.get(name) for name in ("starts", "softcap", "sinks", "window"))
     scoring = Scoring(1.0, softcap, sinks, sas_threshold(TurboConfig(sas=changed.get("sas", False)), 40))
     q: Any = OnGpu(128, tokens=40)

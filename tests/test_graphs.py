@@ -257,9 +257,7 @@ def test_passes_between_steps(sparse: Any, runners: list[StepRunner], device: to
     assert [runner.captures >= 1 for runner in runners] == [True] * 3
 
 
-def test_an_answer_that_ends_early_leaves_nothing_reserved_and_nothing_full(
-    runners: list[StepRunner], device: torch.device
-) -> None:
+def test_an_answer_that_ends_early_leaves_nothing_reserved(runners: list[StepRunner], device: torch.device) -> None:
     model = tiny_llama().to(device)
     wide: list[int] = []
 
@@ -357,9 +355,7 @@ def test_hooks_are_looked_for_in_each_call(runners: list[StepRunner], device: to
             model.generate(ids, **options)
 
 
-def test_a_cache_that_can_never_be_replayed_is_an_error_where_graphs_are_demanded(
-    runners: list[StepRunner], device: torch.device
-) -> None:
+def test_demanded_graphs_of_a_cache_without_kernels(runners: list[StepRunner], device: torch.device) -> None:
     model = tiny_llama().double().to(device)
     batch = {"input_ids": prompts(1, 40).to(model.device), "max_new_tokens": 5}
     demanded = pytest.raises(Unsupported, match=r"cuda_graphs=True: .*(float64 has no kernel|runs without kernels)")
@@ -401,7 +397,7 @@ def test_steps_in_full_precision_are_not_replayed(
 
 
 @pytest.mark.filterwarnings("ignore:layer .*the attention mask is no causal")
-def test_a_step_that_turns_out_to_be_in_full_precision_is_refused(
+def test_a_step_found_to_be_in_full_precision_is_refused(
     runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     hide_a_column(monkeypatch, from_prompt=False)

@@ -66,7 +66,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     bench.handle.remove()
 
 
-def test_one_step_warms_the_next_is_captured_all_others_are_replayed(bench: Bench) -> None:
+def test_one_step_warms_one_is_captured_others_are_replayed(bench: Bench) -> None:
     outputs = [bench.step() for _ in range(6)]
     assert bench.counts == (1, 1, 5)
     assert all(type(out) is type(outputs[0]) for out in outputs)
@@ -106,7 +106,7 @@ def test_gradients_go_to_the_model(bench: Bench) -> None:
     assert bench.counts == (0, 0, 0)
 
 
-def test_what_happens_between_steps_begins_anew_and_waits_longer(bench: Bench) -> None:
+def test_changes_between_steps_begin_anew_and_wait_longer(bench: Bench) -> None:
     for _ in range(3):
         bench.step()
     assert bench.counts == (1, 1, 2)
@@ -270,7 +270,7 @@ def test_where_nothing_can_run_nothing_is_closed(when: str, bench: Bench, monkey
     assert not closed
 
 
-def test_a_runner_released_within_a_later_pass_leaves_the_cache_alone(bench: Bench) -> None:
+def test_a_runner_released_within_a_later_pass(bench: Bench) -> None:
     bench.step()
     steps = bench.runner._steps
     assert steps is not None
@@ -311,9 +311,7 @@ def _numbers(values: tuple[Any, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize("selector", [None, "window", "saap"])
-def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(
-    selector: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_of_a_graph_are_those_of_its_steps(selector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[Any] = []
     sparse_kernels = [(launch_sparse, name) for name in vars(launch_sparse) if name.endswith("_kernel")]
     for module, name in ((launch_decode, "decode_kernel"), (launch_store, "append_step_kernel"), *sparse_kernels):

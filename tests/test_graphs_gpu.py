@@ -174,9 +174,7 @@ FULL_MEMORY += [RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when callin
 
 
 @pytest.mark.parametrize("error", FULL_MEMORY)
-def test_a_capture_without_memory_is_tried_again_with_what_torch_keeps(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_without_memory_is_tried_again(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Pretended([error])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: device.done.append("empty"))
     assert device.capture(lambda: 3)() == 3

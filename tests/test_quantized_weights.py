@@ -27,7 +27,7 @@ def refuse_rows(self: Any, x: Tensor) -> Tensor:
     raise RuntimeError("this kernel wants a multiple of 128 rows")
 
 
-def test_a_key_projection_that_does_not_run_by_itself_is_told_for_its_bias() -> None:
+def test_a_key_projection_that_does_not_run_by_itself() -> None:
     model: Any = tiny("qwen2")
     attention = model.model.layers[1].self_attn
     kind = as_if_from("gptqmodel.nn_modules", "MarlinLinear", torch.nn.Linear, forward=refuse_rows)
@@ -100,7 +100,7 @@ def quantized_by(library: str, model: Any, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("library", ["torchao", "bitsandbytes", "hqq", "optimum.quanto"])
-def test_a_patched_model_with_quantized_weights_chooses_its_own_tokens(library: str, tmp_path: Path) -> None:
+def test_quantized_weights_choose_their_own_tokens(library: str, tmp_path: Path) -> None:
     model: Any = tiny("qwen2", hidden_size=128, intermediate_size=128)
     model.model.layers[1].self_attn.k_proj.bias.data[3] = -1000.0
     model = quantized_by(library, model, tmp_path)

@@ -48,7 +48,7 @@ def test_the_report_counts_keys(llama: Any) -> None:
     assert "of the keys read, 0.00% of those not always read" in text
 
 
-def test_rows_whose_keys_are_all_always_read_are_counted_as_they_are(llama: Any) -> None:
+def test_rows_whose_keys_are_all_always_read(llama: Any) -> None:
     config = sparse("window", **small("window"))
     reports = []
     for lengths in ((12, 9), (40, 9)):

@@ -13,7 +13,6 @@ from sparse_cache_support import ANY, TRAINED, answers, ragged, small, sparse
 
 import turbo_hf
 from turbo_hf import Calibration
-from turbo_hf.models.versions import CACHE
 
 
 @pytest.fixture
@@ -82,22 +81,6 @@ def test_always_read_tokens_beyond_the_context_read_every_key(llama: Any, always
         config = sparse(selector, **small(selector) | always)
         dense = answers(llama, replace(config, sparse=None), **ragged())
         assert torch.equal(answers(llama, config, **ragged()), dense)
-
-
-@pytest.mark.usefixtures("in_time")
-@pytest.mark.parametrize("size", [5, 17, 40])
-def test_a_chunked_prompt_has_the_same_index(llama: Any, size: int) -> None:
-    config = sparse("kmeans-rotated", **ANY)
-    ids = prompts(2, 90)
-    found = []
-    with turbo_hf.patch(llama, config, calibration=an_index(llama)) as handle:
-        for chunk in (90, size):
-            cache = handle.new_cache()
-            for part in ids.split(chunk, 1):
-                llama(part, **{CACHE: cache})
-            found.append(cache.turbo_layers()[0].bucket_index.buckets[..., :90])
-    # the first layer's keys do not hang on what attention made of the past
-    assert torch.equal(*found)
 
 
 def test_assisted_decoding_gives_the_same_tokens(llama: Any) -> None:

@@ -163,7 +163,7 @@ def test_rows_of_equal_lengths_are_reordered_in_place(config: TurboConfig) -> No
         assert x.pool.pages <= y.pool.pages + y.pool.pages // 32
 
 
-def test_rows_of_other_lengths_end_the_steps_and_copies_reorder_their_own() -> None:
+def test_rows_of_other_lengths_end_the_steps() -> None:
     cache = filled(TurboConfig(block_size=32), lengths=EQUAL)
     run = ReplayableSteps(cache, None)
     for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
@@ -307,7 +307,7 @@ def test_what_cannot_be_replayed_says_why(make: Callable[[], TurboCache], reason
     assert reason in str(why_no_replay(make()))
 
 
-def test_a_cache_that_was_dequantized_and_emptied_is_like_a_new_one() -> None:
+def test_a_cache_dequantized_and_emptied_is_like_a_new_one() -> None:
     cache = dequantized()
     cache.reset()
     assert "holds no tokens" in str(why_no_replay(cache))
