@@ -56,7 +56,7 @@ def test_an_exception_at_any_line_of_a_pass(name: str) -> None:
     route = ROUTES[name]()
     for operation, step, error in zip(PASSES, (331, 307, 313, 349), (Broken, BrokenError) * 2, strict=True):
         found = every_line(route, operation, error, step)
-        # behind the hook that ends a pass it is whole; without a patch it ends when its last layer has stored its tokens
+        # behind the hook that ends a pass it is whole; without a patch it ends with its last layer
         assert right(found, "after"), (operation.name, found)
         assert name.startswith("unpatched") or found["after"] <= 1, (operation.name, found)
 

@@ -187,14 +187,6 @@ def test_tokens_beside_layers_that_are_not_rounded(
         assert runners[-1].captures >= 1
 
 
-@pytest.mark.parametrize("bits", [4, 16])
-def test_tokens_with_windows(bits: Any, runners: list[StepRunner], device: torch.device) -> None:
-    model = tiny_mistral(40).to(device)
-    want = answer(model, replace(PLAIN, bits=bits), max_new_tokens=75, **ragged())
-    assert torch.equal(answer(model, replace(SMALL, bits=bits), max_new_tokens=75, **ragged()), want)
-    assert runners[-1].captures >= 1
-
-
 @pytest.mark.parametrize(
     ("choice", "lengths"),
     [
