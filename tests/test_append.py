@@ -184,7 +184,7 @@ def test_nan_and_inf_are_reported(
     for starts in (torch.tensor([where + 1], device=device), None):
         assert not nonfinite.item()
         store = cache([3], 16, device, torch.float32, room=m)
-        append_tokens(*new, store, starts=starts, nonfinite=nonfinite, backend=backend)
+        append_tokens(new[0], new[1], store, starts=starts, nonfinite=nonfinite, backend=backend)
     assert nonfinite.item()
 
 

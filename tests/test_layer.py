@@ -52,8 +52,8 @@ def test_one_pass_stores_the_naive_rows(config: TurboConfig, junk: float, device
     for row, naive in enumerate(want):
         naive.append(k[row], v[row], valid[row].tolist())
         naive.commit()
-    dirty = [x.masked_fill(~valid[:, None, :, None], junk) for x in (k, v)]
-    assert_layer(filled(config, *dirty, valid), want)
+    k, v = (x.masked_fill(~valid[:, None, :, None], junk) for x in (k, v))
+    assert_layer(filled(config, k, v, valid), want)
 
 
 def test_a_long_prompt_is_sealed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,8 +392,8 @@ class Life(RuleBasedStateMachine):
             valid = valid.sort(-1, descending=padding == "right").values
         if padding == "none":
             valid = torch.ones_like(valid)
-        dirty = [x.masked_fill(~valid[:, None, :, None], junk) for x in (k, v)]
-        feed(self.layer, *dirty, None if padding == "none" else valid)
+        dirty_k, dirty_v = (x.masked_fill(~valid[:, None, :, None], junk) for x in (k, v))
+        feed(self.layer, dirty_k, dirty_v, None if padding == "none" else valid)
         for row, naive in enumerate(self.naive):
             naive.append(k[row], v[row], valid[row].tolist())
             if not self.recording:

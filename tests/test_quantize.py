@@ -397,7 +397,8 @@ def test_any_cache_reads_back(data: st.DataObject) -> None:
     heads, block = data.draw(st.integers(1, 3)), data.draw(st.sampled_from((32, 64, 128)))
     lengths = data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=3))
     cut = data.draw(st.integers(0, heads))
-    widths = data.draw(st.lists(st.sampled_from((*BITS, *permutations(BITS, 2))), min_size=2, max_size=2))
+    every: list[Width] = [*BITS, *permutations(BITS, 2)]
+    widths = data.draw(st.lists(st.sampled_from(every), min_size=2, max_size=2))
     # while tokens may still be taken back, whole blocks stay open
     sealed = [data.draw(st.integers(0, n // block)) for n in lengths] if data.draw(st.booleans()) else None
     groups = tuple((bits, n) for bits, n in zip(widths, (cut, heads - cut), strict=True) if n)
