@@ -12,7 +12,9 @@ from breaks_support import (
     ALLOCATIONS,
     HELD,
     OPERATIONS,
+    ROUTES,
     ROWS,
+    SMALL,
     Broken,
     BrokenError,
     Operation,
@@ -20,7 +22,6 @@ from breaks_support import (
     every_call,
     every_line,
     launches,
-    routes,
 )
 from graphs_support import Again, Graphs, replayed
 from models import prompts, tiny_llama
@@ -36,10 +37,8 @@ from turbo_hf.models.versions import CACHE
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-ROUTES = routes()
 PASSES = [operation for operation in OPERATIONS if operation.adds > 0]
 CHANGES = [operation for operation in OPERATIONS if operation.adds <= 0]
-SMALL = TurboConfig(block_size=32)
 
 
 def right(found: Counter[str], *allowed: str) -> bool:
