@@ -12,11 +12,11 @@ import pytest
 import torch
 from choices import EVERY_PRESET
 from families_support import GENERIC_CASES, build
-from graphs_support import an_index
 from histories_support import subject
 from layer_support import tensors_of
 from models import left_padded, prompts, tiny_llama, tiny_mistral
-from sparse_cache_support import sparse
+from saved_support import MIXED, Made, Make, by_bucket, family, windows
+from saved_support import llama as patched_llama
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
@@ -357,49 +357,15 @@ def through_a_file(cache: Any) -> Any:
 WAYS: list[Any] = [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), through_a_file]
 
 
-def llama(**options: Any) -> Callable[[], tuple[Any, TurboCache]]:
-    """What makes a patched Llama and a cache of it."""
-
-    def make() -> tuple[Any, TurboCache]:
-        model = tiny_llama().requires_grad_(False)
-        return model, turbo_hf.patch(model, TurboConfig(**{"bits": 4, "block_size": 32, **options})).new_cache()
-
-    return make
-
-
-def windows() -> tuple[Any, TurboCache]:
-    """A window in every layer, of which one is not compressed."""
-    model, config = tiny_mistral(24).requires_grad_(False), TurboConfig(block_size=32)
-    turbo_hf.patch(model, config)
-    return model, TurboCache(model.config, config, uncompressed_layers=(1,))
-
-
-def by_bucket() -> tuple[Any, TurboCache]:
-    """Buckets of all keys."""
-    model = tiny_llama().requires_grad_(False)
-    config = sparse("kmeans-rotated", probes=2, window_tokens=8, read_all_layers=())
-    return model, turbo_hf.patch(model, config, calibration=an_index(model, 8)).new_cache()
-
-
-def hybrid(family: str) -> Callable[[], tuple[Any, TurboCache]]:
-    """What makes a model with linear layers, and a cache of it."""
-
-    def make() -> tuple[Any, TurboCache]:
-        made = subject(family, "turbo4")
-        return made.patched, made.new_cache()
-
-    return make
-
-
 MAKES: list[Any] = [
-    pytest.param(llama(), id="llama"),
-    pytest.param(llama(low_bits=2, low_heads=0.5, buffer_scale="universal"), id="mixed-universal"),
-    pytest.param(llama(bits=16, attention="fp16"), id="16-bit"),
-    pytest.param(llama(dense_layers=(0,)), id="beside-dense"),
+    pytest.param(patched_llama(), id="llama"),
+    pytest.param(patched_llama(**MIXED), id="mixed-universal"),
+    pytest.param(patched_llama(bits=16, attention="fp16"), id="16-bit"),
+    pytest.param(patched_llama(dense_layers=(0,)), id="beside-dense"),
     pytest.param(windows, id="windows"),
     pytest.param(by_bucket, id="sparse"),
-    pytest.param(hybrid("lfm2"), id="convolution"),
-    pytest.param(hybrid("qwen3_next"), id="recurrent"),
+    pytest.param(family("lfm2"), id="convolution"),
+    pytest.param(family("qwen3_next"), id="recurrent"),
 ]
 makes = pytest.mark.parametrize("make", MAKES)
 
@@ -412,7 +378,7 @@ def step(model: Any, cache: Any, tokens: int, seed: int, mode: str = "no_grad") 
         return logits.clone()
 
 
-def begin(make: Callable[[], tuple[Any, TurboCache]], mode: str) -> tuple[Any, TurboCache]:
+def begin(make: Make, mode: str) -> Made:
     """A model and a cache that holds pages which two rows share, and some tokens of each."""
     model, cache = make()
     step(model, cache, 70, 0, mode)
@@ -480,7 +446,7 @@ def test_a_cache_that_was_told_of_padding_is_copied_with_it(mode: str) -> None:
 
 @modes
 def test_a_copied_layer_shares_nothing_that_is_written(mode: str) -> None:
-    model, cache = begin(llama(), mode)
+    model, cache = begin(patched_llama(), mode)
     layer: Any = cache.layers[0]
     for way in (copy.copy, copy.deepcopy):
         before = [x.clone() for x in (layer.keys, layer.values)]
