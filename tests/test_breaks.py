@@ -13,7 +13,6 @@ from breaks_support import (
     HELD,
     OPERATIONS,
     ROUTES,
-    ROWS,
     SMALL,
     Broken,
     BrokenError,
@@ -109,21 +108,6 @@ def test_a_pass_that_fails_after_its_last_layer(name: str) -> None:
     assert torch.equal(route.run(cache, 0, HELD), want)
 
 
-def test_what_fails_before_anything_is_stored_changes_nothing() -> None:
-    route = ROUTES["compressed"]()
-    cache, plain = route.prepared(), route.prepared()
-    wrong: list[dict[str, Any]] = [
-        {"attention_mask": torch.ones(ROWS, 5, dtype=torch.long)},
-        {"attention_mask": torch.zeros(ROWS, HELD + 1, dtype=torch.long)},
-    ]
-    for options in wrong:
-        with pytest.raises((ValueError, RuntimeError)), torch.no_grad():
-            route.model(route.ids[:, HELD : HELD + 1], **{CACHE: cache}, **options)
-    with pytest.raises(ValueError, match="the cache holds 2 rows"), torch.no_grad():
-        route.model(prompts(3, 1), **{CACHE: cache})
-    assert torch.equal(route.run(cache, HELD, 1), route.run(plain, HELD, 1))
-
-
 def test_a_pass_refused_before_it_stores() -> None:
     model = tiny_llama()
     with turbo_hf.patch(model) as handle, torch.no_grad():
@@ -211,19 +195,6 @@ def test_an_error_in_a_write_that_the_model_catches(monkeypatch: pytest.MonkeyPa
     route.run(cache, HELD, 1)
     with pytest.raises(ValueError, match="broke off while layer 1 was written"):
         route.run(cache, HELD, 1)
-
-
-def test_a_reset_that_breaks_off_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    route = ROUTES["compressed"]()
-    cache = route.prepared()
-    with monkeypatch.context() as patched:
-        patched.setattr(cache.turbo_layers()[1], "reset", fails)
-        with pytest.raises(KeyboardInterrupt):
-            cache.reset()
-    with pytest.raises(ValueError, match=r"an earlier reset\(\) over this TurboCache broke off"):
-        route.run(cache, 0, 9)
-    cache.reset()
-    assert torch.equal(route.run(cache, 0, 9), route.run(route.new_cache(), 0, 9))
 
 
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
