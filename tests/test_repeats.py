@@ -104,6 +104,7 @@ def test_repeated_steps_are_those_made_anew(
 
     monkeypatch.setattr(RepeatedDecode, "__call__", counted)
     by_kernels = options["backend"] == "triton"
+    device = device if by_kernels else torch.device("cpu")
     model = (tiny_llama() if window is None else tiny_mistral(window)).to(device, dtype)
     first, last = (30, 36) if by_kernels else (20, 70)
     ids = prompts(len(padding), last).to(device)
