@@ -1,38 +1,95 @@
-"""The open buffer: new tokens join it as the quantizer makes them, and whole blocks leave it as `seal_blocks` does."""
+"""The open buffer: tokens join it as the quantizer makes them, blocks leave it as they are sealed, rows change."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs, in_one_test, in_turn
-from append_support import GROUPS, cache, copy, expected, full_store, snapshot
-from choices import BACKENDS
-from op_calls import append_step, append_tokens, quantize_tokens, seal_blocks, seal_open
+from op_calls import (
+    append_step,
+    append_tokens,
+    decode,
+    exchange_open,
+    quantize_tokens,
+    seal_blocks,
+    seal_open,
+    select_rows,
+)
 from stores import make_store, tokens
+from torch import Tensor
 
-from turbo_hf.layout import HeadGroups, KVStore, empty_pages
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.layout import HeadGroups, KVStore, PagedHeads, empty_pages
 from turbo_hf.ops.maths import balanced_keys, balanced_queries
+from turbo_hf.ops.store.contract import MOST_ROWS, Opened
 
 pytestmark = pytest.mark.usefixtures("poison")
 
+GROUPS = [
+    *(pytest.param(((bits, 2),), id=f"{bits}bit") for bits in (8, 4, 3, 2)),
+    pytest.param(((4, 1), (2, 1)), id="mixed"),
+    pytest.param((((4, 2), 1), ((8, 3), 1)), id="pairs"),
+    pytest.param((((3, 8), 1), ((2, 4), 1)), id="wide-values"),
+]
 
-@all_pairs(
-    dim=[pytest.param(d, id=f"d{d}") for d in (16, 80)],
-    dtype=[torch.float16, torch.float32],
-    brought=[
-        pytest.param((1, None), id="one"),
-        pytest.param((5, None), id="several"),
-        pytest.param((5, [0, 3, 5]), id="ragged"),
-        pytest.param((130, None), id="prompt"),
-        pytest.param((130, [0, 33, 130]), id="ragged_prompt"),
+
+def cache(lengths: Sequence[int], dim: int, device: torch.device, dtype: torch.dtype, room: int = 0) -> KVStore:
+    k, v = (tokens(len(lengths), 2, max(lengths), dim, dtype=dtype, device=device) for _ in range(2))
+    store = make_store(k, v, lengths)
+    pad = torch.nn.functional.pad
+    k_scale, v_scale = pad(store.k_scale, (0, room)), pad(store.v_scale, (0, room))
+    k_open, v_open = pad(store.k_open, (0, 0, 0, room)), pad(store.v_open, (0, room))
+    return store._replace(k_open=k_open, v_open=v_open, k_scale=k_scale, v_scale=v_scale)
+
+
+def copy(store: KVStore) -> KVStore:
+    return store._replace(**{name: getattr(store, name).clone() for name in store._fields[4:9]})
+
+
+def expected(x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    codes, scale = quantize_tokens(x, backend="reference")
+    if given is not None:
+        codes, scale = quantize_tokens(x, torch.where(given[..., None] > 0, given[..., None], scale), "reference")
+    return codes[0], scale[0]
+
+
+def full_store(dim: int, groups: HeadGroups, device: torch.device) -> KVStore:
+    """Four rows, of which the first and the third have a full open block and a page for it, and cannot say more."""
+    lengths, sealed = [128, 70, 64, 3], [1, 1, 0, 0]
+    k, v = (tokens(4, 2, 128, dim, device=device) for _ in range(2))
+    order = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]])
+    store = make_store(k, v, lengths, groups=groups, order=order, sealed=sealed)
+    table = torch.zeros(4, 3, dtype=torch.int64, device=device)
+    table[:, : store.table.shape[1]] = store.table
+    # pages that no row has
+    table[0, 1], table[2, 0] = 0, 3
+    return store._replace(table=table)
+
+
+def snapshot(store: KVStore) -> KVStore:
+    """A copy that shares no memory."""
+    paged = tuple(PagedHeads(pages.bits, *(x.clone() for x in pages[1:])) for pages in store.paged)
+    return copy(store)._replace(paged=paged, sealed=store.sealed.clone())
+
+
+@pytest.mark.parametrize(
+    ("m", "starts", "dim", "dtype", "given"),
+    [
+        (1, None, 16, torch.float16, False),
+        (1, None, 80, torch.float32, True),
+        (5, None, 80, torch.float16, True),
+        (5, [0, 3, 5], 16, torch.float32, True),
+        (5, [0, 3, 5], 80, torch.float16, False),
+        (130, None, 80, torch.float32, False),
+        (130, [0, 33, 130], 16, torch.float16, True),
+        (130, [0, 33, 130], 80, torch.float32, False),
     ],
-    given=[pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")],
-    backend=BACKENDS,
 )
 def test_stores_what_the_quantizer_makes(
-    dim: int, dtype: torch.dtype, brought: tuple[int, list[int] | None], given: bool, backend: str, device: torch.device
+    m: int, starts: list[int] | None, dim: int, dtype: torch.dtype, given: bool, backend: str, device: torch.device
 ) -> None:
-    m, starts = brought
     store = cache([70, 3, 72], dim, device, dtype, room=m)
     before, nonfinite = copy(store), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(3, m, 2, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
@@ -55,7 +112,9 @@ def test_stores_what_the_quantizer_makes(
             assert torch.equal(codes[row, :, :held], old[row, :, :held])
 
 
-@in_turn(dim=[pytest.param(d, id=f"d{d}") for d in (16, 48, 64, 80)], dtype=[torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(16, torch.bfloat16), (48, torch.float32), (64, torch.bfloat16), (80, torch.float32)]
+)
 def test_keys_are_balanced_on_the_way(dim: int, dtype: torch.dtype, backend: str, device: torch.device) -> None:
     """The same bits as after a division of their own, in a prompt and in a step; queries too."""
     balance = 1 + 5 * torch.rand(2, dim, device=device)
@@ -95,17 +154,6 @@ def assert_same_tokens(got: KVStore, want: KVStore) -> None:
         assert torch.equal(got.v_open[row, ..., :held], want.v_open[row, ..., :held])
 
 
-@all_pairs(which=[pytest.param(0, id="k"), pytest.param(1, id="v")], bad=[float("nan"), float("inf")], backend=BACKENDS)
-def test_nan_and_inf_are_reported(which: int, bad: float, backend: str, device: torch.device) -> None:
-    store, nonfinite = cache([3], 16, device, torch.float32), torch.zeros(1, dtype=torch.int32, device=device)
-    new = [tokens(1, 2, 2, 16, device=device) for _ in range(2)]
-    append_tokens(new[0], new[1], store, nonfinite=nonfinite, backend=backend)
-    assert not nonfinite.item()
-    new[which][0, 1, 1, 3] = bad
-    append_tokens(new[0], new[1], store, nonfinite=nonfinite, backend=backend)
-    assert nonfinite.item()
-
-
 @pytest.mark.parametrize("m", [3, 70])
 def test_the_span_grows_to_the_largest_scales(m: int, backend: str, device: torch.device) -> None:
     store = cache([3, 5], 16, device, torch.float32, room=m)
@@ -122,28 +170,39 @@ def test_the_span_grows_to_the_largest_scales(m: int, backend: str, device: torc
     assert (max_scale[1] == 0.25).all()
 
 
-@pytest.mark.parametrize("where", [0, 40, 69])
-def test_a_prompt_reports_nan_wherever_it_is(where: int, backend: str, device: torch.device) -> None:
-    store, nonfinite = cache([3], 16, device, torch.float32, room=70), torch.zeros(1, dtype=torch.int32, device=device)
-    new = tokens(1, 2, 70, 16, device=device)
-    new[0, 1, where, 3] = torch.nan
-    append_tokens(
-        new, new, store, starts=torch.tensor([where + 1], device=device), nonfinite=nonfinite, backend=backend
-    )
+@pytest.mark.parametrize(
+    ("m", "where", "which", "bad"),
+    [
+        (2, 1, 0, torch.nan),
+        (2, 1, 1, torch.inf),
+        (70, 0, 0, torch.inf),
+        (70, 40, 1, torch.nan),
+        (70, 69, 0, torch.nan),
+    ],
+)
+def test_nan_and_inf_are_reported(
+    m: int, where: int, which: int, bad: float, backend: str, device: torch.device
+) -> None:
+    nonfinite, new = torch.zeros(1, dtype=torch.int32, device=device), [tokens(1, 2, m, 16, device=device)] * 2
+    new[which] = new[which].clone()
+    new[which][0, 1, where, 3] = bad
     # padding may hold anything
-    assert not nonfinite.item()
-    append_tokens(new, new, cache([3], 16, device, torch.float32, room=70), nonfinite=nonfinite, backend=backend)
+    for starts in (torch.tensor([where + 1], device=device), None):
+        assert not nonfinite.item()
+        store = cache([3], 16, device, torch.float32, room=m)
+        append_tokens(new[0], new[1], store, starts=starts, nonfinite=nonfinite, backend=backend)
     assert nonfinite.item()
 
 
 FULL_GROUPS = [pytest.param(((16, 2),), id="16bit"), pytest.param(((16, 1), (4, 1)), id="16bit+4bit")]
 
 
-@in_turn(groups=[*GROUPS, *FULL_GROUPS], dim=[pytest.param(d, id=f"d{d}") for d in (80, 16)])
+@pytest.mark.parametrize("groups", [*GROUPS, *FULL_GROUPS])
 def test_whole_blocks_go_to_the_pages_that_the_table_names(
-    groups: HeadGroups, dim: int, backend: str, device: torch.device
+    groups: HeadGroups, backend: str, device: torch.device
 ) -> None:
     """Rows that seal two blocks, one behind others, none, and one of two because the first has left the window."""
+    dim = 80 if len(groups) == 1 else 16
     lengths, counted = [140, 70, 20, 150], [2, 3, 0, 1]
     k, v = (tokens(4, 2, 150, dim, dtype=torch.float16, device=device) for _ in range(2))
     order = torch.tensor([[1, 0], [0, 1], [1, 0], [1, 0]], device=device)
@@ -170,16 +229,14 @@ def test_whole_blocks_go_to_the_pages_that_the_table_names(
         slot += got.k.shape[1]
 
 
-def test_refuses_other_shapes() -> None:
-    store = cache([3], 16, torch.device("cpu"), torch.float32)
-    k = torch.zeros(1, 2, 1, 16)
-    with pytest.raises(ValueError, match=r"v must be \[1, 2, M, 16\] like the store; got \(1, 2, 1, 32\)"):
-        append_tokens(k, torch.zeros(1, 2, 1, 32), store, nonfinite=torch.zeros(1, dtype=torch.int32))
-
-
-@in_one_test(
+@pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ({"v": torch.zeros(1, 2, 1, 32)}, r"v must be \[1, 2, M, 16\] like the store; got \(1, 2, 1, 32\)"),
+        (
+            dict.fromkeys(("k", "v"), torch.zeros(1, 2, 17, 16)),
+            "k brings 17 tokens per row; the store has room for 16",
+        ),
         ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[1\] on cpu; got \[2\] on cpu"),
         ({"given_scale": torch.zeros(1, 2, 1)}, r"given_scale must be \[1, 2, 2\] on cpu; got \[1, 2, 1\]"),
         ({"max_scale": torch.zeros(2, 2)}, r"max_scale must be \[1, 2, 2\] on cpu; got \[2, 2\]"),
@@ -191,18 +248,10 @@ def test_refuses_other_shapes() -> None:
     ],
 )
 def test_refuses_what_does_not_belong_to_the_store(wrong: dict[str, Any], message: str) -> None:
-    store = cache([3], 16, torch.device("cpu"), torch.float32)
-    k = torch.zeros(1, 2, 1, 16)
+    given: dict[str, Any] = {"nonfinite": torch.zeros(1, dtype=torch.int32)}
+    given |= {name: torch.zeros(1, 2, 1, 16) for name in ("k", "v")} | wrong
     with pytest.raises(ValueError, match=message):
-        append_tokens(k, k, store, **{"nonfinite": torch.zeros(1, dtype=torch.int32), **wrong})
-
-
-def test_refuses_more_tokens_than_there_is_room_for() -> None:
-    store = cache([3], 16, torch.device("cpu"), torch.float32)
-    room = store.k_open.shape[2]
-    k = torch.zeros(1, 2, room + 1, 16)
-    with pytest.raises(ValueError, match=f"k brings {room + 1} tokens per row; the store has room for {room}"):
-        append_tokens(k, k, store, nonfinite=torch.zeros(1, dtype=torch.int32))
+        append_tokens(store=cache([3], 16, torch.device("cpu"), torch.float32), **given)
 
 
 def test_more_pairs_than_a_launch_takes_are_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
@@ -211,3 +260,215 @@ def test_more_pairs_than_a_launch_takes_are_refused(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="3 rows of 2 KV heads are more than the 5 pairs that a launch takes"):
         quantize_tokens(torch.randn(3, 2, 8, 16, device=device), backend="triton")
     assert quantize_tokens(torch.randn(2, 2, 8, 16, device=device), backend="triton")[0].shape == (2, 2, 8, 16)
+
+
+@pytest.mark.parametrize(("dim", "given"), [(16, False), (80, True)])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_step_seals_what_is_full_and_then_appends(
+    dim: int, groups: HeadGroups, given: bool, backend: str, device: torch.device
+) -> None:
+    store = full_store(dim, groups, device)
+    before, nonfinite = snapshot(store), torch.zeros(1, dtype=torch.int32, device=device)
+    k, v = (tokens(4, 1, 2, dim, device=device).transpose(1, 2) for _ in range(2))
+    scales = torch.rand(4, 2, 2, device=device) / 50 if given else None
+    arrived = torch.zeros(4, dtype=torch.int32, device=device)
+    append_step(k, v, store, given_scale=scales, nonfinite=nonfinite, arrived=arrived, backend=backend)
+    assert not nonfinite.item()
+    assert not arrived.any()
+    assert store.sealed.tolist() == [2, 1, 1, 0]
+    assert store.open_len.tolist() == [1, 7, 1, 4]
+    for row, page in ((0, 0), (2, 3)):
+        slot = 0
+        for got in store.paged:
+            own = store.order[row, slot : slot + got.k.shape[1]]
+            block = [x[row, own] for x in (before.k_open, before.k_scale, before.v_open, before.v_scale)]
+            k_open, k_scale, v_open, v_scale = (x[None, ..., :64] if x.dim() == 2 else x[None] for x in block)
+            want = seal_blocks(k_open[:, :, :64], k_scale, v_open[..., :64].mT, v_scale, got.width, "reference")
+            for name in ("k", "v", "meta", "size"):
+                assert torch.equal(getattr(got, name)[page], getattr(want, name)[0]), name
+            slot += len(own)
+    for got, old in zip(store.paged, before.paged, strict=True):
+        for x, y in zip(got[1:], old[1:], strict=True):
+            assert torch.equal(x[1:3], y[1:3])
+    for row, held in enumerate([0, 6, 0, 3]):
+        for i, (x, codes, scale) in enumerate(((k, store.k_open, store.k_scale), (v, store.v_open.mT, store.v_scale))):
+            want_codes, want_scale = expected(x[row : row + 1], None if scales is None else scales[row : row + 1, :, i])
+            assert torch.equal(codes[row, :, held : held + 1], want_codes)
+            assert torch.equal(scale[row, :, held : held + 1], want_scale)
+    for row, held in ((1, 6), (3, 3)):
+        assert torch.equal(store.k_open[row, :, :held], before.k_open[row, :, :held])
+        assert torch.equal(store.v_open[row, :, :, :held], before.v_open[row, :, :, :held])
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_step_of_a_sparse_layer(groups: HeadGroups, backend: str, device: torch.device) -> None:
+    """The bucket of each new token goes to its place, whether the row seals or not."""
+    store = full_store(80, groups, device)
+    other = snapshot(store)
+    k, v = (tokens(4, 2, 1, 80, device=device) for _ in range(2))
+    index = torch.arange(4 * 2 * 192, device=device).view(4, 2, 192).to(torch.int16)
+    buckets = -1 - torch.arange(4 * 2, device=device).view(4, 2, 1).to(torch.int16)
+    want = index.clone()
+    for row, place in enumerate([128, 70, 64, 3]):
+        want[row, ..., place] = buckets[row, ..., 0]
+    flags = [torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 4)]
+    append_step(k, v, store, nonfinite=flags[0], arrived=flags[1], backend=backend)
+    append_step(k, v, other, noted=(index, buckets), nonfinite=flags[0], arrived=flags[1], backend=backend)
+    assert torch.equal(index, want)
+    for plain, got in zip(store.paged, other.paged, strict=True):
+        for x, y in zip(plain[1:], got[1:], strict=True):
+            assert torch.equal(x, y)
+    for name in ("sealed", "k_open", "v_open", "open_len"):
+        assert torch.equal(getattr(store, name), getattr(other, name)), name
+
+
+def test_a_step_reports_nan(backend: str, device: torch.device) -> None:
+    store, nonfinite = full_store(16, ((4, 2),), device), torch.zeros(1, dtype=torch.int32, device=device)
+    k, v = (tokens(4, 2, 1, 16, device=device) for _ in range(2))
+    v[2, 1, 0, 3] = torch.inf
+    append_step(
+        k, v, store, nonfinite=nonfinite, arrived=torch.zeros(4, dtype=torch.int32, device=device), backend=backend
+    )
+    assert nonfinite.item()
+
+
+def test_a_step_refuses_other_shapes() -> None:
+    nonfinite, arrived = torch.zeros(1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    store = full_store(16, ((4, 2),), torch.device("cpu"))
+    k = torch.zeros(4, 2, 2, 16)
+    with pytest.raises(ValueError, match=r"k must be \[4, 2, 1, 16\] like the store; got \(4, 2, 2, 16\)"):
+        append_step(k, k, store, nonfinite=nonfinite, arrived=arrived)
+    k, index = k[:, :, :1], torch.zeros(4, 2, 192, dtype=torch.int16)
+    wanted = r"noted must be an index \[4, 2, places\] and buckets \[4, 2, 1\]; got \(4, 2, 192\) and"
+    with pytest.raises(ValueError, match=wanted):
+        append_step(k, k, store, noted=(index, index[..., 0]), nonfinite=nonfinite, arrived=arrived)
+    store = store._replace(block=128)
+    with pytest.raises(ValueError, match="store must have room for 128 open tokens; it has 64"):
+        append_step(k, k, store, nonfinite=nonfinite, arrived=arrived)
+    whole = store._replace(block=64, k_open=store.k_open.to(torch.float16), v_open=store.v_open.to(torch.float16))
+    with pytest.raises(ValueError, match=r"store must have INT8 open tokens; got torch.float16\. .* use append_tokens"):
+        append_step(k, k, whole, nonfinite=nonfinite, arrived=arrived)
+
+
+def feed(layer: TurboLayer, k: Tensor, v: Tensor) -> None:
+    layer.append(k, v, NewColumns(k.shape[2]))
+    layer.commit()
+
+
+@pytest.mark.parametrize("scale", ["token", "universal"])
+def test_a_layer_that_decodes_by_kernels_stores_the_same(scale: Any, device: torch.device) -> None:
+    by_kernel, plain = (TurboLayer(TurboConfig(buffer_scale=scale, backend=name)) for name in ("triton", "reference"))
+    k, v = (tokens(2, 2, 140, 32, device=device) for _ in range(2))
+    at = 0
+    for count in (50, 1, 3, 16, 1, 1):
+        for layer in (by_kernel, plain):
+            feed(layer, k[:, :, at : at + count], v[:, :, at : at + count])
+        at += count
+        assert by_kernel.lengths() == plain.lengths() == [at, at]
+        assert by_kernel.kv_store().open_len.tolist() == by_kernel.state.open
+        assert by_kernel.kv_store().sealed.tolist() == by_kernel.state.sealed
+    for a, b in zip(by_kernel.dequantized(at), plain.dequantized(at), strict=True):
+        assert torch.equal(a, b)
+    by_kernel.reorder_cache(torch.tensor([1, 1]))
+    assert by_kernel.kv_store().open_len.tolist() == by_kernel.state.open
+
+
+def test_nan_in_a_step_is_told_when_the_block_is_sealed(device: torch.device) -> None:
+    layer = TurboLayer(TurboConfig(backend="triton"), index=3)
+    k, v = (tokens(1, 2, 64, 32, device=device) for _ in range(2))
+    feed(layer, k[:, :, :40], v[:, :, :40])
+    k[0, 1, 41, 5] = torch.nan
+    feed(layer, k[:, :, 40:42], v[:, :, 40:42])
+    feed(layer, k[:, :, 42:58], v[:, :, 42:58])
+    with pytest.raises(ValueError, match="layer 3: keys or values hold NaN or Inf"):
+        feed(layer, k[:, :, 58:64], v[:, :, 58:64])
+
+
+@pytest.mark.gpu
+def test_a_steady_step_waits_for_nothing() -> None:
+    layer = TurboLayer(TurboConfig())
+    k, v = (tokens(3, 2, 80, 64, dtype=torch.float16, device="cuda") for _ in range(2))
+    q = tokens(3, 8, 1, 64, dtype=torch.float16, device="cuda")
+    feed(layer, k[:, :, :65], v[:, :, :65])
+    for at in range(65, 68):
+        feed(layer, k[:, :, at : at + 1], v[:, :, at : at + 1])
+        decode(q, layer.kv_store(), scaling=0.125)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for at in range(68, 78):
+            feed(layer, k[:, :, at : at + 1], v[:, :, at : at + 1])
+            decode(q, layer.kv_store(), scaling=0.125)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+BLOCK, ROOM = 32, 48
+
+
+def some_open(count: int, tokens: int, dims: tuple[int, int], device: torch.device) -> Opened:
+    # latents, which are wider than their rotary parts, are in 16 bit
+    dtype = torch.int8 if dims[0] == dims[1] else torch.float16
+    codes = [
+        torch.randint(-127, 128, shape).to(dtype)
+        for shape in ((count, 2, tokens, dims[0]), (count, 2, dims[1], tokens))
+    ]
+    k, v, k_scale, v_scale = (x.to(device) for x in (*codes, *torch.rand(2, count, 2, tokens)))
+    return k, v, k_scale.contiguous(), v_scale.contiguous()
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (80, 80), (160, 32)])
+def test_slots_and_blocks_exchange_open_tokens(dims: tuple[int, int], backend: str, device: torch.device) -> None:
+    torch.manual_seed(dims[0])
+    blocks, slots = some_open(7, BLOCK, dims, device), some_open(6, ROOM, dims, device)
+    # one block each, several, nothing held, and two of no request that share a slot and a row
+    requests = [(3, 0, 0, 5), (0, 1, 3, 31), (1, 4, 4, 0), (5, 6, 6, 0), (5, 6, 6, 0)]
+    want_blocks, want_slots = (tuple(x.clone() for x in each) for each in (blocks, slots))
+    for slot, first, last, held in requests:
+        for x, y, at in zip(want_blocks, want_slots, (1, 2, 1, 1), strict=True):
+            x[first].narrow(at, 0, held).copy_(y[slot].narrow(at, 0, held))
+            y[slot].narrow(at, 0, BLOCK).copy_(x[last])
+    index = (torch.tensor(x, device=device) for x in zip(*requests, strict=True))
+    exchange_open(blocks, slots, *index, backend=backend)
+    for got, want in ((blocks, want_blocks), (slots, want_slots)):
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def test_what_does_not_agree_is_refused() -> None:
+    cpu = torch.device("cpu")
+    blocks, slots = some_open(2, BLOCK, (16, 16), cpu), some_open(2, ROOM, (16, 16), cpu)
+    one = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="32 of them at least; got"):
+        exchange_open(blocks, some_open(2, 16, (16, 16), cpu), one, one, one, one)
+    with pytest.raises(ValueError, match="an entry per request; got 1 slots"):
+        exchange_open(blocks, slots, one, one, one, torch.zeros(2, dtype=torch.int64))
+
+
+def some_tensors(rows: int, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(-127, 128, (rows, 2, 16, 6), dtype=torch.int8, generator=generator)
+    order = torch.randint(0, 9, (rows, 3), generator=generator)
+    long = torch.randn(rows, 2, 5000 // rows, generator=generator)
+    return [x.to(device) for x in (codes, order, long, torch.randn(rows, 1, generator=generator))]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 37])
+def test_each_row_becomes_the_named_one(rows: int, backend: str, device: torch.device) -> None:
+    tensors = some_tensors(rows, device)
+    before, places = [x.clone() for x in tensors], [x.data_ptr() for x in tensors]
+    for turn in range(3):
+        order = torch.randint(0, rows, (rows,), generator=torch.Generator().manual_seed(turn)).tolist()
+        select_rows(tensors, order, backend=backend)
+        before = [x[order] for x in before]
+        assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
+    assert [x.data_ptr() for x in tensors] == places
+
+
+def test_what_the_kernel_does_not_serve() -> None:
+    odd, many = torch.arange(6, dtype=torch.int8).view(2, 3), torch.arange(MOST_ROWS + 1)
+    select_rows([odd], [1, 1])
+    assert odd.tolist() == [[3, 4, 5]] * 2
+    select_rows([many], list(range(MOST_ROWS, -1, -1)))
+    assert many[0] == MOST_ROWS
+    with pytest.raises(ValueError, match=r"contiguous on cpu with 2 rows; got \[3, 2\] on cpu"):
+        select_rows([odd, odd.mT], [1, 1])
+    select_rows([], [0])

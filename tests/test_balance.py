@@ -56,7 +56,7 @@ class Packed(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["plain", "bfloat16", "packed", "unsized", "offloaded"])
-def test_a_layer_with_uneven_channels_is_balanced_by_its_own_weights(kind: str) -> None:
+def test_uneven_channels_are_balanced_by_their_weights(kind: str) -> None:
     model = biased()
     if kind == "bfloat16":
         model.bfloat16()
@@ -105,7 +105,7 @@ def test_layers_that_have_no_balance() -> None:
     assert key_bias(attention, parents(model)) is None
 
 
-def test_where_the_rotary_embedding_is_not_known_such_a_layer_stays_at_8_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_known_rotary_embedding_8_bit_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(balance, "rotate", None)
     model = biased()
     with pytest.warns(UserWarning, match=r"layer 0: its key bias alone makes an INT8 step of \d+\.\d ") as caught:

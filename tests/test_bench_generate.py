@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test
 from bench_support import CPU, check_refused, complaint, last_json, run
 from models import LAB_MODEL
 
@@ -105,7 +104,7 @@ def test_the_paper_s_setting_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all((row["context"], row["new"], row["largest"]) == (60, 4, True) for row in rows)
 
 
-@in_one_test("limit", [0, 1, 2, 3, 15, 16, 17, 100, 1000])
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 15, 16, 17, 100, 1000])
 def test_the_largest_is_found_to_a_sixteenth(limit: int) -> None:
     tried: list[int] = []
     found = largest(lambda n: tried.append(n) or n <= limit, 4096, fineness=FINENESS)  # type: ignore[func-returns-value]

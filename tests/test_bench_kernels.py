@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test
 from bench_support import CPU, check_not_timed, last_json, run
 from op_calls import ops_like
 
@@ -76,7 +75,7 @@ def test_ragged_rows_are_drawn_once_and_within_bounds() -> None:
     assert toy("1x100").lengths == (100,)
 
 
-@in_one_test("width", WIDTHS)
+@pytest.mark.parametrize("width", WIDTHS)
 def test_bytes_are_those_of_the_cache(width: str) -> None:
     case = toy()
     groups = groups_of(width, case.heads.kv)

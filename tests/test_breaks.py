@@ -1,6 +1,5 @@
-"""A pass or call that breaks off, wherever it does: the cache is as before, or refused with what to do."""
+"""A pass or call that breaks off, wherever it does, also of captured steps: the cache is as before, or refused."""
 
-import signal
 import sys
 import threading
 from collections import Counter
@@ -13,7 +12,8 @@ from breaks_support import (
     ALLOCATIONS,
     HELD,
     OPERATIONS,
-    ROWS,
+    ROUTES,
+    SMALL,
     Broken,
     BrokenError,
     Operation,
@@ -21,19 +21,23 @@ from breaks_support import (
     every_call,
     every_line,
     launches,
-    routes,
 )
+from graphs_support import Again, Graphs, replayed
 from models import prompts, tiny_llama
 from transformers import Cache
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.pass_mark import PassMark
+from turbo_hf.graphs.devices import CudaDevice
+from turbo_hf.graphs.replayable_steps import ReplayableSteps
 from turbo_hf.models.versions import CACHE
 
-ROUTES = routes()
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 PASSES = [operation for operation in OPERATIONS if operation.adds > 0]
 CHANGES = [operation for operation in OPERATIONS if operation.adds <= 0]
-SMALL = TurboConfig(block_size=32)
 
 
 def right(found: Counter[str], *allowed: str) -> bool:
@@ -63,9 +67,7 @@ def test_an_exception_at_any_line_of_a_change(operation: Operation) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 @pytest.mark.parametrize("places", [ALLOCATIONS, launches()], ids=["allocation", "launch"])
-def test_an_error_in_any_call_of_an_operation_leaves_a_right_cache_or_a_refusal(
-    places: list[tuple[Any, str]], operation: Operation
-) -> None:
+def test_an_error_in_any_call_of_an_operation(places: list[tuple[Any, str]], operation: Operation) -> None:
     found = every_call(ROUTES["compressed"](), operation, places, 2 if len(places) > 60 else 9)
     assert right(found), found
 
@@ -86,7 +88,7 @@ def broken_off(route: Route, cache: TurboCache, module: Any, tokens: int = 1) ->
 
 
 @pytest.mark.parametrize("name", ["compressed", "deferring", "dense-first", "dense-last", "hybrid"])
-def test_a_pass_that_fails_after_its_last_layer_has_broken_the_cache(name: str) -> None:
+def test_a_pass_that_fails_after_its_last_layer(name: str) -> None:
     route = ROUTES[name]()
     cache = route.new_cache()
     broken_off(route, cache, route.model.lm_head, tokens=HELD)
@@ -106,22 +108,7 @@ def test_a_pass_that_fails_after_its_last_layer_has_broken_the_cache(name: str) 
     assert torch.equal(route.run(cache, 0, HELD), want)
 
 
-def test_what_fails_before_anything_is_stored_changes_nothing() -> None:
-    route = ROUTES["compressed"]()
-    cache, plain = route.prepared(), route.prepared()
-    wrong: list[dict[str, Any]] = [
-        {"attention_mask": torch.ones(ROWS, 5, dtype=torch.long)},
-        {"attention_mask": torch.zeros(ROWS, HELD + 1, dtype=torch.long)},
-    ]
-    for options in wrong:
-        with pytest.raises((ValueError, RuntimeError)), torch.no_grad():
-            route.model(route.ids[:, HELD : HELD + 1], **{CACHE: cache}, **options)
-    with pytest.raises(ValueError, match="the cache holds 2 rows"), torch.no_grad():
-        route.model(prompts(3, 1), **{CACHE: cache})
-    assert torch.equal(route.run(cache, HELD, 1), route.run(plain, HELD, 1))
-
-
-def test_a_pass_refused_before_it_stores_leaves_the_cache_to_every_thread_and_module() -> None:
+def test_a_pass_refused_before_it_stores() -> None:
     model = tiny_llama()
     with turbo_hf.patch(model) as handle, torch.no_grad():
         cache, ids = handle.new_cache(), prompts(1, 20)
@@ -163,7 +150,7 @@ def test_the_inner_model_is_a_pass_too() -> None:
                 call(route.ids[:, :1], **{CACHE: cache})
 
 
-def test_a_model_whose_patch_was_taken_off_does_not_go_on_with_a_broken_pass() -> None:
+def test_a_broken_pass_after_the_patch_was_taken_off() -> None:
     model, ids = tiny_llama(), prompts(1, 12)
     with turbo_hf.patch(model, SMALL) as handle:
         cache = handle.new_cache()
@@ -192,7 +179,7 @@ def test_a_layer_is_not_read_while_it_is_torn(monkeypatch: pytest.MonkeyPatch) -
             use()
 
 
-def test_an_error_in_a_write_that_the_model_catches_has_broken_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_write_that_the_model_catches(monkeypatch: pytest.MonkeyPatch) -> None:
     route = ROUTES["compressed"]()
     cache, last = route.prepared(), route.model.model.layers[1]
     monkeypatch.setattr(cache.turbo_layers()[1].buffer, "reserve", lambda *args: 1 / 0)
@@ -210,21 +197,8 @@ def test_an_error_in_a_write_that_the_model_catches_has_broken_the_cache(monkeyp
         route.run(cache, HELD, 1)
 
 
-def test_a_reset_that_breaks_off_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    route = ROUTES["compressed"]()
-    cache = route.prepared()
-    with monkeypatch.context() as patched:
-        patched.setattr(cache.turbo_layers()[1], "reset", fails)
-        with pytest.raises(KeyboardInterrupt):
-            cache.reset()
-    with pytest.raises(ValueError, match=r"an earlier reset\(\) over this TurboCache broke off"):
-        route.run(cache, 0, 9)
-    cache.reset()
-    assert torch.equal(route.run(cache, 0, 9), route.run(route.new_cache(), 0, 9))
-
-
 @pytest.mark.parametrize("patched", [True, False], ids=["patched", "unpatched"])
-def test_states_that_change_in_place_are_those_of_a_patched_models_pass(patched: bool) -> None:
+def test_states_of_a_patched_model_are_no_others(patched: bool) -> None:
     """A state that is taken may change without a word: once a patched model has run, no other may take it."""
     route = ROUTES["hybrid"]()
     cache, plain = route.prepared(), route.prepared()
@@ -244,7 +218,7 @@ def test_states_that_change_in_place_are_those_of_a_patched_models_pass(patched:
     assert torch.equal(route.run(cache, HELD, 1), route.run(plain, HELD, 1))
 
 
-def test_a_pass_without_a_patch_does_not_go_on_with_one_that_broke_off_between_two_states() -> None:
+def test_a_pass_that_broke_off_between_two_states() -> None:
     route = ROUTES["unpatched-hybrid"]()
     cache = route.new_cache()
     with pytest.MonkeyPatch.context() as broken:
@@ -257,48 +231,6 @@ def test_a_pass_without_a_patch_does_not_go_on_with_one_that_broke_off_between_t
 
 
 # --- at random --------------------------------------------------------------------------------------------------------
-
-
-def test_ctrl_c_during_generate() -> None:
-    route = ROUTES["compressed"]()
-    ways: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
-    whole = route.model.generate(route.ids[:, :HELD], **ways)
-
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    kept = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for attempt in range(20):
-            cache = route.new_cache()
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 0.004 * (attempt + 1))
-                route.model.generate(route.ids[:, :HELD], **{CACHE: cache}, **ways)
-            except KeyboardInterrupt:
-                pass
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            agrees_or_is_refused(route, cache, whole)
-    finally:
-        signal.signal(signal.SIGALRM, kept)
-    assert torch.equal(route.model.generate(route.ids[:, :HELD], **ways), whole)
-
-
-@torch.no_grad()
-def agrees_or_is_refused(route: Route, cache: TurboCache, whole: torch.Tensor) -> None:
-    """The cache goes on as one in which its tokens, as many as it says, were stored without a break."""
-    held = cache.get_seq_length()
-    try:
-        got = route.model(whole[:, held : held + 1], **{CACHE: cache}).logits
-    except ValueError as error:
-        assert "reset() it" in str(error)  # noqa: PT017  what is accepted must agree
-        return
-    assert held in range(whole.shape[1])
-    clean = route.new_cache()
-    for first, end in ((0, HELD), *((n, n + 1) for n in range(HELD, held))):
-        if first < held:
-            route.model(whole[:, first:end], **{CACHE: clean})
-    assert torch.equal(got, route.model(whole[:, held : held + 1], **{CACHE: clean}).logits)
 
 
 # a pass without a patch asks for the length before it marks the cache
@@ -330,3 +262,87 @@ def test_two_threads_on_one_cache(name: str) -> None:
     places = [next(n for n, logits in enumerate(want) if torch.equal(got, logits)) for got in accepted]
     assert sorted(places) == list(range(len(accepted)))
     assert cache.get_seq_length() == HELD + len(accepted)
+
+
+CONFIG = TurboConfig(bits=8, block_size=32)
+STEPS = 4
+HOLDS = pytest.mark.parametrize("held", [HELD - 20, HELD - 1], ids=["open", "seals"])
+ERRORS = pytest.mark.parametrize("error", [Broken, BrokenError])
+# of a runner that is collected while the exception comes
+
+
+def judged(found: Counter[str]) -> None:
+    assert set(found) <= {"before", "after", "refused"}, found
+    assert found["refused"]
+
+
+@pytest.fixture
+def route(monkeypatch: pytest.MonkeyPatch) -> Route:
+    """A model whose steps may be replayed without kernels."""
+    monkeypatch.setattr(TurboLayer, "in_place", True)
+    model = tiny_llama()
+    return Route("replayed", model, turbo_hf.patch(model, CONFIG).new_cache)
+
+
+@HOLDS
+@ERRORS
+def test_an_exception_at_any_line_of_replayed_steps(held: int, error: type[BaseException], route: Route) -> None:
+    steps = replayed(Again, STEPS)
+    judged(every_line(route, Operation("steps", held, STEPS, steps, one_by_one=True), error, 263))
+
+
+@pytest.mark.parametrize(("held", "error"), [(HELD - 20, BrokenError), (HELD - 1, Broken)])
+def test_an_exception_at_any_line_of_the_steps_of_a_beam_search(
+    held: int, error: type[BaseException], route: Route
+) -> None:
+    steps = replayed(Again, STEPS, within=True)
+    judged(every_line(route, Operation("steps", held, STEPS, steps, one_by_one=True), error, 263))
+
+
+@pytest.mark.parametrize(("held", "within"), [(HELD - 20, False), (HELD - 1, False), (HELD - 1, True)])
+def test_an_exception_at_any_line_around_a_replay(held: int, within: bool, route: Route) -> None:
+    around = tuple(str(sys.modules[name].__file__) for name in (ReplayableSteps.__module__, PassMark.__module__))
+    steps = Operation("steps", held, STEPS, replayed(Graphs, STEPS, within), one_by_one=True)
+    judged(every_line(route, steps, Broken, 11, files=around))
+
+
+def test_an_exception_at_any_line_of_a_reordering_in_place(route: Route) -> None:
+    def reorder(_: Route, cache: TurboCache) -> None:
+        steps = ReplayableSteps(cache, None)
+        cache.reorder_cache([1, 0])
+        assert steps.intact()
+
+    found = every_line(route, Operation("reorder", HELD, 0, reorder), Broken, 3)
+    assert set(found) <= {"before", "after", "refused"}, found
+    assert {"before", "after", "refused"} <= set(found)
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["open", "seals"])
+def test_an_exception_at_any_line_of_a_crop_in_place(recorded: bool, route: Route) -> None:
+    def new_cache() -> TurboCache:
+        cache = route.new_cache()
+        cache.activate_past_recording()
+        return cache
+
+    def crop(_: Route, cache: TurboCache) -> None:
+        cache.activate_past_recording()
+        steps = ReplayableSteps(cache, None)
+        cache.crop(-5)
+        assert steps.intact()
+
+    chosen = Route("recorded", route.model, new_cache) if recorded else route
+    found = every_line(chosen, Operation("crop", HELD, -5, crop), Broken, 3)
+    assert set(found) <= {"before", "after", "refused"}, found
+    assert {"before", "after", "refused"} <= set(found)
+
+
+@pytest.mark.gpu
+@HOLDS
+@ERRORS
+def test_on_a_gpu_an_exception_at_any_line_of_captured_steps(held: int, error: type[BaseException]) -> None:
+    model: Any = tiny_llama(attn_implementation="sdpa").cuda()
+    route = Route("captured", model, turbo_hf.patch(model, CONFIG).new_cache, near=1e-3)
+    route.ids = route.ids.cuda()
+    steps = replayed(lambda _: CudaDevice(model.device), STEPS)
+    judged(every_line(route, Operation("steps", held, STEPS, steps, one_by_one=True), error, 37))
+    torch.cuda.synchronize()

@@ -176,18 +176,6 @@ def test_a_crop_changes_all_layers_or_none() -> None:
         assert [layer.seen for layer in cache.turbo_layers()] == [340] * 3
 
 
-def test_rows_of_different_length_and_what_becomes_of_them() -> None:
-    layer, plain = layer_of(), layer_of(sorts=False)
-    feed([layer, plain], 400, 3, [0, 150, 390])
-    runs = [[range(1, 9)], [range(1, 4)], []]
-    check(layer, plain, runs)
-    for x in (layer, plain):
-        x.reorder_cache(torch.tensor([1, 0, 1]))
-    check(layer, plain, [runs[1], runs[0], runs[1]])
-    feed([layer, plain], 1, 3)
-    check(layer, plain, [runs[1], runs[0], runs[1]])
-
-
 @pytest.mark.parametrize(
     ("change", "rows"),
     [

@@ -1,30 +1,33 @@
-"""`TurboCache` as a `transformers.Cache`, driven by a model that is not patched, and what it says of its memory."""
+"""`TurboCache` as a `transformers.Cache`: on a model without a patch, cropped, reset, copied, in any mode of torch."""
 
 import contextlib
 import copy
+import io
+import pickle
+import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from choices import EVERY_PRESET
-from models import lab_model, left_padded, prompts, tiny_llama, tiny_mistral
-from plan_support import costs
+from families_support import GENERIC_CASES, build
+from histories_support import subject
+from layer_support import tensors_of
+from models import left_padded, prompts, tiny_llama, tiny_mistral
+from saved_support import MIXED, Made, Make, by_bucket, family, windows
+from saved_support import llama as patched_llama
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 import turbo_hf
 import turbo_hf.cache.new_columns
 import turbo_hf.cache.passes
-from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.attention.full_precision import _without_padding
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.memory import cache_bytes, measure
-from turbo_hf.layout import page_bytes
 from turbo_hf.models.versions import CACHE
-
-TEXT = "Q: I have a cat, a dog, and a snake. How many animals do I have?\nA: Let's think step by step.\n"
 
 
 def forward(model: Any, ids: Tensor, cache: Cache, mask: Tensor | None = None) -> Tensor:
@@ -52,14 +55,6 @@ def test_each_layer_gets_what_was_chosen_for_it() -> None:
     assert not cache.is_compileable
 
 
-def test_a_window_comes_from_the_model() -> None:
-    cache = TurboCache(tiny_mistral(24).config, uncompressed_layers=(1,))
-    assert cache.is_sliding == [True, True]
-    assert cache.turbo_layers()[0].window == 24
-    assert isinstance(cache.layers[1], DynamicSlidingWindowLayer)
-    assert TurboCache(tiny_mistral(None).config).turbo_layers()[0].window is None
-
-
 @pytest.mark.parametrize("name", ["int8_layers", "dense_layers", "uncompressed_layers"])
 def test_a_layer_that_does_not_exist_is_refused(name: str, llama: Any) -> None:
     chosen: dict[str, Any] = {name: (5, 0, 2)}
@@ -83,33 +78,6 @@ def test_a_prompt_is_read_in_full_precision(llama: Any, preset: str) -> None:
     assert torch.equal(got, forward(llama, ids, DynamicCache(config=llama.config)))
 
 
-def test_fewer_bits_lose_more_of_the_logits() -> None:
-    model, tokenizer = lab_model()
-    ids = tokenizer(TEXT * 6, return_tensors="pt").input_ids
-    want = forward(model, ids, DynamicCache(config=model.config))[:, 192:]
-    errors = []
-    for bits in (8, 4, 3, 2):
-        cache = TurboCache(model.config, TurboConfig(bits=bits))
-        forward(model, ids[:, :192], cache)
-        assert cache.turbo_layers()[0].state.sealed == [3]
-        got = forward(model, ids[:, 192:], cache)
-        errors.append(float((got - want).square().mean() / want.var()))
-    assert errors == sorted(errors)
-    # relative: what is left of the logits at 4 bit, and that 8 bit is near the model's own
-    assert errors[0] < errors[1] / 4
-    assert errors[1] < 1 / 8
-
-
-@pytest.mark.parametrize("preset", ["int8", "turbo4"])
-def test_the_trained_model_reasons_on_it(preset: str) -> None:
-    model, tokenizer = lab_model()
-    batch = tokenizer([TEXT, TEXT[:64]], return_tensors="pt", padding=True)
-    want = model.generate(**batch, max_new_tokens=50)
-    cache = TurboCache(model.config, preset, attention_mask=batch["attention_mask"])
-    assert torch.equal(model.generate(**batch, max_new_tokens=50, **{CACHE: cache})[0], want[0])
-    assert cache.turbo_layers()[0].state.sealed[0] >= 1
-
-
 def test_padding_is_not_stored_if_told(llama: Any) -> None:
     lengths = [70, 9, 128]
     batch = left_padded([prompts(1, n, seed=n)[0] for n in lengths])
@@ -125,7 +93,7 @@ def test_padding_is_not_stored_if_told(llama: Any) -> None:
     assert untold.turbo_layers()[0].lengths() == [128 + 19] * 3
 
 
-def test_padding_that_only_the_cache_was_told_of_is_refused_by_a_patched_model(llama: Any) -> None:
+def test_padding_that_only_the_cache_was_told_of_is_refused(llama: Any) -> None:
     batch = left_padded([prompts(1, n, seed=n)[0] for n in (70, 9)])
     with turbo_hf.patch(llama):
         cache = TurboCache(llama.config, attention_mask=batch["attention_mask"])
@@ -165,137 +133,11 @@ def test_a_mask_of_another_batch_is_refused(llama: Any) -> None:
         forward(llama, prompts(3, 9), cache)
 
 
-def test_uncompressed_layers_hold_what_a_dynamic_cache_holds(llama: Any) -> None:
-    ids = prompts(2, 90)
-    stock, mixed = DynamicCache(config=llama.config), TurboCache(llama.config, "turbo2", uncompressed_layers=(0,))
-    caches: list[Any] = [stock, mixed]
-    for cache in caches:
-        forward(llama, ids[:, :80], cache)
-        forward(llama, ids[:, 80:], cache)
-    want, got = (cache.layers[0] for cache in caches)
-    assert torch.equal(got.keys, want.keys)
-    assert torch.equal(got.values, want.values)
-    assert mixed.get_seq_length() == mixed.turbo_layers()[0].get_seq_length() == 90
-
-
-@pytest.mark.parametrize("window", [None, 24], ids=["full", "window"])
-def test_mask_sizes_are_those_of_a_dynamic_cache(window: int | None) -> None:
-    model = tiny_mistral(window)
-    stock, turbo = DynamicCache(config=model.config), TurboCache(model.config)
-    for tokens in (10, 1, 30, 1, 7):
-        for cache in (stock, turbo):
-            forward(model, prompts(1, tokens), cache)
-        for queries in (1, 5, 40):
-            assert turbo.get_mask_sizes(queries, 0) == stock.get_mask_sizes(queries, 0)
-        assert turbo.get_seq_length() == stock.get_seq_length()
-
-
-# --- what Transformers does to a cache -----------------------------------------------------------------------------
-
-ROWS = [40, 128, 3]
-
-
-def start(model: Any, rows: list[int]) -> TurboCache:
-    """A cache of prompts ROWS[row] tokens long, left-padded; on a model that is not patched."""
-    batch = left_padded([prompts(1, ROWS[row], seed=row)[0] for row in rows])
-    cache = TurboCache(model.config, attention_mask=batch["attention_mask"])
-    forward(model, batch["input_ids"], cache, batch["attention_mask"])
-    return cache
-
-
-def go_on(model: Any, cache: TurboCache, rows: list[int]) -> Tensor:
-    """The most likely token after one more pass of each row."""
-    width = cache.get_seq_length()
-    valid = cache.turbo_layers()[0].valid
-    past = torch.ones(len(rows), width, dtype=torch.int64) if valid is None else valid.long()
-    ids = prompts(1, 5, seed=20).expand(len(rows), -1)
-    return forward(model, ids, cache, torch.cat((past, torch.ones_like(ids)), 1)).argmax(-1)
-
-
-CHANGES: list[Any] = [
-    pytest.param(lambda cache: cache.reorder_cache(torch.tensor([2, 0, 2])), [2, 0, 2], id="reorder"),
-    pytest.param(lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2], id="repeat"),
-    pytest.param(lambda cache: cache.batch_select_indices(torch.tensor([1, 2])), [1, 2], id="select"),
-    pytest.param(lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])), [0, 2], id="mask"),
-]
-
-
-@pytest.mark.parametrize(("change", "rows"), CHANGES)
-@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "patched"])
-def test_rows_go_on_as_if_they_had_begun_so(
-    llama: Any, change: Callable[[TurboCache], None], rows: list[int], hooked: bool
-) -> None:
-    cache, alone = start(llama, [0, 1, 2]), [start(llama, [row]) for row in rows]
-    change(cache)
-    assert cache.turbo_layers()[1].lengths() == [ROWS[row] for row in rows]
-    handle = turbo_hf.patch(llama, TurboConfig(attention="fp16")) if hooked else None
-    try:
-        for _ in range(2):
-            got = go_on(llama, cache, rows)
-            for row, one in enumerate(alone):
-                assert torch.equal(got[row], go_on(llama, one, rows[row : row + 1])[0])
-    finally:
-        if handle is not None:
-            handle.remove()
-
-
-def test_crop_takes_a_pass_back(llama: Any) -> None:
-    cache = start(llama, [0, 1, 2])
-    first = go_on(llama, cache, [0, 1, 2])
-    cache.crop(-5)
-    assert cache.get_seq_length() == 128
-    assert torch.equal(go_on(llama, cache, [0, 1, 2]), first)
-
-
-def test_recording_reaches_every_layer(llama: Any) -> None:
-    cache = TurboCache(llama.config)
-    cache.activate_past_recording()
-    forward(llama, prompts(1, 130), cache)
-    assert [layer.state.sealed for layer in cache.turbo_layers()] == [[0], [0]]
-    cache.crop(0)
-    assert [layer.state.sealed for layer in cache.turbo_layers()] == [[2], [2]]
-    forward(llama, prompts(1, 130), cache)
-    cache.stop_recording()
-    assert [layer.state.sealed for layer in cache.turbo_layers()] == [[4], [4]]
-    assert not any(layer.record_past for layer in cache.turbo_layers())
-
-
-def test_a_reset_cache_takes_another_batch(llama: Any) -> None:
-    cache = start(llama, [0, 1, 2])
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    ids = prompts(2, 70, seed=4)
-    assert torch.equal(forward(llama, ids, cache), forward(llama, ids, TurboCache(llama.config)))
-    assert cache.turbo_layers()[0].lengths() == [70, 70]
-
-
 def test_a_cache_filled_with_gradients_on_can_be_copied(llama: Any) -> None:
     cache = TurboCache(llama.config)
     logits = llama(prompts(2, 70), **{CACHE: cache}).logits
     assert logits.requires_grad
-    twin = copy.deepcopy(cache)
-    assert torch.equal(go_on(llama, twin, [0, 1]), go_on(llama, cache, [0, 1]))
-
-
-# --- the plan of a pass --------------------------------------------------------------------------------------------
-
-
-def test_a_mask_is_read_once_a_pass(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = []
-    plan = turbo_hf.cache.new_columns.columns_from_mask
-
-    def counted(*args: Any) -> Any:
-        plans.append(args)
-        return plan(*args)
-
-    monkeypatch.setattr(turbo_hf.cache.passes, "columns_from_mask", counted)
-    batch = left_padded([prompts(1, n, seed=n)[0] for n in (20, 70)])
-    with turbo_hf.patch(llama):
-        llama.generate(**batch, max_new_tokens=5)
-        assert len(plans) == 5
-        llama.generate(prompts(2, 20), max_new_tokens=5)
-    # without padding there is at most one look at an all-ones mask a pass
-    assert len(plans) <= 10
+    assert torch.equal(*(forward(llama, prompts(2, 5), each) for each in (copy.deepcopy(cache), cache)))
 
 
 def test_a_mask_that_was_written_over_is_read_again(llama: Any) -> None:
@@ -309,66 +151,353 @@ def test_a_mask_that_was_written_over_is_read_again(llama: Any) -> None:
         assert cache.turbo_layers()[0].lengths() == [30, 22]
 
 
-# --- memory --------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def feed(model: Any, tokens: int, cache: TurboCache) -> None:
+    """A pass over new tokens."""
+    model(prompts(2, tokens), **{CACHE: cache})
 
 
-@pytest.mark.parametrize("preset", [name for name, config in EVERY_PRESET.items() if config.sparse is None])
-@pytest.mark.parametrize("window", [None, 256], ids=["full", "window"])
-def test_memory_is_what_the_plan_says(preset: str, window: int | None) -> None:
-    model = tiny_mistral(window, head_dim=64).to(torch.bfloat16)
-    # planned as open, which test_plan compares
-    config = replace(EVERY_PRESET[preset], recent_tokens=0)
-    cache = TurboCache(model.config, config)
-    forward(model, prompts(2, 512), cache)
-    forward(model, prompts(2, 1), cache)
-    memory = measure(cache.layers)
-    planned = 2 * cache_bytes(costs(model.config, config), 512)
-    sealed = memory.by_kind["codes"] + memory.by_kind["scales"]
-    assert planned <= sealed <= 1.05 * planned
-    assert memory.total == sum(memory.by_kind.values())
-    assert memory.tokens == 2 * 513
-    dense = 2 * cache_bytes(costs(model.config), 512)
-    assert memory.full_precision <= dense * 513 / 512 if window is None else memory.full_precision < 2 * dense
-    assert memory.compression == memory.full_precision / memory.total
+def lengths(cache: TurboCache) -> list[int]:
+    """Tokens that each layer has seen."""
+    return [cache.get_seq_length(index) for index in range(len(cache.layers))]
 
 
-def test_uncompressed_layers_are_counted_as_dense(llama: Any) -> None:
-    cache = TurboCache(llama.config, uncompressed_layers=(1,))
-    assert measure(cache.layers).compression == 1.0
-    assert measure(cache.layers).total == 0
-    forward(llama, prompts(2, 64), cache)
-    memory = measure(cache.layers)
-    assert memory.by_kind["dense"] == 2 * 2 * 2 * 64 * 16 * 8
-    assert memory.layers[0]["codes"] + memory.layers[0]["scales"] >= 2 * 2 * page_bytes(16, 4)
-    assert memory.full_precision == 2 * 2 * 2 * 64 * 16 * 8
+def test_all_layers_are_cropped_or_none() -> None:
+    model = tiny_mistral(32)
+    with turbo_hf.patch(model):
+        cache = TurboCache(model.config, uncompressed_layers=(1,))
+        cache.crop(0)
+        feed(model, 20, cache)
+        cache.crop(-2)
+        assert lengths(cache) == [18, 18]
+        feed(model, 40, cache)
+        # the compressed layer holds them still, the other one does not
+        with pytest.raises(ValueError, match=r"layer 1: a DynamicSlidingWindowLayer .* activate_past_recording\(\)"):
+            cache.crop(-2)
+        assert lengths(cache) == [58, 58]
+        feed(model, 1, cache)
+        cache.activate_past_recording()
+        feed(model, 5, cache)
+        cache.crop(-4)
+        assert lengths(cache) == [60, 60]
+        cache.activate_past_recording()
+        feed(model, 5, cache)
+        # more than was recorded
+        with pytest.raises(ValueError, match=r"layer 1: .* can be cropped only by what it has recorded"):
+            cache.crop(-30)
+        assert lengths(cache) == [65, 65]
+        cache.stop_recording()
+        dense: Any = cache.layers[1]
+        assert dense.keys.shape[2] == 31
 
 
-def test_heads_of_16_bit_are_counted_as_what_they_take(llama: Any) -> None:
-    dense = cache_bytes(costs(llama.config), 640)
-    full = cache_bytes(costs(llama.config, TurboConfig(bits=16)), 640)
-    assert full == dense
-    one = cache_bytes(costs(llama.config, TurboConfig(bits=2, recent_tokens=64, dense_layers=(0, 1))), 640)
-    assert one == full
-    mixed = cache_bytes(costs(llama.config, TurboConfig(bits=16, low_bits=4, low_heads=0.5)), 640)
-    assert mixed == full / 2 + 2 * 10 * page_bytes(16, 4)
+@pytest.mark.parametrize("dense", [(0,), (1,)])
+def test_prompt_lookup_beside_uncompressed_windows(dense: tuple[int, ...]) -> None:
+    model, ids = tiny_mistral(24), prompts(1, 60)
+    ways: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 2}
+    want = model.generate(ids, **ways)
+    exact = TurboConfig(bits=16, block_size=32, attention="fp16")
+    with turbo_hf.patch(model, exact):
+        cache = TurboCache(model.config, exact, uncompressed_layers=dense)
+        assert torch.equal(model.generate(ids, **ways, **{CACHE: cache}), want)
 
 
-def test_the_index_is_counted_where_there_is_one(llama: Any) -> None:
-    chosen = SparseConfig(selector="kmeans", probes=2, read_all_layers=(0,))
-    plain = costs(llama.config, TurboConfig())
-    sparse = costs(llama.config, TurboConfig(sparse=chosen))
-    assert sparse[0] == plain[0]
-    # int16 for each of 2 heads
-    assert sparse[1].per_token == plain[1].per_token + 2 * 2
+def test_a_copied_model_with_another_attention_is_silent() -> None:
+    model = tiny_llama()
+    with turbo_hf.patch(model) as handle:
+        handle.new_cache()
+        own = copy.deepcopy(model)
+        own.set_attn_implementation("sdpa")
+    # a copy has no handle that could be named
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own.generate(prompts(1, 9), max_new_tokens=2)
 
 
-def test_padding_takes_no_memory(llama: Any) -> None:
-    batch = left_padded([prompts(1, n, seed=n)[0] for n in (512, 1)])
-    sizes = []
-    for told in (batch["attention_mask"], None):
-        cache = TurboCache(llama.config, attention_mask=told)
-        forward(llama, batch["input_ids"], cache, batch["attention_mask"])
-        sizes.append(measure(cache.layers))
-    assert sizes[0].tokens == 513
-    assert sizes[1].tokens == 1024
-    assert sizes[0].by_kind["codes"] == sizes[1].by_kind["codes"] / 2
+@pytest.mark.parametrize("tokens", [2, 40], ids=["shorter-than-the-convolution", "longer"])
+def test_recording_ends_in_linear_layers_too(tokens: int) -> None:
+    case = next(case for case in GENERIC_CASES if case.model_type == "qwen3_next")
+    model = build(case.model_type, **case.options)
+    with turbo_hf.patch(model) as handle, torch.no_grad():
+        plain, cache = handle.new_cache(), handle.new_cache()
+        cache.activate_past_recording()
+        for each in (plain, cache):
+            feed(model, tokens, each)
+        cache.stop_recording()
+        for _ in range(3):
+            want, got = (model(prompts(2, 1), **{CACHE: each}).logits for each in (plain, cache))
+            assert torch.equal(got, want)
+        first: list[Any] = [each.layers[0] for each in (plain, cache)]
+        assert first[0].conv_states[0].shape == first[1].conv_states[0].shape
+        cache.activate_past_recording()
+        feed(model, 9, cache)
+        cache.reset()
+        want, got = (model(prompts(2, tokens), **{CACHE: each}).logits for each in (handle.new_cache(), cache))
+        assert torch.equal(got, want)
+        assert [first[1].record_past, cache.turbo_layers()[0].record_past] == [False, False]
+
+
+def test_memory_is_that_of_the_whole_model_and_of_any_cache() -> None:
+    model = tiny_llama(num_hidden_layers=4)
+    with turbo_hf.patch(model) as handle:
+        assert handle.memory().layers == ()
+        model.generate(prompts(1, 50), max_new_tokens=12, do_sample=False, assistant_early_exit=2)
+        assert len(handle.memory().layers) == 4
+        own = TurboCache(model.config)
+        feed(model, 70, own)
+    assert own.memory().tokens == 140
+    assert own.memory().total == sum(sum(layer.nbytes().values()) for layer in own.turbo_layers())
+
+
+def test_a_sparse_cache_needs_what_selects_its_keys() -> None:
+    with pytest.raises(ValueError, match=r"a sparse TurboCache needs .* handle.new_cache\(\)"):
+        TurboCache(tiny_llama().config, "saap")
+    TurboCache(tiny_llama().config, "saap", selectors={})
+
+
+def test_a_check_of_a_model_that_gives_nan_blames_the_model() -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.nan
+    with pytest.raises(turbo_hf.Unsupported, match="the unpatched model's own logits hold NaN or Inf"):
+        turbo_hf.patch(model, check=True)
+    turbo_hf.patch(model).remove()
+
+
+def test_a_wrapped_model_is_told_which_one_to_patch() -> None:
+    class Wrapper(torch.nn.Module):
+        """As PEFT wraps one."""
+
+    wrapper: Any = Wrapper()
+    with pytest.raises(TypeError, match=r"got Wrapper. .* pass the one inside \(PEFT: model.get_base_model\(\),"):
+        turbo_hf.patch(wrapper)
+
+
+def test_another_attention_chosen_since_is_told_and_kept() -> None:
+    model = tiny_llama()
+    before = set(model.__dict__)
+    handle = turbo_hf.patch(model)
+    model.set_attn_implementation("sdpa")
+    with pytest.warns(UserWarning, match=r"has chosen 'sdpa' since the patch, so this call is not compressed"):
+        model.generate(prompts(1, 9), max_new_tokens=2)
+    with pytest.raises(ValueError, match="This model is patched already"):
+        turbo_hf.patch(model)
+    model.set_attn_implementation("turbo_hf")
+    model.generate(prompts(1, 9), max_new_tokens=2)
+    assert handle.memory().tokens == 10
+    model.set_attn_implementation("sdpa")
+    handle.remove()
+    assert model.config._attn_implementation == "sdpa"
+    assert set(model.__dict__) == before
+
+
+def test_the_config_of_a_patched_model_is_told() -> None:
+    model = tiny_llama()
+    with turbo_hf.patch(model):
+        copied = copy.deepcopy(model.config)
+    other = type(model)(copied).eval()
+    copied._attn_implementation = "turbo_hf"
+    with pytest.raises(ValueError, match=r'still says "turbo_hf", call model.set_attn_implementation\("sdpa"\)'):
+        turbo_hf.patch(other)
+    other.set_attn_implementation("sdpa")
+    turbo_hf.patch(other).remove()
+
+
+def test_prompts_that_end_in_padding_are_told() -> None:
+    model, mask = tiny_llama(), torch.ones(3, 20, dtype=torch.int64)
+    mask[1, 12:] = 0
+    with turbo_hf.patch(model), pytest.warns(UserWarning, match=r"rows \[1\] of attention_mask end in padding"):
+        model.generate(prompts(3, 20), attention_mask=mask, max_new_tokens=2)
+
+
+def test_prefix_tuning_is_told() -> None:
+    with pytest.raises(AttributeError, match=r"has no max_cache_len\. Prefix tuning \(PEFT\)"):
+        _ = TurboCache(tiny_llama().config).max_cache_len
+
+
+def test_uncompressed_layers_take_no_mask_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = tiny_llama(attn_implementation="sdpa", num_hidden_layers=3), []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q: Any, k: Any, v: Any, attn_mask: Any = None, **options: Any) -> Any:
+        given.append(attn_mask is not None)
+        return sdpa(q, k, v, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    found = []
+    with turbo_hf.patch(model), torch.no_grad():
+        for padded in (0, 3):
+            cache = TurboCache(model.config, uncompressed_layers=(0, 1))
+            mask = torch.ones(1, 41, dtype=torch.long)
+            mask[:, :padded] = 0
+            model(prompts(1, 40), **{CACHE: cache}, attention_mask=mask[:, :40])
+            given.clear()
+            found.append(model(prompts(1, 1), **{CACHE: cache}, attention_mask=mask).logits)
+            assert given == [padded > 0] * 2
+    assert not torch.equal(*found)
+    mask = torch.ones(1, 4)
+    assert [_without_padding(mask), _without_padding(mask)] == [True, True]
+    # changed in place since it was read
+    mask[0, 1] = 0
+    assert not _without_padding(mask)
+
+
+MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
+modes = pytest.mark.parametrize("mode", list(MODES))
+
+
+def through_a_file(cache: Any) -> Any:
+    """As `torch.save` and `torch.load` give it back."""
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS: list[Any] = [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)), through_a_file]
+
+
+MAKES: list[Any] = [
+    pytest.param(patched_llama(), id="llama"),
+    pytest.param(patched_llama(**MIXED), id="mixed-universal"),
+    pytest.param(patched_llama(bits=16, attention="fp16"), id="16-bit"),
+    pytest.param(patched_llama(dense_layers=(0,)), id="beside-dense"),
+    pytest.param(windows, id="windows"),
+    pytest.param(by_bucket, id="sparse"),
+    pytest.param(family("lfm2"), id="convolution"),
+    pytest.param(family("qwen3_next"), id="recurrent"),
+]
+makes = pytest.mark.parametrize("make", MAKES)
+
+
+def step(model: Any, cache: Any, tokens: int, seed: int, mode: str = "no_grad") -> torch.Tensor:
+    """Logits of a pass over new tokens of two rows."""
+    ids = prompts(2, tokens, seed) % 63 + 1
+    with MODES[mode]():
+        logits: torch.Tensor = model(ids, **{CACHE: cache}).logits
+        return logits.clone()
+
+
+def begin(make: Make, mode: str) -> Made:
+    """A model and a cache that holds pages which two rows share, and some tokens of each."""
+    model, cache = make()
+    step(model, cache, 70, 0, mode)
+    with MODES[mode]():
+        cache.reorder_cache(torch.tensor([1, 1]))
+    step(model, cache, 1, 1, mode)
+    step(model, cache, 20, 2, mode)
+    return model, cache
+
+
+@makes
+@pytest.mark.parametrize(("mode", "way"), zip(MODES, WAYS, strict=True), ids=MODES)
+def test_a_copy_goes_on_in_any_mode_beside_the_original(make: Any, mode: str, way: Callable[[Any], Any]) -> None:
+    model, cache = begin(make, mode)
+    _, same = begin(make, "no_grad")
+    with MODES[mode]():
+        twin = way(cache)
+    for seed, (later, tokens) in enumerate((("inference", 1), ("grad", 20), ("no_grad", 12), ("inference", 1))):
+        want = step(model, same, tokens, seed)
+        # other tokens to the original
+        step(model, cache, tokens, seed + 500, later)
+        assert torch.equal(step(model, twin, tokens, seed, later), want)
+
+
+@makes
+@modes
+def test_a_cache_goes_on_in_any_mode(make: Any, mode: str) -> None:
+    model, cache = begin(make, mode)
+    _, same = begin(make, "no_grad")
+    for number, later in enumerate(("inference", "no_grad", "grad", "inference")):
+        for each, how in ((cache, later), (same, "no_grad")):
+            with MODES[how]():
+                each.batch_select_indices([1, 0])
+                each.stop_recording()
+        for tokens in (1, 20):
+            assert torch.equal(step(model, cache, tokens, number, later), step(model, same, tokens, number))
+    with MODES["no_grad" if mode == "inference" else "inference"]():
+        cache.reset()
+    assert torch.equal(step(model, cache, 40, 3), step(model, make()[1], 40, 3))
+
+
+@makes
+def test_no_tensor_of_a_copy_is_shared_or_of_inference_mode(make: Any) -> None:
+    _, cache = begin(make, "inference")
+    with torch.inference_mode():
+        twin = copy.deepcopy(cache)
+    own = {x.untyped_storage().data_ptr() for x in tensors_of(cache.layers) if x.numel()}
+    copied = [x for layer in twin.layers for x in tensors_of({**vars(layer), "selector": None}) if x.numel()]
+    selectors = {x.untyped_storage().data_ptr() for layer in cache.turbo_layers() for x in tensors_of(layer.selector)}
+    assert copied
+    assert not any(x.is_inference() for x in copied)
+    assert not {x.untyped_storage().data_ptr() for x in copied} & (own - selectors)
+
+
+@modes
+def test_a_cache_that_was_told_of_padding_is_copied_with_it(mode: str) -> None:
+    model, batch = tiny_llama(), left_padded([prompts(1, n, seed=n)[0] for n in (40, 9)])
+    told = TurboCache(model.config, attention_mask=batch["attention_mask"])
+    with MODES[mode]():
+        twin = copy.deepcopy(told)
+    for cache in (told, twin):
+        model.generate(**batch, **{CACHE: cache}, max_new_tokens=3)
+        assert [layer.lengths() for layer in cache.turbo_layers()] == [[42, 11]] * 2
+
+
+@modes
+def test_a_copied_layer_shares_nothing_that_is_written(mode: str) -> None:
+    model, cache = begin(patched_llama(), mode)
+    layer: Any = cache.layers[0]
+    for way in (copy.copy, copy.deepcopy):
+        before = [x.clone() for x in (layer.keys, layer.values)]
+        with MODES[mode]():
+            kept = way(layer)
+        step(model, cache, 3, 5)
+        cache.crop(-3)
+        step(model, cache, 40, 6)
+        cache.crop(-40)
+        assert all(torch.equal(x, y) for x, y in zip((kept.keys, kept.values), before, strict=True))
+
+
+@modes
+def test_a_cache_that_was_initialized_early_goes_on_in_any_mode(mode: str) -> None:
+    model, ids = tiny_llama(), prompts(2, 20)
+    with turbo_hf.patch(model, TurboConfig(block_size=32)) as handle, torch.no_grad():
+        cache: Any = handle.new_cache()
+        want = handle.new_cache()
+        with MODES[mode]():
+            cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+            assert cache.is_initialized
+            assert cache.layers[0].keys.shape == (2, 2, 0, 16)
+        for part in (ids, ids[:, :1], ids):
+            assert torch.equal(*(model(part, **{CACHE: each}).logits for each in (cache, want)))
+
+
+def test_a_recurrent_state_cannot_be_cropped() -> None:
+    made = subject("qwen3_next", "turbo4")
+    cache = made.new_cache()
+    # holds nothing
+    cache.crop(-3)
+    cache.activate_past_recording()
+    step(made.patched, cache, 40, 0)
+    with pytest.raises(ValueError, match=r"layer 0: a LinearAttentionLayer has mixed .* Keep a copy.deepcopy"):
+        cache.crop(-3)
+    assert cache.get_seq_length() == 40
+
+
+def test_a_convolution_is_cropped_by_what_it_has_recorded() -> None:
+    made = subject("lfm2", "exact")
+    cache, ids = made.new_cache(), prompts(1, 40) % 63 + 1
+    with torch.no_grad():
+        made.patched(ids[:, :20], **{CACHE: cache})
+        cache.activate_past_recording()
+        with pytest.raises(ValueError, match=r"layer 0: .* can be cropped only by what it has recorded"):
+            cache.crop(-2)
+        made.patched(ids[:, 20:], **{CACHE: cache})
+        cache.crop(-5)
+        with pytest.raises(ValueError, match=r"layer 0: .* can be cropped only by what it has recorded"):
+            cache.crop(-1)
+        got = made.patched(ids[:, 35:], **{CACHE: cache}).logits
+        want = made.plain(ids, use_cache=False).logits[:, 35:]
+    # keys and values in 16 bits
+    assert float((got - want).abs().max()) < 0.01 * float(want.std())

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from all_pairs import in_one_test
 from models import left_padded, prompts, tiny_llama, tiny_mistral
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
@@ -22,74 +21,54 @@ from turbo_hf.models.versions import CACHE as NAMED
 K, V = torch.randn(2, 2, 2, 3, 16, generator=torch.Generator().manual_seed(0))
 SAME, REFUSED, OWN = "as a DynamicCache does", "refused", "something of its own"
 
-# what users and Transformers do with a cache of two layers and two rows that holds 40 columns
-CACHE: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "activate_past_recording": (SAME, lambda c: c.activate_past_recording()),
-    "batch_repeat_interleave": (SAME, lambda c: c.batch_repeat_interleave(2)),
-    "batch_select_indices": (SAME, lambda c: c.batch_select_indices([1])),
-    "batch_size": (SAME, lambda c: c.batch_size),
-    "crop": (SAME, lambda c: c.crop(-2)),
-    "early_initialization": (SAME, lambda c: c.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))),
-    "get_conv_state": (REFUSED, lambda c: c.get_conv_state(0)),
-    "get_mask_sizes": (SAME, lambda c: c.get_mask_sizes(3, 1)),
-    "get_max_length": (SAME, lambda c: (c.get_max_length(), c.get_max_length(0))),
-    "get_query_offset": (SAME, lambda c: c.get_query_offset()),
-    "get_recurrent_state": (REFUSED, lambda c: c.get_recurrent_state(0)),
-    "get_seq_length": (SAME, lambda c: (c.get_seq_length(), c.get_seq_length(1))),
-    "has_previous_state": (REFUSED, lambda c: c.has_previous_state(0)),
-    "is_compileable": (SAME, lambda c: c.is_compileable),
-    "is_croppable": (SAME, lambda c: c.is_croppable),
-    "is_dummy": (SAME, lambda c: c.is_dummy),
-    "is_initialized": (SAME, lambda c: c.is_initialized),
-    "is_linear": (SAME, lambda c: c.is_linear),
-    "is_recording_past": (OWN, lambda c: c.is_recording_past(0)),
-    "is_sliding": (SAME, lambda c: c.is_sliding),
-    "layer_class_to_replicate": (SAME, lambda c: c.layer_class_to_replicate),
-    "layers": (SAME, lambda c: len(c.layers)),
-    "offload": (REFUSED, lambda c: c.offload(0)),
-    "offloading": (SAME, lambda c: c.offloading),
-    "prefetch": (REFUSED, lambda c: c.prefetch(0)),
-    "reorder_cache": (SAME, lambda c: c.reorder_cache(torch.tensor([1, 0]))),
-    # of 5.17, a DynamicCache keeps as many zeros
-    "reset": (OWN, lambda c: c.reset()),
-    "update": (SAME, lambda c: c.update(K, V, 0)[0].shape),
-    "update_conv_state": (REFUSED, lambda c: c.update_conv_state(K, 0)),
-    "update_indexer": (REFUSED, lambda c: c.update_indexer(K, 0)),
-    "update_recurrent_state": (REFUSED, lambda c: c.update_recurrent_state(K, 0)),
-    # up to transformers 5.17
-    "get_max_cache_shape": (SAME, lambda c: c.get_max_cache_shape()),
-    "max_batch_size": (SAME, lambda c: c.max_batch_size),
-    "max_cache_len": (REFUSED, lambda c: c.max_cache_len),
+# what users and Transformers call of a cache of two layers and two rows that holds 40 columns, and of its layers
+CALLS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("activate_past_recording", "offload", "prefetch", "reset"), ()),
+    **dict.fromkeys(("get_max_length", "get_max_cache_shape", "get_query_offset", "get_seq_length"), ()),
+    "batch_repeat_interleave": (2,),
+    "batch_select_indices": ([1],),
+    "crop": (-2,),
+    "early_initialization": (2, 2, 16, torch.float32, torch.device("cpu")),
+    "get_mask_sizes": (3,),
+    "reorder_cache": (torch.tensor([1, 0]),),
+    "update": (K, V),
 }
-LAYER: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "activate_past_recording": (SAME, lambda x: x.activate_past_recording()),
-    "batch_repeat_interleave": (SAME, lambda x: x.batch_repeat_interleave(2)),
-    "batch_select_indices": (SAME, lambda x: x.batch_select_indices([1])),
-    "crop": (SAME, lambda x: x.crop(-2)),
-    "cumulative_length": (OWN, lambda x: x.seen),
-    "device": (SAME, lambda x: x.device),
-    "dtype": (SAME, lambda x: x.dtype),
-    "get_mask_sizes": (SAME, lambda x: x.get_mask_sizes(3)),
-    "get_max_length": (SAME, lambda x: x.get_max_length()),
-    "get_seq_length": (SAME, lambda x: x.get_seq_length()),
-    "is_compileable": (SAME, lambda x: x.is_compileable),
-    "is_croppable": (SAME, lambda x: x.is_croppable),
-    "is_initialized": (SAME, lambda x: x.is_initialized),
-    "is_sliding": (SAME, lambda x: x.is_sliding),
-    "keys": (SAME, lambda x: x.keys.shape),
-    "lazy_initialization": (OWN, lambda x: None),
-    "offload": (REFUSED, lambda x: x.offload()),
-    "prefetch": (REFUSED, lambda x: x.prefetch()),
-    "record_past": (SAME, lambda x: x.record_past),
-    "reorder_cache": (SAME, lambda x: x.reorder_cache(torch.tensor([1, 0]))),
-    "reset": (OWN, lambda x: x.reset()),
-    "sliding_window": (OWN, lambda x: x.window),
-    "supports_early_init": (SAME, lambda x: x.supports_early_init),
-    "update": (SAME, lambda x: x.update(K, V)[0].shape),
-    "values": (SAME, lambda x: x.values.shape),
-    # up to transformers 5.17
-    "get_max_cache_shape": (SAME, lambda x: x.get_max_cache_shape()),
+OF_ONE_LAYER: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("get_conv_state", "get_recurrent_state", "has_previous_state", "is_recording_past"), (0,)),
+    **dict.fromkeys(("offload", "prefetch"), (0,)),
+    **dict.fromkeys(("update_conv_state", "update_indexer", "update_recurrent_state"), (K, 0)),
+    "get_mask_sizes": (3, 1),
+    "update": (K, V, 0),
 }
+NOT_SAME = {
+    **dict.fromkeys(("get_conv_state", "get_recurrent_state", "has_previous_state", "offload", "prefetch"), REFUSED),
+    **dict.fromkeys(("update_conv_state", "update_indexer", "update_recurrent_state", "max_cache_len"), REFUSED),
+    # of 5.17, a DynamicCache keeps as many zeros after a reset
+    **dict.fromkeys(("is_recording_past", "reset", "cumulative_length", "sliding_window"), OWN),
+}
+OF_CACHES = """
+    activate_past_recording batch_repeat_interleave batch_select_indices batch_size crop early_initialization
+    get_conv_state get_mask_sizes get_max_length get_query_offset get_recurrent_state get_seq_length
+    has_previous_state is_compileable is_croppable is_dummy is_initialized is_linear is_recording_past is_sliding
+    layer_class_to_replicate layers offload offloading prefetch reorder_cache reset update update_conv_state
+    update_indexer update_recurrent_state get_max_cache_shape max_batch_size max_cache_len
+"""
+OF_LAYERS = """
+    activate_past_recording batch_repeat_interleave batch_select_indices crop cumulative_length device dtype
+    get_mask_sizes get_max_length get_seq_length is_compileable is_croppable is_initialized is_sliding keys
+    lazy_initialization offload prefetch record_past reorder_cache reset sliding_window supports_early_init update
+    values get_max_cache_shape
+"""
+
+
+def used(thing: Any, name: str) -> Any:
+    """What a name gives, called if it is a method: a tensor's shape, how many layers."""
+    # a TurboLayer has names of its own for these
+    name = {"cumulative_length": "seen", "sliding_window": "window"}.get(name, name) if hasattr(thing, "seen") else name
+    calls = CALLS | OF_ONE_LAYER if isinstance(thing, Cache) else CALLS
+    given = getattr(thing, name)(*calls[name]) if name in calls else getattr(thing, name)
+    given = given[0] if name == "update" else given
+    return given.shape if isinstance(given, torch.Tensor) else len(given) if name == "layers" else given
 
 
 def fill(cache: Any, tokens: int = 40) -> Any:
@@ -111,10 +90,9 @@ def public(*things: Any) -> list[str]:
     return sorted({name for thing in things for name in dir(thing) if not name.startswith("_")})
 
 
-@in_one_test("name", public(Cache, DynamicCache(config=tiny_llama().config)))
-def test_what_a_dynamic_cache_has(name: str) -> None:
-    assert name in CACHE, f"this version of Transformers has a new name, Cache.{name}: decide what a TurboCache does"
-    how, use = CACHE[name]
+@pytest.mark.parametrize("name", public(Cache, DynamicCache(config=tiny_llama().config)))
+def test_each_name_of_a_dynamic_cache(name: str) -> None:
+    assert name in OF_CACHES.split(), f"this Transformers has a new name, Cache.{name}: decide what a TurboCache does"
     for window in (None, 24):
         turbo, stock = pair(window)
         if name == "crop" and window:
@@ -122,33 +100,33 @@ def test_what_a_dynamic_cache_has(name: str) -> None:
             for cache in (turbo, stock):
                 cache.activate_past_recording()
                 fill(cache, 5)
-        check(how, use, turbo, stock, f"{name}|layer|TurboCache")
+        check(name, turbo, stock, f"{name}|layer|TurboCache")
 
 
-@in_one_test("name", public(CacheLayerMixin, *(layer for w in (None, 24) for layer in pair(w)[1].layers)))
-def test_what_a_layer_of_a_dynamic_cache_has(name: str) -> None:
-    assert name in LAYER, f"this version of Transformers has a new name of layers, {name}: decide what TurboLayer does"
-    how, use = LAYER[name]
-    for window in (None, 24):
+@pytest.mark.parametrize("name", public(CacheLayerMixin, *(layer for w in (None, 24) for layer in pair(w)[1].layers)))
+def test_each_name_of_its_layers(name: str) -> None:
+    assert name in OF_LAYERS.split(), f"this Transformers has a new name of layers, {name}: decide what TurboLayer does"
+    for window in (None, 24) if name != "lazy_initialization" else ():
         turbo, stock = (cache.layers[1] for cache in pair(window))
         if name == "crop" and window:
             for layer in (turbo, stock):
                 layer.activate_past_recording()
                 layer.update(K, V)
-        check(how if hasattr(stock, name) else OWN, use, turbo, stock, "TurboCache")
+        check(name, turbo, stock, "TurboCache")
 
 
-def check(how: str, use: Callable[[Any], Any], turbo: Any, stock: Any, said: str) -> None:
+def check(name: str, turbo: Any, stock: Any, said: str) -> None:
     """Use both, and compare what they give, and the columns and keys that they have afterwards."""
+    how = NOT_SAME.get(name, SAME if hasattr(stock, name) else OWN)
     if how == REFUSED:
         with pytest.raises((ValueError, AttributeError), match=said) as refused:
-            use(turbo)
+            used(turbo, name)
         assert len(str(refused.value)) > 40
         assert isinstance(refused.value, ValueError) or "max_cache_len" in str(refused.value)
     elif how == OWN:
-        use(turbo)
+        used(turbo, name)
     else:
-        assert use(turbo) == use(stock)
+        assert used(turbo, name) == used(stock, name)
         assert turbo.get_seq_length() == stock.get_seq_length()
         for got, want in zip(getattr(turbo, "layers", [turbo]), getattr(stock, "layers", [stock]), strict=True):
             if want.keys is None or not want.get_seq_length():
@@ -174,16 +152,6 @@ def test_keys_and_values_can_be_read_as_from_a_dynamic_cache(window: int | None)
     assert repr(turbo) == repr(stock).replace(type(stock).__name__, "TurboCache", 1).replace(
         type(stock.layers[0]).__name__, "TurboLayer"
     )
-
-
-def test_what_was_read_makes_a_dynamic_cache() -> None:
-    model, ids = tiny_llama(), prompts(2, 60)
-    cache = TurboCache(model.config, TurboConfig(bits=4, block_size=32))
-    with torch.no_grad():
-        model(ids[:, :40], **{NAMED: cache})
-        loose = DynamicCache(list(cache))
-        want, got = (model(ids[:, 40:], **{NAMED: each}).logits for each in (cache, loose))
-    torch.testing.assert_close(got, want)
 
 
 def test_padding_reads_as_zeros() -> None:
@@ -224,7 +192,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("how", WRITES)
-def test_what_is_written_to_keys_and_values_is_not_lost_in_silence(how: str, mode: Callable[[], Any]) -> None:
+def test_writes_to_keys_and_values_are_refused(how: str, mode: Callable[[], Any]) -> None:
     layer: Any = pair(None)[0].layers[0]
     before = layer.keys.clone()
     with mode():
@@ -235,7 +203,7 @@ def test_what_is_written_to_keys_and_values_is_not_lost_in_silence(how: str, mod
 
 
 @pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
-def test_what_is_computed_from_keys_is_an_ordinary_tensor(mode: Callable[[], Any]) -> None:
+def test_what_keys_make_is_an_ordinary_tensor(mode: Callable[[], Any]) -> None:
     layer: Any = pair(None)[0].layers[0]
     with mode():
         keys = layer.keys
@@ -291,6 +259,9 @@ WRONG: list[Any] = [
     pytest.param(torch.tensor([[0]]), r"got torch.int64 \[1, 1\]", id="two-dimensional-tensor"),
     pytest.param(torch.ones(3, dtype=torch.uint8), r"got torch.uint8 \[3\]", id="bytes"),
 ]
+REPEATS = [
+    (repeats, "repeats must be a whole number of at least 1; got") for repeats in (0, -1, 1.5, True, None, "2", [1])
+]
 
 
 def three_rows(dense: tuple[int, ...]) -> Any:
@@ -310,8 +281,8 @@ def shown(cache: TurboCache) -> list[torch.Tensor]:
     return [x for layer in cache for x in layer[:2]]
 
 
-@in_one_test("way", ["batch_select_indices", "reorder_cache"])
-@in_one_test(("chosen", "rows"), CHOICES)
+@pytest.mark.parametrize("way", ["batch_select_indices", "reorder_cache"])
+@pytest.mark.parametrize(("chosen", "rows"), CHOICES)
 def test_rows_are_chosen_by(chosen: Any, rows: list[int], way: str) -> None:
     # all layers compressed, and one beside a dense one
     for dense in ((), (1,)):
@@ -322,23 +293,15 @@ def test_rows_are_chosen_by(chosen: Any, rows: list[int], way: str) -> None:
         assert all(layer.rows == len(rows) for layer in cache.turbo_layers())
 
 
-@in_one_test(("chosen", "said"), WRONG)
+@pytest.mark.parametrize(("chosen", "said"), [*WRONG, *REPEATS])
 def test_a_wrong_choice_changes_nothing(chosen: Any, said: str) -> None:
     cache = three_rows((0,))
     before = shown(cache)
-    for thing, way in product((cache, cache.layers[1]), ("batch_select_indices", "reorder_cache")):
+    ways = ["batch_repeat_interleave"] if said.startswith("repeats") else ["batch_select_indices", "reorder_cache"]
+    for thing, way in product((cache, cache.layers[1]), ways):
         with pytest.raises(ValueError, match=said):
             getattr(thing, way)(chosen)
     assert all(torch.equal(got, want) for got, want in zip(shown(cache), before, strict=True))
-
-
-@in_one_test("repeats", [0, -1, 1.5, True, None, "2", [1, 2, 1]])
-def test_a_wrong_number_of_repeats_changes_nothing(repeats: Any) -> None:
-    cache = three_rows((0,))
-    for thing in (cache, cache.layers[1]):
-        with pytest.raises(ValueError, match="repeats must be a whole number of at least 1; got"):
-            thing.batch_repeat_interleave(repeats)
-    assert cache.turbo_layers()[0].rows == len(shown(cache)[0]) == 3
 
 
 def test_an_empty_cache_has_no_rows_to_choose() -> None:

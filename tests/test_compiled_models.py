@@ -66,7 +66,7 @@ def test_a_patched_model_may_be_compiled(compile_it: Callable[[Any], None], coun
         assert compiled() > before
 
 
-def test_what_must_not_be_traced_is_called_directly_where_nothing_traces() -> None:
+def test_what_must_not_be_traced_is_called_directly() -> None:
     """Torch's own guard takes longer than the call; it is there in code that torch has given up on, too."""
     guarded: list[bool] = []
 

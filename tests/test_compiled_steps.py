@@ -29,6 +29,7 @@ from turbo_hf.patching import generate_methods as generation
 PLAIN = TurboConfig(block_size=32)
 COMPILED = replace(PLAIN, compile=True)
 FEW = {"max_new_tokens": 6}
+VISITS: dict[str, Any] = {"probes": 3, "window_tokens": 12, "read_all_layers": (0,)}
 WINDOWED = {"sliding_window": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -89,16 +90,6 @@ def test_families(name: str, runners: list[StepRunner], device: torch.device) ->
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_beams_are_compiled_within_the_models_call(runners: list[StepRunner], device: torch.device) -> None:
-    model = tiny_llama(num_hidden_layers=1).to(device)
-    want = answer(model, PLAIN, **ragged(), num_beams=3)
-    got, report = answer_and_report(model, COMPILED, None, **ragged(), num_beams=3)
-    assert torch.equal(got, want)
-    assert "; compiled as one graph (" in report.steps
-    assert runners[0].captures
-    assert compilations() == 1
-
-
 def test_the_single_steps_of_drafts_are_compiled(runners: list[StepRunner], device: torch.device) -> None:
     model, drafter = (tiny_llama(num_hidden_layers=1).to(device) for _ in range(2))
     drafter.generation_config.update(num_assistant_tokens=4, assistant_confidence_threshold=0.0)
@@ -136,36 +127,35 @@ def test_a_padded_batch_that_seals_blocks(
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "call"),
     [
-        pytest.param({"bits": 16}, id="16bit"),
-        pytest.param({"sas": True}, id="sas"),
-        pytest.param({"low_heads": 0.5}, id="mixed"),
+        ({"bits": 16}, {}),
+        ({"sas": True}, {}),
+        ({"low_heads": 0.5}, {}),
+        ({"sparse": SparseConfig(selector="saap", **VISITS)}, {}),
+        ({"sparse": SparseConfig(selector="kmeans", **VISITS)}, {}),
+        # within the model's call
+        ({}, {"num_beams": 3}),
     ],
 )
-def test_what_is_compiled_besides(config: dict[str, Any], runners: list[StepRunner]) -> None:
-    model = tiny_llama()
-    want = answer(model, replace(PLAIN, **config), **ragged([40, 9]), max_new_tokens=40)
-    assert torch.equal(answer(model, replace(COMPILED, **config), **ragged([40, 9]), max_new_tokens=40), want)
-    assert compilations() == 1
-    assert all(runner.captures for runner in runners)
-
-
-@pytest.mark.parametrize("selector", ["saap", "kmeans"])
-def test_sparse_layers(selector: Any, device: torch.device) -> None:
+def test_what_is_compiled_besides(
+    config: dict[str, Any], call: dict[str, Any], runners: list[StepRunner], device: torch.device
+) -> None:
     model = tiny_llama().to(device)
-    index, sparse = an_index(model), SparseConfig(selector=selector, probes=3, window_tokens=12, read_all_layers=(0,))
-    want, one = answer_and_report(model, replace(PLAIN, sparse=sparse), index, **ragged())
-    got, other = answer_and_report(model, replace(COMPILED, sparse=sparse), index, **ragged())
+    index = an_index(model) if "sparse" in config else None
+    want, one = answer_and_report(model, replace(PLAIN, **config), index, **ragged([40, 9]), **call)
+    got, other = answer_and_report(model, replace(COMPILED, **config), index, **ragged([40, 9]), **call)
     assert torch.equal(got, want)
     assert other.selectivity == one.selectivity
+    assert "; compiled as one graph (" in other.steps
     assert compilations() == 1
+    assert runners[-1].captures
 
 
 # --- how often it is compiled --------------------------------------------------------------------------------------
 
 
-def test_compiled_once_for_all_steps_and_caches_and_few_times_for_all_other_batches() -> None:
+def test_compiled_once_for_all_steps_and_caches() -> None:
     model = tiny_llama()
     with turbo_hf.patch(model, COMPILED):
         counts = []

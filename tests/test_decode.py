@@ -1,20 +1,40 @@
-"""`decode` against the float64 oracle over the very integers that the cache holds."""
+"""`decode` against the float64 oracle over the very integers that the cache holds; what is the same; refusals."""
 
+import random
+from collections.abc import Sequence
 from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs
-from budgets import largest
-from choices import BACKENDS, FLOATS, OPTIONS, TWO_MODES
-from decode_support import check_decode
+from budgets import check_exact, check_same, check_turbo, largest
+from choices import FLOATS, OPTIONS, TWO_MODES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_calls import decode
-from stores import make_store, random_store, tokens
+from op_calls import decode, prefill
+from oracle import oracle
+from prefill_support import int8_queries
+from stores import make_store, random_store, store_codes, tokens
 
-from turbo_hf.layout import BITS, HeadGroups
+from turbo_hf.layout import BITS, UNQUANTIZED, AttentionOutput, HeadGroups, KVStore
+
+
+def check_decode(
+    q: torch.Tensor, store: KVStore, mode: str, backend: str, *, starts: Sequence[int] | None = None, **options: Any
+) -> AttentionOutput:
+    """Assert that `decode` is right in `mode`, and return it. sinks=True stands for random ones."""
+    if options.get("sinks") is True:
+        options["sinks"] = torch.randn(q.shape[1], device=q.device) * 3
+    options.setdefault("scaling", q.shape[-1] ** -0.5)
+    first = None if starts is None else torch.tensor(starts, device=q.device)
+    got = decode(q, store, starts=first, mode=mode, backend=backend, **options)
+    rows = store_codes(store)
+    if mode == "fp16":
+        check_exact(got, q, [row.values() for row in rows], starts=starts, **options)
+    else:
+        check_turbo(got, int8_queries(q, starts or [0] * len(q)), q.dtype, rows, starts=starts, **options)
+    return got
+
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -24,44 +44,51 @@ NOTHING = [pytest.param(size, id=f"{size:g}") for size in (0.0, 1e-30, 1e-37, 1e
 RAGGED = [130, 1, 64, 63, 65]
 
 
-@all_pairs(
-    heads=[
-        pytest.param((2, 2), id="gqa1:1"),
-        pytest.param((8, 2), id="gqa4:1"),
-        pytest.param((14, 2), id="gqa7:1"),
-        pytest.param((4, 1), id="mqa"),
-    ],
-    mode=TWO_MODES,
-    backend=BACKENDS,
-)
-def test_head_groups(heads: tuple[int, int], mode: str, device: torch.device, backend: str) -> None:
-    query_heads, kv_heads = heads
-    store = random_store(RAGGED, kv_heads, 64, device)
-    check_decode(tokens(5, query_heads, 1, 64, device=device), store, mode, backend)
+CASES: dict[str, tuple[list[int], tuple[int, int], int, dict[str, Any]]] = {
+    # lengths, (query heads, KV heads), new tokens, what the store is made of
+    "gqa1:1": (RAGGED, (2, 2), 1, {}),
+    "gqa4:1": (RAGGED, (8, 2), 1, {}),
+    "gqa7:1": (RAGGED, (14, 2), 1, {}),
+    "mqa": (RAGGED, (4, 1), 1, {}),
+    "one-row": ([130], (4, 1), 1, {}),
+    "one-token": ([1], (4, 1), 1, {}),
+    "whole-blocks": ([127, 128], (4, 1), 1, {}),
+    # drafts: the last tokens see only what stands before them, across a block's edge too
+    "2-new": ([130, 16, 64, 70], (4, 2), 2, {}),
+    "5-new": ([130, 16, 64, 70], (4, 2), 5, {}),
+    "16-new": ([130, 16, 64, 70], (4, 2), 16, {}),
+    "blocks-of-32": ([300, 140], (4, 2), 3, {"block": 32}),
+    "blocks-of-128": ([300, 140], (4, 2), 3, {"block": 128}),
+    # while tokens may still be taken back, whole blocks stay open
+    "open-blocks": ([300, 140], (4, 2), 3, {"block": 64, "sealed": [0, 1]}),
+    "open-blocks-of-128": ([300, 140], (4, 2), 3, {"block": 128, "sealed": [0, 1]}),
+    "4+2": ([130, 64, 90], (8, 4), 2, {"groups": ((4, 2), (2, 2))}),
+    "8+3": ([130, 64, 90], (8, 4), 2, {"groups": ((8, 1), (3, 3))}),
+    "8+4+3+2": ([130, 64, 90], (8, 4), 2, {"groups": ((8, 1), (4, 1), (3, 1), (2, 1))}),
+    "4/2+8/3+3/2": ([130, 64, 90], (8, 4), 2, {"groups": (((4, 2), 2), ((8, 3), 1), ((3, 2), 1))}),
+    "2/8+2/3+3/4": ([130, 64, 90], (8, 4), 2, {"groups": (((2, 8), 1), ((2, 3), 1), ((3, 4), 2))}),
+}
 
 
-@all_pairs(
-    dim=[pytest.param(d, id=f"d{d}") for d in (16, 48, 64, 80, 96, 128)],
-    bits=[pytest.param(bits, id=f"{bits}bit") for bits in BITS],
-    mode=TWO_MODES,
+@pytest.mark.parametrize("mode", TWO_MODES)
+@pytest.mark.parametrize("case", CASES)
+def test_cases(case: str, mode: str, device: torch.device, backend: str) -> None:
+    """Heads in any order, in which those of several widths stand."""
+    lengths, (heads, kv_heads), new, how = CASES[case]
+    order = torch.rand(len(lengths), kv_heads).argsort(-1)
+    store = random_store(lengths, kv_heads, 64, device, order=order, **how)
+    window = 150 if "block" in how else None
+    check_decode(tokens(len(lengths), heads, new, 64, device=device), store, mode, backend, window=window)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize(
+    ("dim", "mode"),
+    [(16, "turbo"), (48, "fp16"), (64, "turbo"), (80, "fp16"), (96, "turbo"), (128, "fp16"), (128, "turbo")],
 )
 def test_head_dims_and_bits(dim: int, bits: int, mode: str, device: torch.device, backend: str) -> None:
     store = random_store([130, 63], 2, dim, device, groups=((bits, 2),))
     check_decode(tokens(2, 4, 2, dim, device=device), store, mode, backend, starts=[0, 1])
-
-
-@all_pairs(
-    length=[pytest.param(n, id=f"n{n}") for n in (1, 63, 64, 65, 127, 128, 130)], mode=TWO_MODES, backend=BACKENDS
-)
-def test_lengths(length: int, mode: str, device: torch.device, backend: str) -> None:
-    check_decode(tokens(1, 4, 1, 64, device=device), random_store([length], 1, 64, device), mode, backend)
-
-
-@all_pairs(m=[pytest.param(m, id=f"m{m}") for m in (1, 2, 5, 16)], mode=TWO_MODES, backend=BACKENDS)
-def test_several_tokens(m: int, mode: str, device: torch.device, backend: str) -> None:
-    """Drafts: the last m tokens see only what stands before them, across a block's edge too."""
-    store = random_store([130, 16, 64, 70], 2, 64, device)
-    check_decode(tokens(4, 4, m, 64, device=device), store, mode, backend)
 
 
 @pytest.mark.parametrize("mode", TWO_MODES)
@@ -87,33 +114,6 @@ def test_dtypes(backend: str, dtype: torch.dtype, mode: str, device: torch.devic
     check_decode(tokens(2, 4, 2, 64, dtype=dtype, device=device), store, mode, backend, sinks=True)
 
 
-@all_pairs(block=[pytest.param(b, id=f"b{b}") for b in (32, 64, 128)], mode=TWO_MODES, backend=BACKENDS)
-def test_block_sizes_and_open_tokens_beyond_one(block: int, mode: str, device: torch.device, backend: str) -> None:
-    store = random_store([300, 140], 2, 64, device, block=block)
-    check_decode(tokens(2, 4, 3, 64, device=device), store, mode, backend, window=150)
-    # while tokens may still be taken back, whole blocks stay open
-    store = random_store([300, 140], 2, 64, device, block=block, sealed=[0, 1])
-    check_decode(tokens(2, 4, 3, 64, device=device), store, mode, backend, window=150)
-
-
-@all_pairs(
-    groups=[
-        pytest.param(((4, 4),), id="4"),
-        pytest.param(((4, 2), (2, 2)), id="4+2"),
-        pytest.param(((8, 1), (3, 3)), id="8+3"),
-        pytest.param(((8, 1), (4, 1), (3, 1), (2, 1)), id="8+4+3+2"),
-        pytest.param((((4, 2), 2), ((8, 3), 1), ((3, 2), 1)), id="4/2+8/3+3/2"),
-        pytest.param((((2, 8), 1), ((2, 3), 1), ((3, 4), 2)), id="2/8+2/3+3/4"),
-    ],
-    mode=TWO_MODES,
-    backend=BACKENDS,
-)
-def test_heads_of_any_width_in_any_order(groups: HeadGroups, mode: str, device: torch.device, backend: str) -> None:
-    order = torch.stack([torch.randperm(4) for _ in range(3)])
-    store = random_store([130, 64, 90], 4, 64, device, groups=groups, order=order)
-    check_decode(tokens(3, 8, 2, 64, device=device), store, mode, backend)
-
-
 @pytest.mark.parametrize("mode", TWO_MODES)
 def test_padding_is_neither_read_nor_written(mode: str, device: torch.device, backend: str) -> None:
     """Rows that bring fewer tokens than others, one that brings none, one that holds none at all."""
@@ -134,9 +134,8 @@ def test_strides_of_q_do_not_matter(mode: str, device: torch.device, backend: st
         assert torch.equal(a, b)
 
 
-@all_pairs(
-    size=[pytest.param(size, id=f"scores{size:g}") for size in (0.0, 1e-6, 1e3, 1e6)], mode=TWO_MODES, backend=BACKENDS
-)
+@pytest.mark.parametrize("mode", TWO_MODES)
+@pytest.mark.parametrize("size", [0.0, 1e-6, 1e3, 1e6])
 def test_scores_of_any_size(size: float, mode: str, device: torch.device, backend: str) -> None:
     """One key takes all of P, or all keys the same share, without a NaN and with lse as large as the scores."""
     store = random_store([130, 65], 2, 64, device)
@@ -230,3 +229,253 @@ def test_a_cache_without_a_token(backend: str) -> None:
     got = decode(torch.randn(2, 4, 1, 16), store, scaling=0.25, sinks=torch.zeros(4), backend=backend)
     assert not got.out.any()
     assert bool(got.lse.isneginf().all())
+
+
+@pytest.mark.parametrize("mode", TWO_MODES)
+def test_a_row_is_the_same_alone_and_in_a_batch(mode: str, device: torch.device, backend: str) -> None:
+    lengths, starts = [130, 5, 64], [0, 3, 1]
+    k, v = tokens(3, 2, 130, 64, device=device), tokens(3, 2, 130, 64, device=device)
+    q, order = tokens(3, 4, 4, 64, device=device), torch.tensor([[0, 1], [1, 0], [1, 0]])
+    options: dict[str, Any] = {"scaling": 0.125, "window": 100, "mode": mode}
+    groups = ((4, 1), (2, 1))
+    store = make_store(k, v, lengths, groups=groups, order=order)
+    batch = decode(q, store, starts=torch.tensor(starts, device=device), backend=backend, **options)
+    for row, (length, start) in enumerate(zip(lengths, starts, strict=True)):
+        one = slice(row, row + 1)
+        store = make_store(k[one], v[one], [length], groups=groups, order=order[one])
+        alone = decode(q[one, :, start:], store, backend=backend, **options)
+        check_same(AttentionOutput(batch.out[one, :, start:], batch.lse[one, :, start:]), alone, largest(v))
+
+
+@pytest.mark.parametrize("mode", TWO_MODES)
+def test_several_tokens_are_the_same_one_by_one(mode: str, device: torch.device, backend: str) -> None:
+    k, v = tokens(3, 2, 136, 64, device=device), tokens(3, 2, 136, 64, device=device)
+    store, q = make_store(k, v, [136, 90, 72]), tokens(3, 4, 8, 64, device=device)
+    together = decode(q, store, scaling=0.125, mode=mode, backend=backend)
+    for i in (0, 3, 7):
+        shorter, one = store._replace(open_len=store.open_len - (7 - i)), slice(i, i + 1)
+        alone = decode(q[:, :, one], shorter, scaling=0.125, mode=mode, backend=backend)
+        check_same(AttentionOutput(together.out[:, :, one], together.lse[:, :, one]), alone, largest(v))
+
+
+def test_rounding_p_costs_what_its_step_says(device: torch.device, backend: str) -> None:
+    """P is rounded, to steps of its tile's maximum / 127: neither exact nor coarser."""
+    k, v = torch.randn(2, 2, 512, 64, device=device), torch.randn(2, 2, 512, 64, device=device)
+    store, q = make_store(k, v, [512, 512]), torch.randn(2, 4, 4, 64, device=device)
+    turbo = decode(q, store, scaling=0.125, backend=backend).out.double().cpu()
+    rows = [row.values() for row in store_codes(store)]
+    exact = oracle(int8_queries(q, [0, 0]), rows, scaling=0.125)
+    steps = []
+    for probs, row in zip(exact.probs, store_codes(store), strict=True):
+        weight = (probs * row.v_scale.repeat_interleave(2, 0)[:, None]).unflatten(-1, (-1, 64))
+        step = weight.amax(-1) / 127
+        squares = row.v.square().unflatten(1, (-1, 64)).sum(2).repeat_interleave(2, 0)
+        steps.append(torch.einsum("hmb,hbd->hmd", step**2 / 12, squares))
+    expected = float(torch.stack(steps).mean().sqrt())
+    error = float((turbo - exact.out).square().mean().sqrt())
+    assert expected / 2 < error < expected * 2
+
+
+@pytest.mark.parametrize("mode", TWO_MODES)
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_the_widest_ranges_overflow_nothing(bits: int, mode: str, device: torch.device, backend: str) -> None:
+    """Spans that need their eighth bit, times the largest codes of queries: all numbers as large as the largest."""
+    k, v = (tokens(1, 2, 130, 128, device=device).sign() for _ in range(2))
+    store = make_store(k, v, [130], groups=((bits, 2),))
+    assert int((store.paged[0].meta[:, :, 1::2].long() % 256).max()) >= 252
+    check_decode(tokens(1, 4, 2, 128, device=device).sign(), store, mode, backend)
+
+
+def test_a_row_shorter_than_the_queries(backend: str) -> None:
+    store = make_store(torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16), [2, 5])
+    q, sinks = torch.randn(2, 2, 4, 16), torch.zeros(2)
+    expected = decode(q, store, scaling=0.25, sinks=sinks, starts=torch.tensor([2, 0]), backend=backend)
+    found = decode(q, store, scaling=0.25, sinks=sinks, backend=backend)
+    assert torch.equal(found.lse, expected.lse)
+    assert torch.equal(found.out, expected.out)
+    assert found.lse[0, :, :2].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("mode", TWO_MODES)
+@pytest.mark.parametrize("sms", [1, 3, 132])
+def test_a_plan_for_any_gpu_gives_the_same(
+    sms: int, mode: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """A plan made for another GPU covers every tile once, and so differs in the order of float32 sums alone."""
+    pytest.importorskip("triton")
+    from turbo_hf.ops import gpu  # noqa: PLC0415 - needs Triton
+    from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - needs Triton
+
+    k, v = tokens(2, 2, 230, 64, device=device), tokens(2, 2, 230, 64, device=device)
+    store, q = make_store(k, v, [230, 90], groups=((4, 1), (2, 1)), block=32), tokens(2, 4, 1, 64, device=device)
+    own = decode(q, store, scaling=0.125, mode=mode, backend="triton")
+    launch_decode._workspace.cache_clear()
+    monkeypatch.setattr(gpu, "sms", lambda device: sms)
+    check_same(decode(q, store, scaling=0.125, mode=mode, backend="triton"), own, largest(v))
+    launch_decode._workspace.cache_clear()
+
+
+def test_launches_that_are_replayed_keep_their_workspace(device: torch.device) -> None:
+    pytest.importorskip("triton")
+    from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - needs Triton
+
+    k, v = tokens(2, 1, 400, 64, device=device), tokens(2, 1, 400, 64, device=device)
+    plans: dict[Any, Any] = {}
+    store, q = make_store(k, v, [400, 90], block=32)._replace(plans=plans), tokens(2, 4, 1, 64, device=device)
+    want = decode(q, store, scaling=0.125, backend="triton")
+    (made,) = plans.values()
+    # others have come between, and theirs is the one that is remembered
+    launch_decode._workspace.cache_clear()
+    got = decode(q, store, scaling=0.125, backend="triton")
+    assert torch.equal(got.out, want.out)
+    assert list(plans.values()) == [made]
+    assert launch_decode._workspace.cache_info().currsize == 0
+
+
+def test_a_steady_plan_follows_its_rows_in_place(device: torch.device) -> None:
+    """Also for rows without a token, and when one row is much longer than the rest."""
+    pytest.importorskip("triton")
+    from turbo_hf.ops.decode.stream_k import SteadyPlans  # noqa: PLC0415 - as above
+
+    plans = SteadyPlans()
+    address, k, v = set(), tokens(3, 2, 700, 64, device=device), tokens(3, 2, 700, 64, device=device)
+    for lengths in ([40, 64, 3], [90, 41, 0], [700, 42, 0]):
+        store, q = make_store(k, v, lengths, block=32), tokens(3, 4, 1, 64, device=device)
+        starts = torch.tensor([int(n == 0) for n in lengths], device=device)
+        want = decode(q, store, scaling=0.125, starts=starts, backend="triton")
+        for plan in plans.values():
+            plan.update(store.sealed.tolist())
+        got = decode(q, store._replace(plans=plans), scaling=0.125, starts=starts, backend="triton")
+        check_same(got, want, largest(v))
+        (made,) = plans.values()
+        address.add(made.words.data_ptr())
+    assert len(address) == 1
+
+
+def test_float64_is_refused_by_the_kernel_and_served_without_it(device: torch.device) -> None:
+    store, q = random_store([70], 2, 64, device), torch.randn(1, 2, 1, 64, dtype=torch.float64, device=device)
+    with pytest.raises(ValueError, match='backend "triton" cannot run here: float64 has no kernel'):
+        decode(q, store, scaling=1.0, backend="triton")
+    assert decode(q, store, scaling=1.0).out.dtype == torch.float64
+
+
+def test_head_dims_above_256_are_refused_by_the_kernel(device: torch.device) -> None:
+    store, q = random_store([3], 1, 272, device), torch.randn(1, 1, 1, 272, device=device)
+    with pytest.raises(ValueError, match="head dim 272 is above 256"):
+        decode(q, store, scaling=1.0, backend="triton")
+
+
+def test_blocks_that_do_not_fit_in_float32_are_refused(device: torch.device) -> None:
+    store, q = random_store([3], 1, 128, device, block=128), torch.randn(1, 1, 1, 128, device=device)
+    with pytest.raises(ValueError, match="blocks of 128 tokens of 128 channels do not fit in float32"):
+        decode(q, store, scaling=1.0, mode="fp16", backend="triton")
+
+
+Q = torch.zeros(1, 2, 1, 16)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"q": torch.zeros(1, 3, 1, 16)}, r"q must be \[B, Hq, M, 16\] with Hq a multiple of 2; got \(1, "),
+    ({"q": torch.zeros(1, 2, 1, 32)}, r"q must be \[B, Hq, M, 16\] with Hq a multiple of 2; got \(1, "),
+    ({"q": torch.zeros(2, 2, 1, 16)}, "q has 2 rows on cpu; the cache holds 1 on cpu"),
+    ({"q": torch.zeros(1, 2, 1, 16, device="meta")}, "q has 1 rows on meta; the cache holds 1 on cpu"),
+    ({"q": Q.to(torch.int8)}, "q must be float16, bfloat16, float32 or float64; got torch.int8"),
+    ({"mode": "fast"}, "mode must be one of turbo, fp16; got 'fast'"),
+    ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[B\] = \[1\]; got \(2,\)"),
+    ({"sinks": torch.zeros(4)}, r"sinks must be \[Hq\] = \[2\]; got \(4,\)"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_refuses(given: dict[str, Any], message: str) -> None:
+    store = random_store([4], 2, 16, torch.device("cpu"))
+    with pytest.raises(ValueError, match=message):
+        decode(**{"q": Q, "scaling": 1.0, **given}, store=store)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be at least 1 token"),
+        ({"softcap": 0.0}, "softcap must be above 0"),
+        ({"sas_threshold": 1.0}, "sas_threshold must be below 0"),
+    ],
+)
+def test_options_that_leave_nothing_to_attend_to(options: dict[str, Any], message: str) -> None:
+    q = torch.randn(1, 2, 1, 16)
+    with pytest.raises(ValueError, match=message):
+        prefill(q, q, q, scaling=1.0, **options)
+    store = make_store(torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16), [3])
+    with pytest.raises(ValueError, match=message):
+        decode(q, store, scaling=1.0, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sealed_host": (2,)}, r"store.sealed_host must hold the numbers in store.sealed, \(1,\); got \(2,\)"),
+        ({"sealed_host": (1, 1)}, r"store.sealed_host must hold the numbers in store.sealed, \(1,\); got \(1, 1\)"),
+        (
+            {"sealed": torch.tensor([3])},
+            r"store.sealed must give 1 rows of 0 to 1 blocks, as the table has; got \(3,\)",
+        ),
+        ({"sealed": torch.tensor([-1])}, r"store.sealed must give 1 rows of 0 to 1 blocks"),
+        ({"sealed": torch.tensor([1, 1])}, r"store.sealed must be \[B\] = \[1\]; got \(2,\)"),
+        ({"open_len": torch.tensor([1, 1])}, r"store.open_len must be \[B\] = \[1\]; got \(2,\)"),
+        (
+            {"table": torch.zeros(2, 1, dtype=torch.int64)},
+            r"store.table must be \[B, blocks\] with B = 1; got \(2, 1\)",
+        ),
+    ],
+)
+def test_refuses_lengths_that_are_not_the_caches(change: dict[str, Any], message: str) -> None:
+    store = random_store([70], 2, 16, torch.device("cpu"))._replace(**change)
+    with pytest.raises(ValueError, match=message):
+        decode(torch.zeros(1, 2, 1, 16), store, scaling=1.0)
+
+
+DRAWS = 50
+"""Caches of each kind."""
+
+Kind = tuple[int, int, int, int, HeadGroups, torch.dtype, dict[str, Any]]
+KINDS: list[Kind] = [
+    # head dim, query heads a KV head, new tokens, block, (width, heads) of each width, type, options
+    (128, 4, 1, 64, ((4, 2),), torch.float16, {}),
+    (64, 7, 1, 64, ((4, 2),), torch.bfloat16, {}),
+    (128, 1, 16, 64, ((4, 1), (2, 1)), torch.float16, {}),
+    (64, 3, 5, 32, ((3, 2),), torch.float16, {"window": 90}),
+    (128, 8, 2, 128, ((8, 1), (2, 1)), torch.float16, {"softcap": 4.0}),
+    (80, 4, 1, 64, ((8, 1), (4, 1), (3, 1), (2, 1)), torch.float16, {"sinks": True}),
+    (64, 2, 3, 64, ((2, 2),), torch.float32, {"window": 130, "softcap": 9.0, "sinks": True}),
+    (256, 2, 1, 64, ((4, 1),), torch.float16, {}),
+    (128, 4, 1, 64, (((4, 2), 2),), torch.float16, {}),
+    (80, 3, 2, 64, (((4, 3), 1), ((8, 2), 1), ((2, 8), 1)), torch.bfloat16, {"window": 90}),
+    (128, 4, 1, 64, ((UNQUANTIZED, 2),), torch.float16, {}),
+    (64, 7, 2, 32, ((UNQUANTIZED, 1),), torch.bfloat16, {"window": 90, "sinks": True}),
+]
+
+
+@pytest.mark.parametrize("mode", ["turbo", "fp16"])
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_random_caches(kind: int, mode: str) -> None:
+    """Rows of 0 to 700 tokens, some without new ones, whole blocks that stay open: all within the oracle's budget."""
+    dim, group, m, block, groups, dtype, options = KINDS[kind]
+    heads, device, draw = sum(n for _, n in groups), torch.device("cuda"), random.Random(kind)
+    for number in range(DRAWS):
+        torch.manual_seed(1000 * kind + number)
+        lengths = [draw.choice((draw.randint(1, 40), draw.randint(1, 700))) for _ in range(draw.randint(1, 3))]
+        starts = [max(0, m - n) if draw.random() < 0.7 else draw.randint(max(0, m - n), m) for n in lengths]
+        sealed = [n // block if draw.random() < 0.8 else draw.randint(0, n // block) for n in lengths]
+        k, v = (tokens(len(lengths), heads, max(lengths), dim, dtype=dtype, device=device) for _ in range(2))
+        order = torch.stack([torch.randperm(heads) for _ in lengths])
+        store = make_store(k, v, lengths, groups=groups, order=order, block=block, sealed=sealed)
+        q = tokens(len(lengths), group * heads, m, dim, dtype=dtype, device=device)
+        own = dict(options)
+        if own.get("sinks"):
+            own["sinks"] = torch.randn(q.shape[1], device=device) * 3
+        own["scaling"] = dim**-0.5
+        got = decode(q, store, starts=torch.tensor(starts, device=device), mode=mode, backend="triton", **own)
+        rows = store_codes(store)
+        if mode == "fp16" or groups[0][0] == UNQUANTIZED:
+            check_exact(got, q, [row.values() for row in rows], starts=starts, **own)
+        else:
+            check_turbo(got, int8_queries(q, starts), q.dtype, rows, starts=starts, **own)

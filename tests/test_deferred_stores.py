@@ -3,8 +3,7 @@
 import copy
 import pickle
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -24,12 +23,26 @@ SMALL = TurboConfig(block_size=32)
 TOKENS = 50
 
 
-def started(handle: Any, model: Any, ids: torch.Tensor, **kwargs: Any) -> TurboCache:
-    """A cache whose prompt is still to be stored."""
+@pytest.fixture
+def small() -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """A model, its patch, a prompt."""
+    model = tiny_llama()
+    with turbo_hf.patch(model, SMALL) as handle:
+        yield model, handle, prompts(2, TOKENS)
+
+
+def deferring(handle: Any) -> TurboCache:
+    """An empty cache whose first prompt is stored later."""
     cache: TurboCache = handle.new_cache()
     cache.deferred.wanted = True
-    with torch.no_grad():
-        model(ids, **{CACHE: cache}, **kwargs)
+    return cache
+
+
+@torch.no_grad()
+def started(model: Any, handle: Any, ids: torch.Tensor) -> TurboCache:
+    """A cache whose prompt is still to be stored."""
+    cache = deferring(handle)
+    model(ids, **{CACHE: cache})
     assert cache.deferred
     assert all(not layer.is_initialized or layer.seen == 0 for layer in cache.all_layers)
     return cache
@@ -62,218 +75,120 @@ def test_it_is_stored_before_anything_reads_it(window: int | None, reader: Calla
         plain = handle.new_cache()
         with torch.no_grad():
             model(ids, **{CACHE: plain})
-        cache = started(handle, model, ids)
+        cache = started(model, handle, ids)
         reader(cache)
         want, got = (goes_on(model, ids, each) for each in (plain, cache))
     assert all(torch.equal(*pair) for pair in zip(want, got, strict=True))
     assert cache.get_seq_length() == plain.get_seq_length()
 
 
+Small = tuple[Any, Any, torch.Tensor]
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
-def test_a_copy_holds_it(copied: Callable[[TurboCache], TurboCache]) -> None:
-    model, ids = tiny_llama(), prompts(2, TOKENS)
-    with turbo_hf.patch(model, SMALL) as handle:
-        other = copied(started(handle, model, ids))
-    assert other.get_seq_length() == TOKENS
+def test_a_copy_holds_it(copied: Callable[[TurboCache], TurboCache], small: Small) -> None:
+    assert copied(started(*small)).get_seq_length() == TOKENS
 
 
-def test_it_is_cropped_and_forgotten_as_if_it_were_stored() -> None:
-    model, ids = tiny_llama(), prompts(2, TOKENS)
-    with turbo_hf.patch(model, SMALL) as handle:
-        cache = started(handle, model, ids)
-        cache.crop(-10)
-        assert cache.get_seq_length() == TOKENS - 10
-        cache = started(handle, model, ids)
-        cache.reset()
-        assert cache.get_seq_length() == 0
+def test_it_is_cropped_and_forgotten_as_if_it_were_stored(small: Small) -> None:
+    cache = started(*small)
+    cache.crop(-10)
+    assert cache.get_seq_length() == TOKENS - 10
+    cache = started(*small)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    started(*small)
+    # that of a cache which nobody holds any more
+    assert small[1].memory().tokens == 2 * TOKENS
 
 
-def test_a_layer_that_is_read_in_the_midst_of_the_pass_holds_it() -> None:
+def test_a_layer_that_is_read_within_the_pass_holds_it() -> None:
+    """By the thread that runs the pass; another one finds it without."""
     model, given = tiny_llama(), left_padded([prompts(1, TOKENS)[0], prompts(1, TOKENS)[0, 7:]])
-    held: list[tuple[int, int]] = []
-    with turbo_hf.patch(model, SMALL) as handle:
-        cache = handle.new_cache()
-        cache.deferred.wanted = True
-
-        def look(*_: Any) -> None:
-            held.append((cache.get_seq_length(0), cache.get_seq_length(1)))
-
-        hook = model.model.layers[1].register_forward_pre_hook(look)
-        with torch.no_grad():
-            first = model(**given, **{CACHE: cache}).logits
-        hook.remove()
-        assert held == [(TOKENS, 0)]
-        plain = handle.new_cache()
-        with torch.no_grad():
-            assert torch.equal(first, model(**given, **{CACHE: plain}).logits)
-        for (keys, values, _), (same_keys, same_values, _) in zip(cache, plain, strict=True):
-            assert torch.equal(keys, same_keys)
-            assert torch.equal(values, same_values)
-
-
-def test_a_pass_that_breaks_off_has_broken_the_cache() -> None:
-    model, ids = tiny_llama(), prompts(2, TOKENS)
-
-    def fail(*_: Any) -> None:
-        raise KeyError
-
-    with turbo_hf.patch(model, SMALL) as handle:
-        cache = handle.new_cache()
-        cache.deferred.wanted = True
-        hook = model.lm_head.register_forward_pre_hook(fail)
-        with pytest.raises(KeyError), torch.no_grad():
-            model(ids, **{CACHE: cache})
-        hook.remove()
-        with pytest.raises(ValueError, match="broke off"), torch.no_grad():
-            model(ids, **{CACHE: cache})
-        cache.reset()
-        assert cache.get_seq_length() == 0
-        with torch.no_grad():
-            model(ids, **{CACHE: cache})
-        assert cache.get_seq_length() == TOKENS
-
-
-def test_storing_that_breaks_off_breaks_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = tiny_llama(), prompts(2, TOKENS)
-    with turbo_hf.patch(model, SMALL) as handle:
-        cache = started(handle, model, ids)
-
-        def fail(*_: Any, **__: Any) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as broken:
-            broken.setattr(TurboLayer, "commit", fail)
-            with pytest.raises(KeyboardInterrupt):
-                cache.get_seq_length()
-        with pytest.raises(ValueError, match="store\\(\\) over this TurboCache broke off"), torch.no_grad():
-            model(ids, **{CACHE: cache})
-        cache.reset()
-        with torch.no_grad():
-            model(ids, **{CACHE: cache})
-        assert cache.get_seq_length() == TOKENS
-
-
-def test_nan_in_it_is_reported_at_once() -> None:
-    model, ids = tiny_llama(), prompts(2, TOKENS)
-    with turbo_hf.patch(model, SMALL) as handle:
-        cache = handle.new_cache()
-        cache.deferred.wanted = True
-        with torch.no_grad():
-            model.model.embed_tokens.weight[ids[0, 3]] = float("nan")
-            with pytest.raises(ValueError, match="NaN or Inf"):
-                model(ids, **{CACHE: cache})
-
-
-@pytest.mark.parametrize("call", ["pass", "generate", "recording"])
-def test_the_cache_is_refused_within_its_own_pass(call: str) -> None:
-    model, ids = tiny_llama(), prompts(2, TOKENS)
-    with turbo_hf.patch(model, SMALL) as handle:
-        cache = handle.new_cache()
-        cache.deferred.wanted = True
-        calls = {
-            "pass": lambda: model.model(ids[:, :3], **{CACHE: cache}),
-            "generate": lambda: model.generate(ids[:, :3], **{CACHE: cache}, max_new_tokens=2),
-            "recording": cache.activate_past_recording,
-        }
-
-        def nested(*_: Any) -> None:
-            with pytest.raises(ValueError, match="TurboCache"):
-                calls[call]()
-
-        hook = model.lm_head.register_forward_pre_hook(nested)
-        with torch.no_grad():
-            model(ids, **{CACHE: cache})
-        hook.remove()
-        assert cache.get_seq_length() == TOKENS
-
-
-def test_one_prompt_alone_is_deferred() -> None:
-    model, ids = tiny_llama(), prompts(2, TOKENS)
-    with turbo_hf.patch(model, SMALL) as handle:
-        cache = started(handle, model, ids)
-        with torch.no_grad():
-            model(ids, **{CACHE: cache})
-            assert not cache.deferred
-            cache.reset()
-            model(ids, **{CACHE: cache})
-        assert not cache.deferred
-
-
-def test_threads_that_read_it_disturb_nothing() -> None:
-    model, ids, seen = tiny_llama(), prompts(2, TOKENS), set[int]()
-    done = threading.Event()
-    with turbo_hf.patch(model, SMALL) as handle:
-        caches: list[TurboCache] = []
-
-        def read() -> None:
-            while not done.is_set():
-                if caches:
-                    seen.add(caches[-1].get_seq_length())
-                # else each operation of the other thread waits for Python's lock
-                time.sleep(1e-4)
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        try:
-            for _ in range(10):
-                cache = started(handle, model, ids)
-                caches.append(cache)
-                goes_on(model, ids, cache)
-        finally:
-            done.set()
-            reader.join()
-    assert {cache.get_seq_length() for cache in caches} == {TOKENS + 32}
-    assert seen <= {0, TOKENS, TOKENS + 1, TOKENS + 31, TOKENS + 32}
-
-
-def test_what_a_released_cache_held_is_measured() -> None:
-    model, ids = tiny_llama(), prompts(2, TOKENS)
-    with turbo_hf.patch(model, SMALL) as handle:
-        started(handle, model, ids)
-        assert handle.memory().tokens == 2 * TOKENS
-
-
-def test_a_layer_that_is_called_twice_in_a_pass_is_refused() -> None:
-    model, ids = tiny_llama(), prompts(2, TOKENS)
-    with turbo_hf.patch(model, SMALL) as handle:
-        cache = handle.new_cache()
-        cache.deferred.wanted = True
-        model.model.layers[1].self_attn.register_forward_hook(
-            lambda module, args, kwargs, out: module.forward(*args, **kwargs), with_kwargs=True
-        )
-        with pytest.raises(ValueError, match="broke off"), torch.no_grad():
-            model(ids, **{CACHE: cache})
-
-
-def test_much_is_stored_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = tiny_llama(), prompts(2, TOKENS)
-    monkeypatch.setattr(deferred_stores, "MOST_BYTES", 1000)
-    with turbo_hf.patch(model, SMALL) as handle, torch.no_grad():
-        cache = handle.new_cache()
-        cache.deferred.wanted = True
-        model(ids, **{CACHE: cache})
-        assert not cache.deferred
-        assert cache.all_layers[1].seen == TOKENS
-
-
-def test_another_thread_that_reads_stores_nothing() -> None:
-    model, ids = tiny_llama(), prompts(2, TOKENS)
     held: list[int] = []
-    with turbo_hf.patch(model, SMALL) as handle:
-        cache = handle.new_cache()
-        cache.deferred.wanted = True
+    with turbo_hf.patch(model, SMALL) as handle, torch.no_grad():
+        cache, plain = deferring(handle), handle.new_cache()
 
         def look(*_: Any) -> None:
             other = threading.Thread(target=lambda: held.append(cache.get_seq_length()))
             other.start()
             other.join()
+            held.extend((cache.get_seq_length(0), cache.get_seq_length(1)))
 
         hook = model.model.layers[1].register_forward_pre_hook(look)
-        with torch.no_grad():
-            model(ids, **{CACHE: cache})
+        first = model(**given, **{CACHE: cache}).logits
         hook.remove()
-        assert held == [0]
-        assert cache.get_seq_length() == TOKENS
+        assert held == [0, TOKENS, 0]
+        assert torch.equal(first, model(**given, **{CACHE: plain}).logits)
+        for (keys, values, _), (same_keys, same_values, _) in zip(cache, plain, strict=True):
+            assert torch.equal(keys, same_keys)
+            assert torch.equal(values, same_values)
+
+
+@torch.no_grad()
+def test_storing_that_breaks_off_breaks_the_cache(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = started(*small)
+    with monkeypatch.context() as broken:
+        broken.setattr(TurboLayer, "commit", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.get_seq_length()
+    model, _, ids = small
+    with pytest.raises(ValueError, match=r"store\(\) over this TurboCache broke off"):
+        model(ids, **{CACHE: cache})
+    cache.reset()
+    model(ids, **{CACHE: cache})
+    assert cache.get_seq_length() == TOKENS
+
+
+@torch.no_grad()
+def test_nan_and_a_layer_that_is_called_twice_are_refused(small: Small) -> None:
+    model, handle, ids = small
+    own = model.model.embed_tokens.weight[ids[0, 3]].clone()
+    model.model.embed_tokens.weight[ids[0, 3]] = torch.nan
+    with pytest.raises(ValueError, match="NaN or Inf"):
+        model(ids, **{CACHE: deferring(handle)})
+    model.model.embed_tokens.weight[ids[0, 3]] = own
+    model.model.layers[1].self_attn.register_forward_hook(
+        lambda module, args, kwargs, out: module.forward(*args, **kwargs), with_kwargs=True
+    )
+    with pytest.raises(ValueError, match="broke off"):
+        model(ids, **{CACHE: deferring(handle)})
+
+
+@pytest.mark.parametrize("call", ["pass", "generate", "recording"])
+def test_the_cache_is_refused_within_its_own_pass(call: str, small: Small) -> None:
+    model, handle, ids = small
+    cache = deferring(handle)
+    calls = {
+        "pass": lambda: model.model(ids[:, :3], **{CACHE: cache}),
+        "generate": lambda: model.generate(ids[:, :3], **{CACHE: cache}, max_new_tokens=2),
+        "recording": cache.activate_past_recording,
+    }
+
+    def nested(*_: Any) -> None:
+        with pytest.raises(ValueError, match="TurboCache"):
+            calls[call]()
+
+    hook = model.lm_head.register_forward_pre_hook(nested)
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+    hook.remove()
+    assert cache.get_seq_length() == TOKENS
+
+
+@torch.no_grad()
+def test_one_prompt_alone_is_deferred_and_not_much(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, handle, ids = small
+    cache = started(*small)
+    for _ in range(2):
+        model(ids, **{CACHE: cache})
+        assert not cache.deferred
+        cache.reset()
+    monkeypatch.setattr(deferred_stores, "MOST_BYTES", 1000)
+    cache = deferring(handle)
+    model(ids, **{CACHE: cache})
+    assert not cache.deferred
+    assert cache.all_layers[1].seen == TOKENS
 
 
 def test_generate_defers_the_prompts_of_its_own_caches(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

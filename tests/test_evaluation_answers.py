@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from all_pairs import in_one_test
 from models import LAB_MODEL, lab_model
 from typer.testing import CliRunner
 
@@ -61,7 +60,7 @@ def test_answers_come_back_as_they_were(tmp_path: Path) -> None:
     assert {key: Answers(path, ABOUT)[key] for key in GIVEN} == {**GIVEN, "f": 3.5}
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     "line",
     [
         *(f'{{"key": "a", "answer": {value}}}' for value in ("[1.0]", "[1, true]", "[1.0, 1]", "null", "true", "{}")),

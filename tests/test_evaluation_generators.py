@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from all_pairs import in_one_test
 from models import lab_model
 
 from turbo_hf.eval import ruler
@@ -29,7 +28,7 @@ def test_the_grid_fills_every_cell_with_its_own_needle(tokenizer: Any) -> None:
         assert abs(at - needle.depth) < 0.2
 
 
-@in_one_test("task", ruler.NIAH_TASKS)
+@pytest.mark.parametrize("task", ruler.NIAH_TASKS)
 def test_ruler_questions_are_seeded_fit_and_hold_their_answers(tokenizer: Any, task: str) -> None:
     text = ruler.sources()
     made = ruler.questions(task, tokenizer, 1024, 3, text)

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from all_pairs import in_one_test
 
 pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
 pytest.importorskip("datasets", reason='datasets is not installed: pip install -e ".[eval]"')
@@ -89,7 +88,7 @@ def test_the_standard_error_of_a_share_is_that_of_a_sample() -> None:
         assert row["methods"]["x"]["stderr"] == error
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("doc", "up_to"),
     [
         pytest.param({"length": 1}, 1, id="one"),

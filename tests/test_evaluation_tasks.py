@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from all_pairs import in_one_test
 from models import lab_model
 
 pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
@@ -155,7 +154,7 @@ def test_without_the_hub_the_local_files_are_named(tokenizer: Any, monkeypatch: 
             load_tasks(own, tokenizer, LIMITS)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("scorer", "target", "reply", "right"),
     [
         (right_number, "some steps\n#### 18", "So 9 * 2 = 18. The answer is 18", True),

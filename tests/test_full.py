@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs, in_one_test
 from budgets import check, check_exact, check_turbo, float_budget, largest
-from choices import BACKENDS
 from op_calls import decode, prefill, seal_blocks
 from oracle import oracle
 from prefill_support import int8_queries
@@ -27,11 +25,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 MODEL = Path(__file__).parent.parent / "examples" / "lab-llama-4m"
 MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
-TYPES = [pytest.param(x, id=str(x).removeprefix("torch.")) for x in (torch.float16, torch.bfloat16, torch.float32)]
-OPTIONS = [
-    pytest.param({}, id="plain"),
-    pytest.param({"window": 70, "softcap": 5.0, "sinks": True}, id="all"),
-]
+ALL = {"window": 70, "softcap": 5.0, "sinks": True}
 
 
 def a_store(
@@ -46,7 +40,10 @@ def a_store(
 # --- ops ------------------------------------------------------------------------------------------------------------
 
 
-@all_pairs(options=OPTIONS, dtype=TYPES, mode=MODES, backend=BACKENDS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("options", "dtype"), [({}, torch.float16), (ALL, torch.bfloat16), ({}, torch.float32), (ALL, torch.float32)]
+)
 def test_decode_is_plain_attention(
     options: dict[str, Any], dtype: torch.dtype, mode: str, backend: str, device: torch.device
 ) -> None:
@@ -64,9 +61,8 @@ def test_decode_is_plain_attention(
 SHAPES = [(64, 64, 8), (80, 32, 4), (128, 64, 2), (256, 64, 16), (128, 128, 6), (256, 128, 2)]
 
 
-@all_pairs(
-    shape=[pytest.param((d, b, h), id=f"d{d}-b{b}-{h}:2") for d, b, h in SHAPES], options=OPTIONS, dtype=TYPES[:2]
-)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("options", "dtype"), [({}, torch.float16), (ALL, torch.bfloat16)])
 def test_a_step_of_any_shape(
     shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -110,7 +106,7 @@ def test_huge_scores_stay_in_float16(size: int, backend: str, device: torch.devi
     assert got.lse.isfinite().all()
 
 
-def test_each_head_beside_narrower_ones_is_computed_as_it_is_stored(backend: str, device: torch.device) -> None:
+def test_each_head_is_computed_as_it_is_stored(backend: str, device: torch.device) -> None:
     """Rows of whole blocks, so that the oracle of either kind holds for a head's every token."""
     groups = ((UNQUANTIZED, 2), (8, 1), (4, 1))
     store, q = a_store([128, 64], groups, torch.float32, device), tokens(2, 8, 2, 64, device=device)
@@ -127,7 +123,7 @@ def test_each_head_beside_narrower_ones_is_computed_as_it_is_stored(backend: str
                 check_turbo(one, rounded[row : row + 1, own], q.dtype, [part], scaling=0.125)
 
 
-def test_kernel_and_reference_agree_on_open_tokens_of_narrower_heads(device: torch.device) -> None:
+def test_kernel_and_reference_agree_on_narrower_heads(device: torch.device) -> None:
     """Their blocks are codes and their open tokens are not: two kinds of products in one head."""
     store = a_store([130, 7, 70], ((UNQUANTIZED, 1), (4, 1)), torch.float32, device)
     q = tokens(3, 4, 3, 64, device=device)
@@ -240,7 +236,7 @@ def test_generate_gives_the_models_own_tokens(attention: Any, device: torch.devi
     assert held.by_kind["codes"] >= layers * heads * 3 * 2 * 64 * dim * 2
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("choices", "message"),
     [
         (

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs, in_one_test
 from budgets import check_exact, check_turbo
 from gpu_support import OnGpu
 from models import tiny_llama
@@ -87,7 +86,7 @@ def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> 
     turbo_hf.patch(model, strict="fallback").remove()
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("attention", "bits", "block", "dtype", "said"),
     [
         ("auto", 4, 64, torch.bfloat16, []),
@@ -144,7 +143,7 @@ def test_half_in_float32_is_refused_where_it_does_not_fit(monkeypatch: pytest.Mo
     assert ops_like(x).why_no_kernel("turbo") is None
 
 
-def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_blocks_of_16_bit_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 1, 1, 256, dtype=torch.float16)
     assert ops_like(q, block=128, mode="fp16").why_no_step_kernel() is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
@@ -153,7 +152,7 @@ def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: p
     assert ops_like(q, block=64, mode="fp16").why_no_step_kernel() is None
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("changed", "plain"),
     [
         pytest.param({}, True, id="plain"),
@@ -165,7 +164,7 @@ def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: p
         pytest.param({"sas": True}, False, id="sas"),
     ],
 )
-def test_torch_computes_prompts_that_are_causal_attention_and_no_more(changed: dict[str, Any], plain: bool) -> None:
+def test_torch_computes_plain_causal_prompts(changed: dict[str, Any], plain: bool) -> None:
     starts, softcap, sinks, window = (changed.get(name) for name in ("starts", "softcap", "sinks", "window"))
     scoring = Scoring(1.0, softcap, sinks, sas_threshold(TurboConfig(sas=changed.get("sas", False)), 40))
     q: Any = OnGpu(128, tokens=40)
@@ -194,7 +193,10 @@ def small(memory: int, monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@all_pairs(memory=MEMORY, mode=["fp16", "half", "turbo"], sizes=[(64, 128), (128, 64), (256, 128)])
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize(
+    ("mode", "sizes"), [("fp16", (64, 128)), ("half", (128, 64)), ("turbo", (256, 128)), ("turbo", (128, 64))]
+)
 def test_prefill_in_smaller_tiles(memory: int, mode: str, sizes: tuple[int, int], device: torch.device) -> None:
     dim, block = sizes
     shape, dtype = (2, 2, 140, dim), torch.float16 if mode == "half" else torch.float32
@@ -215,7 +217,20 @@ def test_prefill_over_16_bit_in_smaller_tiles(block: int, device: torch.device) 
 
 
 @pytest.mark.usefixtures("small")
-@all_pairs(memory=MEMORY, bits=[16, 8, 4, 3, (4, 2), (8, 3)], sizes=[(64, 128), (128, 64), (256, 64)])
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize(
+    ("bits", "sizes"),
+    [
+        (16, (64, 128)),
+        (16, (256, 64)),
+        (8, (128, 64)),
+        (4, (64, 128)),
+        (4, (256, 64)),
+        (3, (64, 128)),
+        ((4, 2), (128, 64)),
+        ((8, 3), (256, 64)),
+    ],
+)
 def test_decode_in_smaller_tiles(memory: int, bits: Width, sizes: tuple[int, int], device: torch.device) -> None:
     dim, block = sizes
     k, v = (tokens(2, 2, 300, dim, dtype=torch.float16, device=device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What decides whether a step is captured, replayed or launched, and what a launch is given."""
+"""What decides whether a step is captured, replayed or launched, hooks of the user among it; what a launch is given."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     bench.handle.remove()
 
 
-def test_one_step_warms_the_next_is_captured_all_others_are_replayed(bench: Bench) -> None:
+def test_one_step_warms_one_is_captured_others_are_replayed(bench: Bench) -> None:
     outputs = [bench.step() for _ in range(6)]
     assert bench.counts == (1, 1, 5)
     assert all(type(out) is type(outputs[0]) for out in outputs)
@@ -106,7 +106,7 @@ def test_gradients_go_to_the_model(bench: Bench) -> None:
     assert bench.counts == (0, 0, 0)
 
 
-def test_what_happens_between_steps_begins_anew_and_waits_longer(bench: Bench) -> None:
+def test_changes_between_steps_begin_anew_and_wait_longer(bench: Bench) -> None:
     for _ in range(3):
         bench.step()
     assert bench.counts == (1, 1, 2)
@@ -182,23 +182,6 @@ def test_a_mask_is_read_unless_generate_has_only_lengthened_it(bench: Bench, mon
     assert bench.counts == counts
     assert bench.cache.layers[0].valid_prefix is not None
     assert step() == 5
-
-
-def test_masks_of_a_model_that_makes_its_own_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    runners = watch_runners(monkeypatch)
-    model: Any = tiny_llama()
-
-    class Hides(LlamaForCausalLM):
-        def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-            updated = super()._update_model_kwargs_for_generation(*args, **kwargs)
-            mask = updated["attention_mask"]
-            mask[:, -1] = int(mask.shape[1] % 7 > 0)
-            return updated
-
-    model.__class__ = Hides
-    want = answer(model, PLAIN, **ragged())
-    assert torch.equal(answer(model, SMALL, **ragged()), want)
-    assert runners[0].captures
 
 
 def test_training_mode_is_refused_and_not_replayed(bench: Bench) -> None:
@@ -287,7 +270,7 @@ def test_where_nothing_can_run_nothing_is_closed(when: str, bench: Bench, monkey
     assert not closed
 
 
-def test_a_runner_released_within_a_later_pass_leaves_the_cache_alone(bench: Bench) -> None:
+def test_a_runner_released_within_a_later_pass(bench: Bench) -> None:
     bench.step()
     steps = bench.runner._steps
     assert steps is not None
@@ -328,9 +311,7 @@ def _numbers(values: tuple[Any, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize("selector", [None, "window", "saap"])
-def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(
-    selector: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launches_of_a_graph_are_those_of_its_steps(selector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[Any] = []
     sparse_kernels = [(launch_sparse, name) for name in vars(launch_sparse) if name.endswith("_kernel")]
     for module, name in ((launch_decode, "decode_kernel"), (launch_store, "append_step_kernel"), *sparse_kernels):
@@ -378,37 +359,142 @@ def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(
     assert all(step == steps[0] for step in steps)
 
 
+def hides_at_46(mask: Any) -> None:
+    if mask is not None and mask.shape[1] == 46:
+        mask[:, -1] = 0
+
+
+class Makes(LlamaForCausalLM):
+    """It makes its masks itself."""
+
+    def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        updated = super()._update_model_kwargs_for_generation(*args, **kwargs)
+        mask = updated["attention_mask"]
+        mask[:, -1] = int(mask.shape[1] % 7 > 0)
+        return updated
+
+
+class Changes(LlamaForCausalLM):
+    """It changes its masks in place."""
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Any = None, **rest: Any) -> Any:
+        hides_at_46(attention_mask)
+        return super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **rest)
+
+
 @pytest.mark.parametrize("inference", [False, True], ids=["no-grad", "inference"])
-def test_masks_that_a_model_changes_in_place_are_read(inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    runners = watch_runners(monkeypatch)
-    model: Any = tiny_llama()
+@pytest.mark.parametrize("kind", [Makes, Changes, None])
+def test_masks_that_others_make_are_read(kind: Any, inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a model's own class, and of a method put in the place of Transformers' own."""
+    runners, model = watch_runners(monkeypatch), tiny_llama()
+    model.__class__ = kind or LlamaForCausalLM
+    own = GenerationMixin._update_model_kwargs_for_generation
 
-    class Hides(LlamaForCausalLM):
-        def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Any = None, **rest: Any) -> Any:
-            if attention_mask is not None and attention_mask.shape[1] == 46:
-                attention_mask[:, -1] = 0
-            return super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **rest)
+    def hides(self: Any, *args: Any, **kwargs: Any) -> Any:
+        updated = own(self, *args, **kwargs)
+        hides_at_46(updated["attention_mask"])
+        return updated
 
-    model.__class__ = Hides
+    if kind is None:
+        monkeypatch.setattr(GenerationMixin, "_update_model_kwargs_for_generation", hides)
     with torch.inference_mode(inference):
         want = answer(model, PLAIN, **ragged([40, 37]))
         assert torch.equal(answer(model, SMALL, **ragged([40, 37])), want)
     assert runners[-1].captures
 
 
-def test_masks_of_a_method_put_in_the_place_of_transformers_own_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    runners = watch_runners(monkeypatch)
-    own = GenerationMixin._update_model_kwargs_for_generation
+LAUNCHED = "decode steps: launched, since {} has a hook"
 
-    def hides(self: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self.config is not None
-        updated = own(self, *args, **kwargs)
-        if updated["attention_mask"].shape[1] == 46:
-            updated["attention_mask"][:, -1] = 0
-        return updated
 
-    monkeypatch.setattr(GenerationMixin, "_update_model_kwargs_for_generation", hides)
-    model = tiny_llama()
-    want = answer(model, PLAIN, **ragged([40, 37]))
-    assert torch.equal(answer(model, SMALL, **ragged([40, 37])), want)
-    assert runners[-1].captures
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
+    return watch_runners(monkeypatch)
+
+
+@pytest.mark.parametrize("call", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}])
+def test_hooks_act_as_without_graphs(call: dict[str, Any], runners: list[StepRunner], device: torch.device) -> None:
+    """One returns another output, one another input, one keeps what it sees."""
+    model = tiny_llama(num_hidden_layers=3).to(device)
+    inputs = {**ragged([20, 9] if "num_beams" in call or not call else [20]), "max_new_tokens": 12}
+    bare = answer(model, PLAIN, **inputs, **call)
+    noted, layers = list[Tensor](), model.model.layers
+    hooks = [
+        layers[0].register_forward_hook(lambda module, args, out: out + 0.1 * out.std()),
+        layers[1].mlp.register_forward_pre_hook(lambda module, args: args[0] * 1.5),
+        layers[2].mlp.register_forward_hook(lambda module, args, out: noted.append(out)),
+    ]
+    want = answer(model, PLAIN, **inputs, **call)
+    seen = [*noted]
+    noted.clear()
+    assert torch.equal(answer(model, SMALL, **inputs, **call), want)
+    for hook in hooks:
+        hook.remove()
+    assert not torch.equal(want, bare)
+    assert len(seen) == len(noted)
+    assert all(map(torch.equal, seen, noted))
+    assert not any(runner.captures for runner in runners)
+
+
+@pytest.mark.parametrize("place", ["mlp", "model", "everywhere"])
+def test_the_report_says_that_steps_are_launched(place: str, runners: list[StepRunner], device: torch.device) -> None:
+    model, called = tiny_llama().to(device), list[int]()
+    ids = prompts(1, 40).to(model.device)
+
+    def note(*args: Any) -> None:
+        called.append(1)
+
+    with turbo_hf.patch(model, SMALL) as handle:
+        before = handle.report().steps
+        # after the patch
+        module: Any = {"mlp": model.model.layers[0].mlp, "model": model}.get(place)
+        everywhere: Callable[..., Any] = torch.nn.modules.module.register_module_forward_hook
+        hook = everywhere(note) if module is None else module.register_forward_hook(note)
+        named = {"mlp": "model.layers.0.mlp", "model": "the model", "everywhere": "every module"}[place]
+        try:
+            assert handle.report().steps == LAUNCHED.format(named)
+            model.generate(ids, max_new_tokens=10, do_sample=False)
+        finally:
+            hook.remove()
+        assert len(called) >= 10
+        assert not runners[-1].captures if runners else True
+        assert handle.report().steps == before
+        model.generate(ids, max_new_tokens=10, do_sample=False)
+        assert runners[-1].captures
+
+
+@pytest.mark.parametrize("demanded", [False, True])
+def test_a_hook_that_comes_among_captured_steps_misses_none(
+    demanded: bool, runners: list[StepRunner], device: torch.device
+) -> None:
+    model, called, hooks = tiny_llama().to(device), list[int](), list[Any]()
+    replayed = list[int]()
+
+    def comes(ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[1] == 46:
+            assert runners[-1].captures
+            replayed.append(replays())
+            hooks.append(model.model.layers[0].mlp.register_forward_hook(lambda *args: called.append(1)))
+        return scores
+
+    def replays() -> int:
+        # in place of a GPU, whose replays call no hook
+        return int(getattr(runners[-1]._device, "replayed", 0))
+
+    ids = prompts(1, 40).to(model.device)
+    with turbo_hf.patch(model, TurboConfig(block_size=32, cuda_graphs=demanded or "auto")) as handle:
+        options: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
+        want = model.generate(ids, **options)
+        if demanded:
+            with pytest.raises(Unsupported, match=r"cuda_graphs=True: model.layers.0.mlp has hooks"):
+                model.generate(ids, logits_processor=[comes], **options)
+            assert not called
+            return
+        assert torch.equal(model.generate(ids, logits_processor=[comes], **options), want)
+        # tokens 8 to 14
+        assert len(called) == 7
+        assert replayed == [replays()]
+        assert handle.report().steps == LAUNCHED.format("model.layers.0.mlp")
+        # removed, the next call captures again
+        hooks.pop().remove()
+        model.generate(ids, **options)
+        assert runners[-1].captures

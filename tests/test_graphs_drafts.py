@@ -8,17 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs, in_turn
 from graphs_support import PLAIN, SMALL, an_index, answer, watch_runners
 from models import prompts, tiny_llama, tiny_mistral
-from steps_support import CONFIGS, DIM, HEADS, LAYERS, assert_same, filled, without_kernels
+from steps_support import (
+    CONFIGS,
+    DIM,
+    HEADS,
+    assert_same,
+    by_host,
+    by_steps,
+    filled,
+    new_tokens,
+    without_kernels,
+)
 from stores import tokens
 from torch import Tensor
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.new_columns import NewColumns
-from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_no_replay
 from turbo_hf.graphs.step_runner import StepRunner
@@ -50,24 +58,17 @@ def drafter_of(model: Any, schedule: str, noise: float = 0.05) -> Any:
     return drafter
 
 
-@in_turn(
-    way=[
-        pytest.param("heuristic", id="heuristic"),
-        pytest.param("constant", id="constant"),
-        pytest.param("unpatched", id="unpatched-drafter"),
-        pytest.param("lookup", id="lookup"),
-        pytest.param("early", id="early-exit"),
-        pytest.param("heuristic", id="heuristic"),
-        pytest.param("lookup", id="lookup"),
+@pytest.mark.parametrize(
+    ("way", "config", "window"),
+    [
+        ("heuristic", SMALL, None),
+        ("constant", replace(SMALL, low_heads=0.5, low_bits=2), 40),
+        ("unpatched", replace(SMALL, dense_layers=(1,)), 40),
+        ("lookup", replace(SMALL, bits=2, buffer_scale="universal"), None),
+        ("early", SMALL, 40),
+        ("heuristic", replace(SMALL, dense_layers=(1,)), 40),
+        ("lookup", replace(SMALL, low_heads=0.5, low_bits=2), None),
     ],
-    config=[
-        pytest.param(SMALL, id="4bit"),
-        pytest.param(replace(SMALL, low_heads=0.5, low_bits=2), id="mixed"),
-        pytest.param(replace(SMALL, dense_layers=(1,)), id="beside-16bit"),
-        pytest.param(replace(SMALL, bits=2, buffer_scale="universal"), id="universal"),
-        pytest.param(replace(SMALL, dense_layers=(1,)), id="beside-16bit"),
-    ],
-    window=[None, 40, 40],
 )
 def test_tokens_are_those_without_graphs(
     way: str, config: TurboConfig, window: int | None, runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch,
@@ -124,7 +125,7 @@ def test_sampled_drafts(runners: list[StepRunner]) -> None:
 
 
 def test_what_is_not_captured_runs_as_before(runners: list[StepRunner]) -> None:
-    """Sparse layers, a hook of the user, and `disable_compile`."""
+    """Sparse layers and `disable_compile`."""
     model = tiny_llama()
     sparse = SparseConfig(selector="saap", probes=3, window_tokens=12, read_all_layers=())
     index = an_index(model)
@@ -139,14 +140,6 @@ def test_what_is_not_captured_runs_as_before(runners: list[StepRunner]) -> None:
                 call = {"max_new_tokens": 30, "do_sample": False, "prompt_lookup_num_tokens": 4, **options}
                 found.append(model.generate(**repeating(), **call))
         assert torch.equal(*found)
-    called: list[int] = []
-    hook = model.lm_head.register_forward_hook(lambda *args: called.append(1))
-    with turbo_hf.patch(model, SMALL):
-        model.generate(**repeating(), max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=4)
-    assert called
-    with turbo_hf.patch(model, replace(SMALL, cuda_graphs=True)), pytest.raises(Unsupported, match="lm_head has hooks"):
-        model.generate(**repeating(), max_new_tokens=8, prompt_lookup_num_tokens=4)
-    hook.remove()
     assert not any(runner.captures for runner in runners)
 
 
@@ -179,34 +172,10 @@ def test_the_drafters_cache_goes_with_the_call(runners: list[StepRunner], monkey
 # --- bit by bit ----------------------------------------------------------------------------------------------------
 
 
-def new_tokens(rows: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    return [(tokens(rows, HEADS, count, DIM), tokens(rows, HEADS, count, DIM)) for _ in range(LAYERS)]
-
-
-def by_host(cache: TurboCache, new: list[tuple[Tensor, Tensor]]) -> None:
-    for layer, (k, v) in zip(cache.turbo_layers(), new, strict=True):
-        layer.append(k, v, NewColumns(k.shape[2]))
-        layer.commit()
-
-
-def by_steps(run: ReplayableSteps, new: list[tuple[Tensor, Tensor]], surplus: int) -> None:
-    """The tokens, and `surplus` more that are taken back at once."""
-    size = new[0][0].shape[2] + surplus
-    run.mark_unfinished()
-    run.begin(size)
-    with run.running(size):
-        for layer, pair in zip(run.layers, new, strict=True):
-            k, v = (torch.cat((x, x[:, :, -1:].expand(-1, -1, surplus, -1)), 2) for x in pair)
-            layer.append(k, v, NewColumns(size))
-            layer.commit()
-    run.finish(size, surplus)
-
-
-@all_pairs(
-    config=[*CONFIGS[:5], pytest.param(TurboConfig(block_size=32, low_heads=0.5), id="mixed")],
-    window=[pytest.param(None, id="all"), pytest.param(40, id="window")],
-    lengths=[pytest.param([70], id="one-row"), pytest.param([70, 33, 5], id="ragged")],
+@pytest.mark.parametrize(
+    ("window", "lengths"), [(None, [70]), (None, [70, 33, 5]), (40, [70, 33, 5])], ids=["one-row", "ragged", "window"]
 )
+@pytest.mark.parametrize("config", [*CONFIGS[:5], pytest.param(TurboConfig(block_size=32, low_heads=0.5), id="mixed")])
 def test_drafts_store_what_the_host_stores(
     config: TurboConfig, window: int | None, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ def test_no_history_is_wrong(family: str) -> None:
     histories = {seed: history for seed in SEEDS if (history := draw(seed)).family == family}
     for seed, history in histories.items():
         fault = fault_of(history, counts)
-        assert fault is None, f"tests/support/histories.py --seed {seed} --count 1: {fault}"
+        assert fault is None, f"seed {seed}: {fault}; {shrunk(history)}"
     # what is refused or not drawn shows nothing
     assert counts["advance"] > 2 * len(histories) > len(SEEDS) / len(FAMILIES)
     assert sum(counts[name] for name in ("crop", "choose", "fork")) > len(histories) // 2

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from all_pairs import in_one_test
 from models import LAB_MODEL, left_padded, prompts
 from tiny_families import build, mistral4
 from transformers.integrations.finegrained_fp8 import FP8Linear
@@ -86,14 +85,6 @@ def steps(model: Any, ids: torch.Tensor, cache: Any, first: int) -> torch.Tensor
     return torch.cat(out, 1)
 
 
-def test_logits_of_steps_are_those_of_the_unpatched_model_within_the_rounding_of_its_cache() -> None:
-    model, ids = model_of(), prompts(2, 140) % 97 + 1
-    want = steps(model, ids, transformers.DynamicCache(config=model.config), 120)
-    with turbo_hf.patch(model, EXACT) as handle:
-        got = steps(model, ids, handle.new_cache(), 120)
-    assert (got - want).norm() < 2e-3 * want.norm()
-
-
 @pytest.mark.parametrize("config", [EXACT, "int8", "turbo4"], ids=["16", "int8", "turbo4"])
 def test_absorbed_steps_equal_expanded_ones_over_the_same_cache(config: Any) -> None:
     # the same cache on the unpatched model: Transformers expands what it dequantizes
@@ -128,26 +119,6 @@ def test_crop_and_copies_go_back_to_what_was() -> None:
         for again in (cache, kept):
             assert again.get_seq_length() == 100
             torch.testing.assert_close(model(ids[:, 100:101], **{CACHE: again}).logits, want)
-
-
-def test_a_second_turn_continues_the_cache() -> None:
-    model, ids = model_of(), prompts(1, 90) % 97 + 1
-    mask = torch.ones(1, 120, dtype=torch.long)
-
-    def two_turns() -> torch.Tensor:
-        first = model.generate(
-            ids[:, :60], attention_mask=mask[:, :60], max_new_tokens=8, return_dict_in_generate=True, pad_token_id=0
-        )
-        again = torch.cat((first.sequences, ids[:, 60:]), 1)
-        return generated(
-            model,
-            {"input_ids": again, "attention_mask": mask[:, : again.shape[1]]},
-            **{CACHE: first[CACHE]},
-        )
-
-    want = two_turns()
-    with turbo_hf.patch(model, EXACT):
-        assert torch.equal(two_turns(), want)
 
 
 def test_bytes_are_those_of_latents() -> None:
@@ -197,7 +168,7 @@ def test_a_turbo_cache_serves_the_unpatched_model() -> None:
     assert (got - want).norm() < 2e-3 * want.norm()
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     "options",
     [
         {"sas": True},

@@ -95,7 +95,7 @@ def test_the_kernel_for_hopper_in_numpy_is_the_reference(
     ("bits", "heads", "tokens", "sizes"),
     [(4, 16, 1, (512, 64)), (8, 10, 1, (512, 64)), (8, 20, 1, (512, 64)), (4, 7, 3, (256, 32))],
 )
-def test_a_step_of_the_kernel_for_hopper_is_that_of_the_reference(
+def test_a_step_of_the_hopper_kernel_is_the_references(
     bits: int, heads: int, tokens: int, sizes: tuple[int, int]
 ) -> None:
     if not gpu.hopper(torch.device("cuda")):

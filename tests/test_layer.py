@@ -1,4 +1,4 @@
-"""`TurboLayer`: what it stores, in how many bytes, and what it gives back."""
+"""A `TurboLayer` against a naive one: what it stores, in how many bytes, what it gives back, and what it refuses."""
 
 import copy
 import pickle
@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs, in_turn
+from budgets import check_exact, check_turbo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from layer_support import (
     CONFIGS,
     HEADS,
@@ -23,10 +24,13 @@ from layer_support import (
 )
 from models import tiny_llama
 from op_calls import decode
+from prefill_support import int8_queries
+from stores import store_codes
 from torch import Tensor
 
 from turbo_hf.cache.claimed_cache import claimed
 from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import NewColumns, columns_from_mask, columns_of
 from turbo_hf.cache.page_pool import PagePool
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.cache.turbo_cache import TurboCache
@@ -38,68 +42,18 @@ from turbo_hf.ops.store.reference_quantize import rounded_up
 # --- what is stored ------------------------------------------------------------------------------------------------
 
 
-@in_turn(config=CONFIGS, dim=[16, 48, 128])
-def test_one_pass_stores_the_naive_rows(config: TurboConfig, dim: int, device: torch.device, poison: None) -> None:
-    k, v = (x.to(device) for x in random_kv(2, 150, dim))
-    want = [NaiveRow(config) for _ in range(2)]
-    for row, naive in enumerate(want):
-        naive.append(k[row], v[row], [True] * 150)
-        naive.commit()
-    assert_layer(filled(config, k, v), want)
-
-
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf])
 @pytest.mark.parametrize("config", CONFIGS)
-@given(data=st.data())
-@settings(max_examples=10)
-def test_chunks_store_what_one_pass_stores(config: TurboConfig, data: st.DataObject) -> None:
-    cuts = data.draw(st.lists(st.sampled_from([1, 1, 2, 15, 16, 17, 31, 63, 64, 65, 100]), min_size=1, max_size=8))
-    dim = data.draw(st.sampled_from([16, 64]))
-    window = data.draw(st.sampled_from([None, 1, 20, 64, 100]))
-    k, v = random_kv(2, sum(cuts), dim)
-    chunked, at = TurboLayer(config, window), 0
-    for tokens in cuts:
-        feed(chunked, k[:, :, at : at + tokens], v[:, :, at : at + tokens])
-        at += tokens
-    whole = filled(config, k, v, window=window)
-    assert chunked.state.dropped == whole.state.dropped
-    for row in range(2):
-        assert_same_rows(chunked, row, whole, row)
-
-
-@all_pairs(
-    side=["left", "right", "holes"],
-    junk=[torch.nan, torch.inf, 1e30],
-    window=[pytest.param(None, id="full"), pytest.param(50, id="window")],
-    config=CONFIGS,
-)
-def test_rows_of_a_padded_batch_are_what_they_are_alone(
-    side: str, junk: float, window: int | None, config: TurboConfig, poison: None
-) -> None:
-    columns, lengths = 200, [200, 137, 64, 1, 0]
-    k, v = random_kv(len(lengths), columns)
-    valid = torch.zeros(len(lengths), columns, dtype=torch.bool)
-    for row, length in enumerate(lengths):
-        places = torch.arange(columns)
-        if side == "holes":
-            places = torch.randperm(columns)[:length].sort().values
-        valid[row, {"left": places[columns - length :], "right": places[:length], "holes": places}[side]] = True
-    dirty = [x.masked_fill(~valid[:, None, :, None], junk) for x in (k, v)]
-    batch = TurboLayer(config, window)
-    # two passes, so that the second meets rows of different length
-    feed(batch, dirty[0][:, :, :150], dirty[1][:, :, :150], valid[:, :150])
-    feed(batch, dirty[0][:, :, 150:], dirty[1][:, :, 150:], valid[:, 150:])
-    assert batch.seen == columns
-    for row, length in enumerate(lengths):
-        if length:
-            alone = TurboLayer(config, window)
-            for at in (slice(0, 150), slice(150, columns)):
-                real = valid[row, at]
-                if real.any():
-                    feed(alone, k[row : row + 1, :, at][:, :, real], v[row : row + 1, :, at][:, :, real])
-            assert_same_rows(batch, row, alone, 0)
-            assert batch.state.dropped[row] == alone.state.dropped[0]
-        else:
-            assert batch.lengths()[row] == 0
+def test_one_pass_stores_the_naive_rows(config: TurboConfig, junk: float, device: torch.device, poison: None) -> None:
+    """Of rows with holes, at which anything may lie."""
+    k, v = (x.to(device) for x in random_kv(3, 150, 48))
+    valid = torch.rand(3, 150, device=device) < torch.tensor([[1.0], [0.7], [0.0]], device=device)
+    want = [NaiveRow(config) for _ in range(3)]
+    for row, naive in enumerate(want):
+        naive.append(k[row], v[row], valid[row].tolist())
+        naive.commit()
+    k, v = (x.masked_fill(~valid[:, None, :, None], junk) for x in (k, v))
+    assert_layer(filled(config, k, v, valid), want)
 
 
 def test_a_long_prompt_is_sealed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +68,7 @@ def test_a_long_prompt_is_sealed_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
             assert_same_rows(parts, row, whole, row)
 
 
-def test_a_half_precision_cache_is_that_of_the_same_numbers_in_float32() -> None:
+def test_a_half_precision_cache_is_that_of_float32() -> None:
     k, v = (x.to(torch.bfloat16) for x in random_kv(1, 100))
     half, single = filled(TurboConfig(), k, v), filled(TurboConfig(), k.float(), v.float())
     assert_same_rows(half, 0, single, 0)
@@ -136,9 +90,10 @@ def test_the_first_block_ranks_the_heads_of_each_row(device: torch.device) -> No
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
-@all_pairs(dim=[64, 128], rows=[1, 4], config=CONFIGS)
-def test_memory_is_what_is_reported_and_near_theory(config: TurboConfig, rows: int, dim: int) -> None:
-    tokens, heads = 2048, 4
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_memory_is_what_is_reported_and_near_theory(config: TurboConfig, rows: int) -> None:
+    tokens, heads, dim = 2048, 4, 64
     layer = TurboLayer(config)
     k, v = (x.to(torch.bfloat16) for x in random_kv(rows, tokens, dim, heads))
     feed(layer, k, v)
@@ -155,16 +110,6 @@ def test_memory_is_what_is_reported_and_near_theory(config: TurboConfig, rows: i
             assert sizes["open"] == open_bytes
             assert pages <= sizes["codes"] + sizes["scales"] <= 1.05 * pages
             assert layer.full_precision_bytes() == 2 * 2 * rows * heads * dim * held
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_four_bit_takes_less_than_a_third_of_half_precision(rows: int, dim: int) -> None:
-    layer = TurboLayer(TurboConfig(bits=4))
-    feed(layer, *(x.to(torch.bfloat16) for x in random_kv(rows, 2048, dim)))
-    for step in range(5):
-        feed(layer, *(x.to(torch.bfloat16) for x in random_kv(rows, 1, dim, seed=step)))
-    assert layer.full_precision_bytes() / sum(layer.nbytes().values()) >= 3.5
 
 
 def test_growth_copies_a_constant_number_of_pages_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,14 +173,6 @@ def test_layers_that_have_stored_the_same_count_the_same() -> None:
     assert layers[0].state == layers[1].state
 
 
-def test_nothing_of_full_precision_stays() -> None:
-    layer = filled(TurboConfig(low_heads=0.5), *random_kv(2, 200))
-    layer.update(*random_kv(2, 1))
-    tokens = sum(layer.lengths())
-    for x in tensors_of(layer):
-        assert not x.is_floating_point() or x.numel() <= 2 * HEADS * tokens
-
-
 # --- update without the attention function -------------------------------------------------------------------------
 
 
@@ -252,15 +189,9 @@ def test_a_claimed_update_hands_the_tensors_on() -> None:
     view.update(k, v, 0)
     view.update(k, v, 1)
     assert [cache.get_seq_length(layer) for layer in (0, 1)] == [3, 3]
-
-
-def test_a_claim_is_of_one_call() -> None:
-    cache = TurboCache(tiny_llama().config)
-    view = claimed(cache, 0)
-    k, v = random_kv(1, 3)
     # the cache itself knows nothing of it
+    claimed(cache, 0)
     assert cache.update(k, v, 0)[0] is not k
-    assert cache.get_seq_length() == view.get_seq_length() == 3
     view.decompressed = True
     assert cache.decompressed
 
@@ -278,24 +209,23 @@ def test_a_view_that_a_hook_has_kept_is_as_good_as_the_cache() -> None:
     assert type(pickle.loads(pickle.dumps(kept))) is TurboCache
 
 
-def test_a_subclass_with_slots_is_refused_clearly() -> None:
-    class Slotted(TurboCache):
-        __slots__ = ("extra",)
+class Slotted(TurboCache):
+    __slots__ = ("extra",)
 
-    with pytest.raises(Unsupported, match="without __slots__"):
-        claimed(Slotted(tiny_llama().config), 0)
+
+class Doubling(TurboCache):
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().update(2 * key_states, value_states, *args, **kwargs)
 
 
 def test_a_claim_keeps_what_a_subclass_overrides() -> None:
-    class Doubling(TurboCache):
-        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().update(2 * key_states, value_states, *args, **kwargs)
-
     view = claimed(Doubling(tiny_llama().config), 0)
     k, v = random_kv(1, 3)
     assert isinstance(view, Doubling)
     assert torch.equal(view.update(k, v, 0)[0], 2 * k)
     assert view.get_seq_length() == 0
+    with pytest.raises(Unsupported, match="without __slots__"):
+        claimed(Slotted(tiny_llama().config), 0)
 
 
 @pytest.mark.parametrize("window", [None, 30], ids=["full", "window"])
@@ -324,7 +254,7 @@ def test_an_unclaimed_update_returns_dense_keys_and_values(window: int | None) -
     assert_layer(layer, naive)
 
 
-def test_padding_told_beforehand_is_not_stored_and_what_follows_it_is() -> None:
+def test_padding_told_beforehand_is_not_stored() -> None:
     k, v = random_kv(2, 90)
     layer = TurboLayer(TurboConfig())
     layer.given_mask = torch.arange(70) >= torch.tensor([[0], [50]])
@@ -419,3 +349,300 @@ def test_a_universal_scale_is_one_a_row_and_ignores_padding() -> None:
     scale = rounded_up(k[1, :, 45:].abs().amax((1, 2)) / CODE_MAX)
     assert torch.equal(batch.buffer.k_scale[0, :, 16], scale)
     assert sum(batch.nbytes().values()) == allocated(batch)
+
+
+# --- a random life, against the naive model ------------------------------------------------------------------------
+
+
+class Life(RuleBasedStateMachine):
+    """Random sequences of what Transformers does to a cache layer."""
+
+    layer: TurboLayer
+    naive: list[NaiveRow]
+
+    @initialize(
+        config=st.sampled_from(
+            [
+                TurboConfig(bits=4, block_size=32),
+                TurboConfig(bits=4, low_bits=2, low_heads=0.5, block_size=32),
+                TurboConfig(bits=3, low_bits=2, low_heads=0.5, block_size=64),
+                *(case.values[0] for case in CONFIGS),
+            ]
+        ),
+        window=st.sampled_from([None, None, 1, 20, 33, 70]),
+        rows=st.integers(1, 3),
+    )
+    def begin(self, config: TurboConfig, window: int | None, rows: int) -> None:
+        self.layer, self.window, self.passes, self.recording = TurboLayer(config, window), window, 0, False
+        self.naive = [NaiveRow(config, window) for _ in range(rows)]
+
+    @rule(
+        tokens=st.sampled_from([1, 1, 2, 15, 16, 17, 32, 33, 64, 65, 90]),
+        padding=st.sampled_from(["none", "none", "left", "right", "holes"]),
+        junk=st.sampled_from([0.0, torch.nan, torch.inf, 1e30]),
+    )
+    def append(self, tokens: int, padding: str, junk: float) -> None:
+        """junk: what lies under padding."""
+        self.passes += 1
+        rows = len(self.naive)
+        k, v = random_kv(rows, tokens, seed=self.passes)
+        generator = torch.Generator().manual_seed(self.passes)
+        valid = torch.rand(rows, tokens, generator=generator) < 0.7
+        if padding != "holes":
+            valid = valid.sort(-1, descending=padding == "right").values
+        if padding == "none":
+            valid = torch.ones_like(valid)
+        dirty_k, dirty_v = (x.masked_fill(~valid[:, None, :, None], junk) for x in (k, v))
+        feed(self.layer, dirty_k, dirty_v, None if padding == "none" else valid)
+        for row, naive in enumerate(self.naive):
+            naive.append(k[row], v[row], valid[row].tolist())
+            if not self.recording:
+                naive.commit()
+
+    @precondition(lambda self: self.layer.seen)
+    @rule(columns=st.sampled_from([0, 0, 1, 2, 7, 16, 31, 32, 33, 64, 65, 100, 1000]))
+    def crop(self, columns: int) -> None:
+        if columns > self.layer.seen:
+            with pytest.raises(ValueError, match=f"holds only {self.layer.seen} columns"):
+                self.layer.crop(-columns)
+        elif all(row.can_crop(columns) for row in self.naive):
+            self.layer.crop(-columns)
+            for row in self.naive:
+                row.crop(columns)
+                row.commit()
+        else:
+            with pytest.raises(ValueError, match="left the sliding window"):
+                self.layer.crop(-columns)
+
+    @rule()
+    def record(self) -> None:
+        self.layer.activate_past_recording()
+        self.recording = True
+
+    @precondition(lambda self: self.layer.seen)
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        rows = len(self.naive)
+        index = data.draw(st.lists(st.integers(0, rows - 1), min_size=rows, max_size=rows))
+        self.layer.reorder_cache(torch.tensor(index))
+        self.naive = [copy.deepcopy(self.naive[row]) for row in index]
+
+    @precondition(lambda self: self.layer.seen)
+    @rule(data=st.data(), as_mask=st.booleans())
+    def select(self, data: st.DataObject, as_mask: bool) -> None:
+        index = sorted(data.draw(st.sets(st.integers(0, len(self.naive) - 1), min_size=1)))
+        chosen = torch.tensor(index)
+        if as_mask:
+            chosen = torch.tensor([row in index for row in range(len(self.naive))])
+        self.layer.batch_select_indices(chosen)
+        self.naive = [self.naive[row] for row in index]
+
+    @precondition(lambda self: self.layer.seen and len(self.naive) < 3)
+    @rule()
+    def repeat(self) -> None:
+        self.layer.batch_repeat_interleave(2)
+        self.naive = [copy.deepcopy(row) for row in self.naive for _ in range(2)]
+
+    @precondition(lambda self: self.layer.seen)
+    @rule()
+    def continue_a_copy(self) -> None:
+        original, self.layer = self.layer, copy.deepcopy(self.layer)
+        original.activate_past_recording()
+        original.crop(0)
+        original.append(*random_kv(len(self.naive), 1, seed=99), NewColumns(1))
+
+    @precondition(lambda self: self.layer.seen)
+    @rule(rows=st.integers(1, 3))
+    def reset(self, rows: int) -> None:
+        self.layer.reset()
+        assert not tensors_of(self.layer)
+        assert self.layer.get_seq_length() == 0
+        self.naive, self.recording = [NaiveRow(self.layer.config, self.window) for _ in range(rows)], False
+
+    @invariant()
+    def the_layer_is_the_naive_rows(self) -> None:
+        if self.layer.is_initialized:
+            assert_layer(self.layer, self.naive)
+            assert sum(self.layer.nbytes().values()) == allocated(self.layer)
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+# --- crop ----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_that_a_crop_frees_are_used_again() -> None:
+    config, blocks = TurboConfig(block_size=32), 36
+    k, v = random_kv(2, blocks * 32)
+    layer, whole = filled(config, k, v), filled(config, k, v)
+    for kept in (35, 34, 12, 0):
+        # two pages of 72 are kept for the next blocks, more are given back
+        layer.crop(35 * 32 - layer.seen)
+        assert layer.pool.pages == 2 * blocks
+        layer.crop(kept * 32 - layer.seen)
+        assert layer.pool.pages == 2 * (blocks if kept == 35 else kept)
+        for at in range(kept * 32, blocks * 32, 32):
+            feed(layer, k[:, :, at : at + 32], v[:, :, at : at + 32])
+        for row in range(2):
+            assert_same_rows(layer, row, whole, row)
+        assert layer.pool.pages == 2 * blocks
+
+
+def test_a_row_emptied_by_a_crop_ranks_its_heads_anew() -> None:
+    config = TurboConfig(bits=4, low_bits=2, low_heads=2 / 3)
+    k, v = random_kv(1, 100)
+    k[:, 2] /= 100
+    layer = filled(config, k * torch.tensor([1.0, 50.0, 1.0])[:, None, None], v)
+    assert layer.order[0].tolist() == [1, 0, 2]
+    layer.crop(-100)
+    feed(layer, k * torch.tensor([50.0, 1.0, 1.0])[:, None, None], v)
+    assert layer.order[0].tolist() == [0, 1, 2]
+
+
+def test_crop_takes_a_tensor_too() -> None:
+    layer = filled(TurboConfig(), *random_kv(1, 20))
+    layer.crop(torch.tensor(-3))  # type: ignore[arg-type]
+    assert type(layer.get_seq_length()) is int
+    assert layer.lengths() == [layer.seen] == [17]
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+
+def test_beams_share_pages_and_then_part() -> None:
+    k, v = random_kv(1, 128)
+    layer = filled(TurboConfig(), k, v)
+    layer.batch_repeat_interleave(3)
+    assert layer.pool.pages == 2
+    tail = random_kv(3, 70, seed=1)
+    feed(layer, *tail)
+    assert layer.pool.pages == 2 + 3
+    layer.reorder_cache(torch.tensor([2, 2, 0]))
+    assert layer.pool.pages == 2 + 2
+    for row, parent in enumerate((2, 2, 0)):
+        own = [torch.cat((x, y[parent : parent + 1]), 2) for x, y in zip((k, v), tail, strict=True)]
+        assert_same_rows(layer, row, filled(TurboConfig(), own[0], own[1]), 0)
+
+
+# --- window --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("window", "mode"),
+    [(1, "fp16"), (63, "turbo"), (64, "fp16"), (65, "turbo"), (65, "fp16"), (200, "turbo")],
+)
+def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device: torch.device) -> None:
+    k, v = (x.to(device) for x in random_kv(2, 500))
+    rolled, whole = TurboLayer(TurboConfig(), window), TurboLayer(TurboConfig())
+    at = 0
+    for tokens in (300, 7, 64, *[1] * 16, 113):
+        part = slice(at, at + tokens)
+        for layer in (rolled, whole):
+            layer.append(k[:, :, part], v[:, :, part], NewColumns(tokens))
+        at += tokens
+        if tokens <= DECODE_TOKENS:
+            # as in a pass: attention reads the cache before it is committed
+            q = torch.randn(2, 2 * HEADS, tokens, 16, device=device)
+            got = decode(q, rolled.kv_store(), scaling=0.3, window=window, mode=mode)
+            rows = store_codes(whole.kv_store())
+            if mode == "fp16":
+                check_exact(got, q, [row.values() for row in rows], scaling=0.3, window=window)
+            else:
+                check_turbo(got, int8_queries(q, [0] * len(q)), q.dtype, rows, scaling=0.3, window=window)
+        rolled.commit()
+        whole.commit()
+        assert max(rolled.lengths()) < window - 1 + 64
+    assert rolled.state.dropped[0] > 0
+    assert rolled.get_max_length() == window
+    assert whole.get_max_length() == -1
+
+
+def test_a_rolling_window_has_bounded_memory() -> None:
+    layer, sizes = TurboLayer(TurboConfig(), 128), []
+    for step in range(60):
+        feed(layer, *random_kv(2, 33, seed=step))
+        sizes.append(sum(layer.nbytes().values()))
+    # two blocks of window, one more that is on its way out, one of open tokens; the table doubles
+    most = HEADS * 2 * (3 * page_bytes(16, 4) + 64 * open_token_bytes(16)) + 2 * 8 * 4 + 2 * HEADS * 8
+    assert max(sizes[10:]) <= most
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("which", "bad"), [(0, torch.nan), (1, torch.inf), (0, -torch.inf), (1, torch.nan)])
+@pytest.mark.parametrize("scale", ["token", "universal"])
+@pytest.mark.parametrize("seen", [0, 20], ids=["prompt", "token"])
+def test_nan_and_infinity_are_refused(seen: int, which: int, bad: float, scale: Any) -> None:
+    layer = TurboLayer(TurboConfig(buffer_scale=scale), index=7)
+    if seen:
+        feed(layer, *random_kv(1, seen))
+    new = random_kv(1, 2, seed=1)
+    new[which][0, 1, 1, 3] = bad
+    with pytest.raises(ValueError, match="layer 7: keys or values hold NaN or Inf"):
+        feed(layer, *new)
+    assert layer.seen == seen
+    if seen:
+        # the pass left no trace
+        clean = TurboLayer(TurboConfig(buffer_scale=scale))
+        for one in (layer, clean):
+            if one is clean:
+                feed(one, *random_kv(1, seen))
+            feed(one, *random_kv(1, 3, seed=2))
+        assert_same_rows(layer, 0, clean, 0)
+
+
+def test_another_batch_or_other_heads_are_refused() -> None:
+    layer = filled(TurboConfig(), *random_kv(2, 20))
+    with pytest.raises(ValueError, match="holds 2 rows of 3 heads of 16 channels; this pass brings 3 of 3"):
+        feed(layer, *random_kv(3, 1))
+    with pytest.raises(ValueError, match="holds 2 rows of 3 heads of 16 channels; this pass brings 2 of 4"):
+        feed(layer, *random_kv(2, 1, heads=4))
+    layer.reset()
+    feed(layer, *random_kv(3, 1))
+    assert layer.lengths() == [1, 1, 1]
+
+
+def test_keys_and_values_of_unlike_shape_are_refused() -> None:
+    layer = TurboLayer(TurboConfig(), index=4)
+    with pytest.raises(ValueError, match=r"layer 4: keys \(1, 3, 3, 32\) and values \(1, 3, 3, 16\) differ"):
+        layer.update(random_kv(1, 3, 32)[0], random_kv(1, 3, 16)[1])
+    with pytest.raises(ValueError, match="head dim 24"):
+        layer.update(*random_kv(1, 3, 24))
+
+
+# --- masks of a pass -----------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=4))
+def test_a_chunk_puts_tokens_at_the_end_and_takes_them_back(rows: list[list[bool]]) -> None:
+    valid = torch.tensor(rows)
+    chunk = columns_of(valid)
+    starts = chunk.starts or [0] * len(rows)
+    assert [chunk.tokens - start for start in starts] == valid.sum(-1).tolist()
+    x = torch.arange(1.0, 7.0).expand(len(rows), 2, 6)[..., None]
+    aligned = chunk.align(x)
+    for row, real in enumerate(valid):
+        tokens = x[row, :, real]
+        assert torch.equal(aligned[row, :, 6 - tokens.shape[1] :], tokens)
+    assert torch.equal(chunk.restore(aligned), x)
+    if valid.all():
+        assert chunk == NewColumns(6)
+
+
+def test_a_mask_that_contradicts_the_cache_is_refused() -> None:
+    stored = torch.tensor([[0, 1, 1], [1, 1, 1]], dtype=torch.bool)
+    mask = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1]])
+    assert columns_from_mask(mask, 3, 2, stored).starts == [1, 0]
+    assert columns_from_mask(torch.ones(2, 5), 3, 2, None) == NewColumns(2)
+    with pytest.raises(ValueError, match="attention_mask has 2 columns; the cache holds 3 and this pass brings 2"):
+        columns_from_mask(mask[:, 3:], 3, 2, stored)
+    for past in (None, ~stored):
+        with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
+            columns_from_mask(mask, 3, 2, past)
+    # no mask shows every column, so it contradicts a cache that left some out
+    assert columns_from_mask(None, 3, 2, stored[1:]) == NewColumns(2)
+    with pytest.raises(ValueError, match="none means all ones"):
+        columns_from_mask(None, 3, 2, stored)

@@ -15,8 +15,6 @@ from turbo_hf.layout import (
     empty_pages,
     half_merge,
     half_split,
-    open_token_bytes,
-    packed_bytes,
     page_bytes,
     value_order,
 )
@@ -29,44 +27,9 @@ def random_codes(*shape: int, bits: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bits", PACKED)
-def test_packing_is_exact(bits: int, device: torch.device) -> None:
-    for n in (16, 32, 64, 80, 96, 128, 256):
-        codes = random_codes(2, 16, n, bits=bits).to(device)
-        packed = half_split(codes, bits)
-        assert packed.dtype == torch.uint8
-        assert packed.shape == (2, 16, packed_bytes(n, bits))
-        assert torch.equal(half_merge(packed, bits), codes)
-
-
-@pytest.mark.parametrize("bits", PACKED)
 def test_every_byte_unpacks_to_codes_that_pack_to_it(bits: int) -> None:
     packed = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 2 * bits)
     assert torch.equal(half_split(half_merge(packed, bits), bits), packed)
-
-
-@pytest.mark.parametrize("n", [pytest.param(16, id="n16"), pytest.param(80, id="n80")])
-def test_4_bit_bytes_are_as_drawn(n: int) -> None:
-    c = random_codes(n, bits=4).tolist()
-    drawn = [c[j] | c[j + n // 2] << 4 for j in range(n // 2)]
-    assert half_split(torch.tensor(c, dtype=torch.uint8), 4).tolist() == drawn
-
-
-@pytest.mark.parametrize("n", [pytest.param(16, id="n16"), pytest.param(80, id="n80")])
-def test_2_bit_bytes_are_as_drawn(n: int) -> None:
-    c = random_codes(n, bits=2).tolist()
-    drawn = [c[j] | c[j + n // 4] << 2 | c[j + n // 2] << 4 | c[j + 3 * n // 4] << 6 for j in range(n // 4)]
-    assert half_split(torch.tensor(c, dtype=torch.uint8), 2).tolist() == drawn
-
-
-@pytest.mark.parametrize("n", [pytest.param(16, id="n16"), pytest.param(80, id="n80")])
-def test_3_bit_planes_are_as_drawn(n: int) -> None:
-    page = random_codes(16, n, bits=3)
-    pairs = [(page[i].tolist(), page[i + 8].tolist(), j) for i in range(8) for j in range(n // 4)]
-    q = n // 4
-    drawn = [e[j] | e[j + q] << 3 | (e[j + 3 * q] & 3) << 6 for e, _, j in pairs]
-    drawn += [o[j] | o[j + q] << 3 | (o[j + 3 * q] & 3) << 6 for _, o, j in pairs]
-    drawn += [e[j + 2 * q] | o[j + 2 * q] << 3 | e[j + 3 * q] >> 2 << 6 | o[j + 3 * q] >> 2 << 7 for e, o, j in pairs]
-    assert half_split(page, 3).flatten().tolist() == drawn
 
 
 @pytest.mark.parametrize("bits", PACKED)
@@ -112,11 +75,6 @@ def test_page_bytes_are_those_allocated(bits: int, device: torch.device) -> None
         assert pages.width == (bits if bits == value_bits else (bits, value_bits))
         assert pages.k.shape[:3] == (3, 2, block)
         assert pages.v.shape[:3] == (3, 2, dim)
-
-
-def test_open_token_bytes_are_those_of_its_tensors() -> None:
-    code, scale = torch.empty(128, dtype=torch.int8), torch.empty((), dtype=torch.float32)
-    assert open_token_bytes(128) == 2 * (code.nbytes + scale.nbytes)
 
 
 @pytest.mark.parametrize(

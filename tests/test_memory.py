@@ -1,17 +1,90 @@
-"""`str()` of what a cache takes and of what a patch did: they fit a screen, however many layers there are."""
+"""What a cache takes, and `str()` of it and of what a patch did: they fit a screen, however many layers."""
 
-from all_pairs import in_one_test
-from models import prompts, tiny_llama
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from choices import EVERY_PRESET
+from models import left_padded, prompts, tiny_llama, tiny_mistral
+from plan_support import costs
+from torch import Tensor
 
 import turbo_hf
-from turbo_hf import TurboConfig
-from turbo_hf.cache.memory import SHOWN, Memory, group_layers
+from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf.cache.memory import SHOWN, Memory, cache_bytes, group_layers, measure
 from turbo_hf.config.turbo_config import PRESETS
+from turbo_hf.layout import page_bytes
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.handle import LayerReport, Report
 from turbo_hf.sparse.selectors import Selectivity
 
 
-@in_one_test(
+def passed(model: Any, ids: Tensor, cache: TurboCache) -> Memory:
+    """What the cache takes after a pass."""
+    with torch.no_grad():
+        model(ids, **{CACHE: cache})
+    return measure(cache.layers)
+
+
+@pytest.mark.parametrize("preset", [name for name, config in EVERY_PRESET.items() if config.sparse is None])
+@pytest.mark.parametrize("window", [None, 256], ids=["full", "window"])
+def test_memory_is_what_the_plan_says(preset: str, window: int | None) -> None:
+    model = tiny_mistral(window, head_dim=64).to(torch.bfloat16)
+    # planned as open, which test_plan compares
+    config = replace(EVERY_PRESET[preset], recent_tokens=0)
+    cache = TurboCache(model.config, config)
+    passed(model, prompts(2, 512), cache)
+    memory = passed(model, prompts(2, 1), cache)
+    planned = 2 * cache_bytes(costs(model.config, config), 512)
+    sealed = memory.by_kind["codes"] + memory.by_kind["scales"]
+    assert planned <= sealed <= 1.05 * planned
+    assert memory.total == sum(memory.by_kind.values())
+    assert memory.tokens == 2 * 513
+    dense = 2 * cache_bytes(costs(model.config), 512)
+    assert memory.full_precision <= dense * 513 / 512 if window is None else memory.full_precision < 2 * dense
+    assert memory.compression == memory.full_precision / memory.total
+
+
+def test_uncompressed_layers_are_counted_as_dense(llama: Any) -> None:
+    cache = TurboCache(llama.config, uncompressed_layers=(1,))
+    assert measure(cache.layers).compression == 1.0
+    assert measure(cache.layers).total == 0
+    memory = passed(llama, prompts(2, 64), cache)
+    assert memory.by_kind["dense"] == 2 * 2 * 2 * 64 * 16 * 8
+    assert memory.layers[0]["codes"] + memory.layers[0]["scales"] >= 2 * 2 * page_bytes(16, 4)
+    assert memory.full_precision == 2 * 2 * 2 * 64 * 16 * 8
+
+
+def test_heads_of_16_bit_are_counted_as_what_they_take(llama: Any) -> None:
+    dense = cache_bytes(costs(llama.config), 640)
+    full = cache_bytes(costs(llama.config, TurboConfig(bits=16)), 640)
+    assert full == dense
+    one = cache_bytes(costs(llama.config, TurboConfig(bits=2, recent_tokens=64, dense_layers=(0, 1))), 640)
+    assert one == full
+    mixed = cache_bytes(costs(llama.config, TurboConfig(bits=16, low_bits=4, low_heads=0.5)), 640)
+    assert mixed == full / 2 + 2 * 10 * page_bytes(16, 4)
+
+
+def test_the_index_is_counted_where_there_is_one(llama: Any) -> None:
+    chosen = SparseConfig(selector="kmeans", probes=2, read_all_layers=(0,))
+    plain = costs(llama.config, TurboConfig())
+    sparse = costs(llama.config, TurboConfig(sparse=chosen))
+    assert sparse[0] == plain[0]
+    # int16 for each of 2 heads
+    assert sparse[1].per_token == plain[1].per_token + 2 * 2
+
+
+def test_padding_takes_no_memory(llama: Any) -> None:
+    batch = left_padded([prompts(1, n, seed=n)[0] for n in (512, 1)])
+    caches = [TurboCache(llama.config, attention_mask=told) for told in (batch["attention_mask"], None)]
+    sizes = [passed(llama, batch["input_ids"], cache) for cache in caches]
+    assert sizes[0].tokens == 513
+    assert sizes[1].tokens == 1024
+    assert sizes[0].by_kind["codes"] == sizes[1].by_kind["codes"] / 2
+
+
+@pytest.mark.parametrize(
     ("indices", "words"),
     [
         ([3], "layer 3"),

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs
 from gpu_support import NO_FP8, has_fp8
 from op_calls import quantize_operands
 from stores import tokens
@@ -14,7 +13,6 @@ from turbo_hf.layout import MODES, QUANTIZED_MODES, VALUE_ORDER, Operands
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-QUANTIZED = [pytest.param(mode, id=mode) for mode in QUANTIZED_MODES]
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -37,9 +35,9 @@ def spread(scale: torch.Tensor, padded: int) -> torch.Tensor:
     return scale.double().repeat_interleave(padded // scale.shape[2], -1)[..., None]
 
 
-@all_pairs(
-    starts=[pytest.param(None, id="whole"), pytest.param([0, 90], id="ragged")], v_scale=V_SCALES, mode=QUANTIZED
-)
+@pytest.mark.parametrize("mode", QUANTIZED_MODES)
+@pytest.mark.parametrize("v_scale", V_SCALES)
+@pytest.mark.parametrize("starts", [None, [0, 90]], ids=["whole", "ragged"])
 def test_codes_are_nearest_and_scales_smallest(
     starts: list[int] | None, v_scale: str, mode: str, device: torch.device
 ) -> None:
@@ -73,28 +71,21 @@ def test_codes_are_nearest_and_scales_smallest(
         assert float(values.abs().max()) == MODES[mode].v_top
 
 
-@all_pairs(
-    choices=[
-        pytest.param({}, id="plain"),
-        pytest.param({"smooth_k": True}, id="smooth"),
-    ],
-    v_scale=V_SCALES,
-    mode=QUANTIZED,
-)
-def test_kernel_gives_the_references_codes(
-    choices: dict[str, Any], v_scale: str, mode: str, device: torch.device
-) -> None:
+@pytest.mark.parametrize("mode", QUANTIZED_MODES)
+@pytest.mark.parametrize("v_scale", V_SCALES)
+@pytest.mark.parametrize("smooth", [False, True])
+def test_kernel_gives_the_references_codes(smooth: bool, v_scale: str, mode: str, device: torch.device) -> None:
     if mode == "fp8" and not has_fp8(device):
         pytest.skip(NO_FP8)
     k, v = keys_and_values(device)
     starts = torch.tensor([0, 37], device=device)
-    given: dict[str, Any] = {"mode": mode, "v_scale": v_scale, "block": 64, "starts": starts} | choices
+    given: dict[str, Any] = {"mode": mode, "v_scale": v_scale, "block": 64, "starts": starts, "smooth_k": smooth}
     want = quantize_operands(k, v, backend="reference", **given)
     got = quantize_operands(k, v, backend="triton", **given)
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("mode", QUANTIZED)
+@pytest.mark.parametrize("mode", QUANTIZED_MODES)
 @pytest.mark.parametrize("v_scale", V_SCALES)
 def test_numbers_too_small_to_divide_by_count_as_0(v_scale: str, mode: str, device: torch.device) -> None:
     if mode == "fp8" and not has_fp8(device):
@@ -142,6 +133,21 @@ def test_smoothing_takes_the_mean_and_rotation_keeps_products(device: torch.devi
     # a common offset no longer costs the keys their steps
     rough = (plain.k.double() * spread(plain.k_scale, 256))[:, :, :150] - k.double()
     assert float((back[:, :, :150] - k.double()).norm()) < float(rough.norm()) / 2
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"mode": "fp16"}, "mode must be one of turbo, int8, half, fp8; got 'fp16'"),
+        ({"v_scale": "row"}, "v_scale must be one of block, channel, tensor; got 'row'"),
+        ({"block": 48}, "block must be one of 32, 64, 128 tokens; got 48"),
+        ({"backend": "cuda"}, "backend must be one of auto, triton, reference; got 'cuda'"),
+    ],
+)
+def test_refuses(choices: dict[str, Any], message: str) -> None:
+    x = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(ValueError, match=message):
+        quantize_operands(x, x, **({"mode": "turbo"} | choices))
 
 
 def test_refuses_a_kernel_that_does_not_exist() -> None:

@@ -1,55 +1,32 @@
-"""`prefill` of a prompt against the float64 oracle: lengths, heads, types, options, padding, numbers of any size."""
+"""`prefill` against the float64 oracle: prompts, chunks over a past, numbers of any size; the same; refusals."""
 
+from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_modes
-from choices import DTYPES, LENGTHS, MODES, PROMPT_OPTIONS
-from op_calls import prefill
-from prefill_support import check_prefill, inputs, random_past
+from budgets import SLACK, check, check_same, largest
+from choices import DTYPES, MODES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_calls import prefill, quantize_operands
+from oracle import oracle
+from prefill_support import check_prefill, inputs, int8_queries, random_past
+from stores import make_store, tokens
 
-from turbo_hf.layout import SCORE_LIMIT
+from turbo_hf.config.turbo_config import ATTENTION_MODES
+from turbo_hf.layout import BITS, SCORE_LIMIT, AttentionOutput
+from turbo_hf.ops import reference_flash as flash
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@in_modes(length=LENGTHS)
-def test_lengths(length: int, mode: str, device: torch.device) -> None:
-    check_prefill(*inputs(2, length, device), mode)
-
-
-@in_modes(
-    "turbo",
-    heads=[
-        pytest.param((2, 2), id="gqa1:1"),
-        pytest.param((8, 2), id="gqa4:1"),
-        pytest.param((4, 1), id="mqa"),
-        pytest.param((14, 2), id="gqa7:1"),
-    ],
-)
-def test_head_groups(heads: tuple[int, int], mode: str, device: torch.device) -> None:
-    check_prefill(*inputs(2, 65, device, heads=heads[0], kv_heads=heads[1]), mode)
-
-
-@in_modes("turbo", dim=[pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)])
-def test_head_dims(dim: int, mode: str, device: torch.device) -> None:
-    check_prefill(*inputs(1, 65, device, dim=dim), mode)
-
-
-@in_modes("turbo", block=[pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
-def test_block_sizes(block: int, mode: str, device: torch.device) -> None:
-    check_prefill(*inputs(2, 150, device), mode, block=block, starts=[0, 100])
-
-
-@in_modes(dtype=DTYPES[::-1])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(dtype: torch.dtype, mode: str, device: torch.device) -> None:
-    check_prefill(*inputs(1, 70, device, dtype=dtype), mode, sinks=True)
-
-
-@in_modes(options=PROMPT_OPTIONS)
-def test_options(options: dict[str, Any], mode: str, device: torch.device) -> None:
-    check_prefill(*inputs(2, 130, device), mode, starts=[0, 60], **options)
+    q, k, v = inputs(1, 70, device, dtype=dtype)
+    check_prefill(q, k, v, mode, sinks=True)
+    check_prefill(q, k, v, mode, past=random_past([100], k))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -57,7 +34,8 @@ def test_scaling_is_the_models(mode: str, device: torch.device) -> None:
     check_prefill(*inputs(1, 65, device), mode, scaling=0.03)
 
 
-@in_modes(causal=[pytest.param(True, id="causal"), pytest.param(False, id="full")])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_padding_is_neither_read_nor_written(causal: bool, mode: str, device: torch.device) -> None:
     """Rows of one token, of none, of all; what lies under padding may be anything."""
     q, k, v = inputs(5, 70, device)
@@ -79,7 +57,8 @@ def test_strides_do_not_matter(mode: str, device: torch.device) -> None:
         assert torch.equal(a, b)
 
 
-@in_modes(size=[pytest.param(x, id=f"scores{x:g}") for x in (0.0, 1e-6, 1e2, 3e2, 1e4, 1e6, 1e3)])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [0.0, 1e-6, 1e2, 3e2, 1e3, 1e4, 1e6])
 def test_scores_of_any_size(size: float, mode: str, device: torch.device) -> None:
     """One key takes all of P, or all keys the same share, without a NaN and with lse as large as the scores.
 
@@ -117,3 +96,155 @@ def test_one_huge_value(mode: str, device: torch.device) -> None:
     q, k, v = inputs(1, 130, device)
     k[0, 0, 70, 3], v[0, 1, 70, 3] = 1e4, -1e4
     check_prefill(q, k, v, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_past_of_mixed_bits_in_any_order(mode: str, device: torch.device) -> None:
+    q, k, v = inputs(3, 17, device, heads=8, kv_heads=4)
+    order = torch.stack([torch.randperm(4) for _ in range(3)])
+    past = random_past([130, 64, 90], k, groups=((8, 1), ((4, 2), 1), ((2, 8), 1), (3, 1)), order=order)
+    check_prefill(q, k, v, mode, past=past)
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_prefill(data: st.DataObject) -> None:
+    kv_heads, group = data.draw(st.integers(1, 3), "kv_heads"), data.draw(st.integers(1, 4), "group")
+    block, dim = data.draw(st.sampled_from((32, 64)), "block"), data.draw(st.sampled_from((16, 32, 48)), "dim")
+    m = data.draw(st.integers(1, 100), "m")
+    starts = data.draw(st.lists(st.integers(0, m), min_size=1, max_size=3), "starts")
+    options: dict[str, Any] = {
+        "window": data.draw(st.none() | st.integers(1, 160), "window"),
+        "softcap": data.draw(st.none() | st.sampled_from((1.0, 30.0)), "softcap"),
+        "sinks": data.draw(st.none() | st.just(True), "sinks"),
+        "causal": data.draw(st.booleans(), "causal"),
+    }
+    lengths = [data.draw(st.integers(0, 150), "past") for _ in starts]
+    low = data.draw(st.integers(0, kv_heads), "low")
+    every = st.sampled_from((*BITS, *permutations(BITS, 2)))
+    widths = (data.draw(every), data.draw(every))
+    groups = tuple((bits, n) for bits, n in zip(widths, (kv_heads - low, low), strict=True) if n)
+    order = torch.tensor([data.draw(st.permutations(range(kv_heads)), "order") for _ in starts])
+    torch.manual_seed(data.draw(st.integers(0, 99), "seed"))
+    q, k, v = inputs(len(starts), m, torch.device("cpu"), heads=kv_heads * group, kv_heads=kv_heads, dim=dim)
+    past = None
+    if data.draw(st.booleans(), "has past"):
+        old = data.draw(st.sampled_from((32, 64, 128)), "block of the past")
+        # while tokens may still be taken back, whole blocks stay open
+        opened = data.draw(st.booleans(), "open blocks")
+        sealed = [data.draw(st.integers(0, n // old), "sealed") for n in lengths] if opened else None
+        past = random_past(lengths, k, groups=groups, order=order, block=old, sealed=sealed)
+    mode = data.draw(st.sampled_from(ATTENTION_MODES), "mode")
+    check_prefill(q, k, v, mode, past=past, starts=starts, block=block, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_is_the_same_alone_and_in_a_batch(mode: str, device: torch.device) -> None:
+    """Padding is cut off before blocks are formed, so that it moves no block's edge and no scale."""
+    q, k, v = inputs(3, 100, device)
+    lengths, starts = [130, 0, 64], [0, 37, 99]
+    old_k, old_v = tokens(3, 2, 130, 64, device=device), tokens(3, 2, 130, 64, device=device)
+    past = make_store(old_k, old_v, lengths)
+    options: dict[str, Any] = {"scaling": 0.125, "mode": mode}
+    batch = prefill(q, k, v, past=past, starts=torch.tensor(starts, device=device), **options)
+    for row, start in enumerate(starts):
+        one = slice(row, row + 1)
+        alone_past = make_store(old_k[one], old_v[one], [lengths[row]]) if lengths[row] else None
+        alone = prefill(*(x[one, :, start:] for x in (q, k, v)), past=alone_past, **options)
+        check_same(AttentionOutput(batch.out[one, :, start:], batch.lse[one, :, start:]), alone, largest(v))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_later_tokens_do_not_change_earlier_ones(mode: str, device: torch.device) -> None:
+    """Whole blocks only: tokens that join a block change its scale."""
+    q, k, v = inputs(2, 190, device)
+    long = prefill(q, k, v, scaling=0.125, mode=mode)
+    short = prefill(*(x[:, :, :128] for x in (q, k, v)), scaling=0.125, mode=mode)
+    check_same(AttentionOutput(long.out[:, :, :128], long.lse[:, :, :128]), short, largest(v))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_past_without_tokens_is_no_past(mode: str, device: torch.device) -> None:
+    q, k, v = inputs(2, 70, device)
+    empty = make_store(k, v, [0, 0])
+    for a, b in zip(
+        prefill(q, k, v, scaling=0.125, mode=mode, past=empty), prefill(q, k, v, scaling=0.125, mode=mode), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("causal", [pytest.param(True, id="causal"), pytest.param(False, id="full")])
+def test_query_tiles_do_not_change_the_result(causal: bool, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop over query tiles bounds memory; a causal tile also leaves out the keys behind it."""
+    q, k, v = inputs(3, 150, torch.device("cpu"))
+    options: dict[str, Any] = {"scaling": 0.125, "mode": mode, "causal": causal, "window": 90}
+    options |= {"past": random_past([100, 0, 64], k), "starts": torch.tensor([0, 20, 149])}
+    whole = prefill(q, k, v, **options)
+    # 3 rows x 4 heads x (128 past + 192 new) keys: 7 queries at a time
+    monkeypatch.setitem(flash.TILE_ELEMENTS, "cpu", 7 * 3 * 4 * 320)
+    check_same(prefill(q, k, v, **options), whole, largest(v))
+
+
+def test_a_chunk_in_8_bit_misses_no_more_than_its_rounding(device: torch.device) -> None:
+    """The INT8 computation as a whole against attention on the numbers that the model gave.
+
+    With |q . k| off by the half steps of both factors, P is off by a factor of e^(2 delta) at most.
+    """
+    q, k, v = inputs(1, 130, device, heads=2)
+    got = prefill(q, k, v, scaling=0.125)
+    want = oracle(q, [(k[0], v[0])], scaling=0.125)
+    parts = quantize_operands(k, v, mode="turbo", backend="reference")
+    q8 = int8_queries(q, [0])
+    k8 = (parts.k.double() * parts.k_scale.double().repeat_interleave(128, -1)[..., None])[:, :, :130].cpu()
+    # |q . k - q8 . k8| <= |q - q8| . |k| + |q8| . |k - k8|, with the real differences
+    dq, dk = (q.cpu().double() - q8).abs(), (k.cpu().double() - k8).abs()
+    delta = 0.125 * float((dq @ k.cpu().double().abs().mT + q8.abs() @ dk.mT).max())
+    values = largest(v)
+    p_steps = 2 * values / 127 / 2 * 128 * float(torch.cat(want.probs).max())
+    bound = (torch.tensor(2 * delta).expm1().item() + 1 / 127 / 2) * 2 * values + p_steps
+    check("out", got.out, want.out, bound)
+    check("lse", got.lse, want.lse, delta + SLACK * torch.finfo(torch.float32).eps * largest(want.lse))
+
+
+X = torch.zeros(1, 2, 4, 16)
+FLOAT = "must be float16, bfloat16, float32 or float64; got torch.int8"
+RANK = r"must be \[B, H, M, D\]; got shape \(2, 4, 16\)"
+QUERY = r"q must be \[B, Hq, M, 16\] with Hq a multiple of 2; got \(1, "
+LIKE_Q = r"must be \[B, Hkv, M, D\] with B, M and D of q \(1, 2, 4, 16\); got"
+PAST = r"past must hold B, Hkv and D of k \(1, 2, 4, 16\) on cpu; it holds "
+
+
+def past(*shape: int) -> dict[str, Any]:
+    return {"past": make_store(torch.zeros(shape), torch.zeros(shape), [4] * shape[0])}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({name: X.to(torch.int8)}, f"{name} {FLOAT}") for name in "qkv"),
+    *(({name: X[0]}, f"{name} {RANK}") for name in "qkv"),
+    (dict.fromkeys("qkv", torch.zeros(1, 2, 4, 24)), "k has head dim 24; packed blocks need a multiple of 16"),
+    ({"q": torch.zeros(1, 3, 4, 16)}, QUERY),
+    ({"q": torch.zeros(1, 2, 4, 32)}, QUERY),
+    ({"k": torch.zeros(2, 2, 4, 16)}, f"k {LIKE_Q}"),
+    ({"k": torch.zeros(1, 2, 5, 16)}, f"k {LIKE_Q}"),
+    ({"v": torch.zeros(1, 1, 4, 16)}, f"v {LIKE_Q}"),
+    ({"v": torch.zeros(1, 2, 4, 32)}, f"v {LIKE_Q}"),
+    *(({name: X.half()}, f"{name} must be torch.float32 on cpu like q; got torch.float16 on cpu") for name in "kv"),
+    *(
+        ({name: X.to("meta")}, f"{name} must be torch.float32 on cpu like q; got torch.float32 on meta")
+        for name in "kv"
+    ),
+    (past(2, 2, 4, 16), PAST),
+    (past(1, 1, 4, 16), PAST),
+    (past(1, 2, 4, 32), PAST),
+    ({"mode": "fast"}, "mode must be one of turbo, int8, half, fp8, fp16; got 'fast'"),
+    ({"block": 16}, "block must be one of 32, 64, 128 tokens; got 16"),
+    ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[B\] = \[1\]; got \(2,\)"),
+    ({"sinks": torch.zeros(3)}, r"sinks must be \[Hq\] = \[2\]; got \(3,\)"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_refuses(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prefill(**{"q": X, "k": X, "v": X, "scaling": 1.0, **given})

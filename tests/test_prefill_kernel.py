@@ -1,10 +1,10 @@
 """The prefill kernels: in the interpreter at toy sizes, on a GPU as they run for users."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs, in_modes
 from budgets import check, float_budget, largest
 from choices import MODES
 from gpu_support import NO_FP8, has_fp8
@@ -14,19 +14,26 @@ from stores import tokens
 
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.layout import BITS, Width, half_type
+from turbo_hf.ops import gpu, tuning
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 NO_BFLOAT16 = "products of bfloat16 need a GPU: the interpreter multiplies them as integers"
-OPTIONS = [
-    pytest.param({}, id="plain"),
-    pytest.param({"causal": False}, id="full"),
-    pytest.param({"window": 1}, id="window1"),
-    pytest.param({"window": 70}, id="window70"),
-    pytest.param({"window": 20, "causal": False}, id="full-window20"),
-    pytest.param({"softcap": 2.0}, id="softcap"),
-    pytest.param({"sinks": True}, id="sinks"),
-    pytest.param({"window": 70, "softcap": 5.0, "sinks": True}, id="all"),
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "full": {"causal": False},
+    "window1": {"window": 1},
+    "window70": {"window": 70},
+    "full-window20": {"window": 20, "causal": False},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 70, "softcap": 5.0, "sinks": True},
+}
+# modes differ in how they round and in nothing else
+CASES = [*product(("turbo", "fp16"), OPTIONS), *product(("int8", "half", "fp8"), ["all"])]
+NOT_FINITE = [
+    *product(("q", "k", "v"), (torch.nan, torch.inf), ("turbo", "fp16")),
+    *product(("k", "v"), (torch.inf,), ("int8", "half", "fp8")),
 ]
 
 
@@ -46,17 +53,29 @@ def inputs(
     return q, k, v
 
 
-@in_modes(options=OPTIONS)
-def test_options(options: dict[str, Any], mode: str, device: torch.device) -> None:
+@pytest.mark.parametrize(("mode", "options"), CASES)
+def test_options(mode: str, options: str, device: torch.device) -> None:
     q, k, v = inputs(130, device, mode)
-    check_prefill(q, k, v, mode, block=64, starts=[0, 60], backend="triton", **options)
+    check_prefill(q, k, v, mode, block=64, starts=[0, 60], backend="triton", **OPTIONS[options])
 
 
-@in_modes(options=OPTIONS)
-def test_over_a_ragged_past(options: dict[str, Any], mode: str, device: torch.device) -> None:
+@pytest.mark.parametrize(("mode", "options"), CASES)
+def test_over_a_ragged_past(mode: str, options: str, device: torch.device) -> None:
     q, k, v = inputs(40, device, mode, batch=3)
     past = random_past([70, 0, 64], k, groups=((4, 1), (2, 1)))
-    check_prefill(q, k, v, mode, past=past, block=32, starts=[0, 39, 3], backend="triton", **options)
+    check_prefill(q, k, v, mode, past=past, block=32, starts=[0, 39, 3], backend="triton", **OPTIONS[options])
+
+
+@pytest.mark.parametrize("options", ["full", "all"])
+@pytest.mark.parametrize("mode", ["turbo", "fp16"])
+def test_over_a_past_that_programs_share(
+    mode: str, options: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(gpu, "sms", lambda device: 132)
+    monkeypatch.setattr(tuning, "LEAST_SHARE", 32)
+    q, k, v = inputs(66, device, mode, batch=3)
+    past = random_past([300, 0, 90], k, groups=((4, 1), (2, 1)))
+    check_prefill(q, k, v, mode, past=past, starts=[0, 66, 20], backend="triton", **OPTIONS[options])
 
 
 @pytest.mark.parametrize("bits", [pytest.param(bits, id=f"{bits}bit") for bits in (*BITS, (4, 2), (8, 3))])
@@ -67,7 +86,10 @@ def test_a_past_of_any_bits_and_blocks(block: int, bits: Width, device: torch.de
     check_prefill(q, k, v, "turbo", past=past, block=64, backend="triton")
 
 
-@in_modes(dim=[pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 256, 128)])
+@pytest.mark.parametrize(
+    ("mode", "dim"),
+    [*product(("turbo", "fp16"), (16, 64, 80, 96, 128, 256)), *product(("int8", "half", "fp8"), [128])],
+)
 def test_head_dims(dim: int, mode: str, device: torch.device) -> None:
     q, k, v = inputs(70, device, mode, batch=1, heads=2, kv_heads=1, dim=dim)
     check_prefill(q, k, v, mode, backend="triton", past=random_past([40], k))
@@ -140,12 +162,8 @@ def test_smoothing_changes_nothing_but_the_rounding(device: torch.device) -> Non
     assert error[True] < 0.8 * error[False]
 
 
-@all_pairs(
-    value=[pytest.param(torch.nan, id="nan"), pytest.param(torch.inf, id="inf")], which=["q", "k", "v"], mode=MODES
-)
-def test_nan_and_inf_reach_the_rows_that_see_them_and_no_other(
-    value: float, which: str, mode: str, device: torch.device
-) -> None:
+@pytest.mark.parametrize(("which", "value", "mode"), NOT_FINITE)
+def test_nan_and_inf_reach_the_rows_that_see_them(which: str, value: float, mode: str, device: torch.device) -> None:
     """Heads that meet one are computed exactly; all rows but those that see it are as they are without it."""
     x: dict[str, Any] = dict(zip("qkv", inputs(70, device, mode), strict=True))
     x[which][0, 1, 50, 3] = 0

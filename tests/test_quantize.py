@@ -1,21 +1,33 @@
-"""Both stages of quantization, their contract and their kernels; heads ranked."""
+"""Both stages of quantization, their contract and their kernels; heads ranked; a cache read back."""
 
 import math
+from collections.abc import Callable
 from itertools import permutations, product
 
 import pytest
 import torch
-from all_pairs import all_pairs, in_one_test, in_turn
+from hypothesis import given
+from hypothesis import strategies as st
 from op_calls import quantize_tokens, seal_blocks
-from quantize_support import ALL_BITS, DTYPES, STAGE_2
-from stores import CODE_MAX, page_codes, tokens, unpack
+from stores import CODE_MAX, make_store, page_codes, store_codes, tokens, unpack
 
+from turbo_hf.config.expected import FLOATS
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.layout import BITS, VALUE_ORDER, PagedHeads, Width
-from turbo_hf.ops.store.quantize import head_scores
+from turbo_hf.layout import BITS, VALUE_ORDER, HeadGroups, KVStore, PagedHeads, Width
+from turbo_hf.ops.store.quantize import dequantize, head_scores
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
+
+DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in FLOATS]
+ALL_BITS = [pytest.param(bits, id=f"{bits}bit") for bits in BITS]
+STAGE_2 = [pytest.param(bits, id=f"{bits}bit") for bits in BITS if bits != 8]
+
+
+def ones(codes: torch.Tensor) -> torch.Tensor:
+    return torch.ones(codes.shape[:3], dtype=torch.float32, device=codes.device)
+
+
 DIMS = [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)]
 EPS = torch.finfo(torch.float32).eps
 METRICS = [pytest.param(metric, id=metric) for metric in HEAD_METRICS]
@@ -45,19 +57,14 @@ def assert_stage_1(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) ->
     assert bool(((codes * step - x).abs() <= step / 2 + 2 * EPS * x.abs()).all())
 
 
-@in_turn(dim=DIMS, dtype=DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 80])
 def test_tokens_are_off_by_half_a_step(dim: int, dtype: torch.dtype, device: torch.device) -> None:
     x = tokens(2, 3, 65, dim, dtype=dtype, device=device)
     codes, scale = quantize_tokens(x)
     assert_stage_1(x, codes, scale)
     # as far as the scale is rounded up
     assert bool((codes.long().abs().amax(-1) >= CODE_MAX / (1 + 2.0**-7) - 0.5).all())
-
-
-def test_strides_do_not_matter_to_stage_1(device: torch.device) -> None:
-    x = tokens(2, 65, 3, 64, device=device).transpose(1, 2)
-    for got, want in zip(quantize_tokens(x), quantize_tokens(x.contiguous()), strict=True):
-        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-26, 1e-37, 1e-43])
@@ -105,8 +112,8 @@ def assert_sizes(x: torch.Tensor, size: torch.Tensor) -> None:
     assert bool((size <= root * unit * (1 + 2.0**-7) * (1 + 4 * EPS)).all())
 
 
-@in_one_test("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
-@in_one_test("bits", STAGE_2)
+@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize("bits", STAGE_2)
 def test_a_page_is_its_formula(bits: int, block: int, device: torch.device) -> None:
     k, v = (channels_of((2, 2, block, 16)) for _ in range(2))
     scale = torch.rand(2, 2, block).bfloat16().float()
@@ -156,7 +163,8 @@ def test_zeros_and_spans_fit_their_bytes(bits: int, device: torch.device) -> Non
         assert not (back * pages.size[:, :, i].float()[..., None])[x.abs().amax(-1) == 0].any()
 
 
-@all_pairs(dim=DIMS[::2], bits=ALL_BITS)
+@pytest.mark.parametrize("dim", [16, 80, 128])
+@pytest.mark.parametrize("bits", ALL_BITS)
 def test_sealing_tokens_costs_half_a_step_of_their_channels(dim: int, bits: int, device: torch.device) -> None:
     x = tokens(3, 2, 64, dim, device=device)
     x[0, 0, 9] *= 1000  # one token takes nothing from its block
@@ -233,17 +241,6 @@ def test_pages_unpack_to_what_the_drawing_says(bits: int, device: torch.device) 
             assert torch.equal(got_v[page, slot].cpu().double(), want_v)
 
 
-def test_fewer_bits_cost_more(device: torch.device) -> None:
-    x = tokens(1, 1, 64, 64, device=device)
-    codes, scale = quantize_tokens(x)
-    errors = []
-    for bits in BITS:
-        pages = seal_blocks(codes, scale, codes, scale, bits)
-        errors.append(float((reference_unpack_blocks(pages)[0] * pages.size[:, :, 0, :, None] - x).square().mean()))
-    assert errors == sorted(errors)
-    assert len(set(errors)) == len(errors)
-
-
 # --- heads ranked ---------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +256,7 @@ def slow_score(x: list[list[float]], metric: str) -> float:
     return float(scores[metric])
 
 
-@in_turn(metric=METRICS, dtype=DTYPES)
+@pytest.mark.parametrize(("metric", "dtype"), zip(HEAD_METRICS, FLOATS, strict=True))
 def test_head_scores_are_their_formulas(metric: str, dtype: torch.dtype, device: torch.device) -> None:
     k, v = tokens(2, 3, 20, 16, dtype=dtype, device=device), tokens(2, 3, 20, 16, dtype=dtype, device=device)
     got = head_scores(k, v, metric)
@@ -274,27 +271,12 @@ def test_head_scores_are_their_formulas(metric: str, dtype: torch.dtype, device:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_heads_with_uneven_channels_rank_above_even_ones(metric: str, device: torch.device) -> None:
-    even = torch.rand(1, 1, 64, 32, device=device)
-    uneven = even.clone()
-    uneven[..., :3] *= 20
-    score = head_scores(torch.cat((uneven, even), 1), torch.cat((uneven, even), 1), metric)
-    assert float(score[0, 0]) > float(score[0, 1])
-
-
-@pytest.mark.parametrize("metric", METRICS)
 def test_heads_without_range_rank_lowest(metric: str, device: torch.device) -> None:
     constant = torch.ones(1, 1, 64, 32, device=device)
     x = torch.cat((constant, tokens(1, 3, 64, 32, device=device)), 1)
     score = head_scores(x, x, metric)
     assert bool(score.isfinite().all())
     assert int(score.argmin()) == 0
-
-
-@pytest.mark.parametrize("metric", METRICS)
-def test_units_do_not_change_the_ranking(metric: str, device: torch.device) -> None:
-    k, v = tokens(1, 8, 64, 32, device=device), tokens(1, 8, 64, 32, device=device)
-    assert torch.equal(head_scores(k, v, metric).argsort(-1), head_scores(64 * k, v / 8, metric).argsort(-1))
 
 
 # --- kernels --------------------------------------------------------------------------------------------------------
@@ -316,24 +298,146 @@ def test_kernel_shows_what_is_not_finite(value: float, device: torch.device) -> 
     assert (~scale.isfinite()).nonzero().tolist() == [[0, 0, 5]]
 
 
-@all_pairs(
-    dim=[pytest.param(d, id=f"d{d}") for d in (16, 80, 128)],
-    block=[pytest.param(b, id=f"b{b}") for b in (32, 64, 128)],
-    bits=ALL_BITS,
-)
-def test_kernel_gives_the_references_pages(dim: int, block: int, bits: int, device: torch.device) -> None:
-    check_pages(dim, block, bits, device)
-
-
-def test_kernel_gives_the_references_pages_of_every_pair(device: torch.device) -> None:
-    for pair in permutations(BITS, 2):
-        check_pages(80, 32, pair, device)
-
-
-def check_pages(dim: int, block: int, width: Width, device: torch.device) -> None:
+@pytest.mark.parametrize(("dim", "block"), [(16, 128), (80, 32), (80, 64), (128, 64), (128, 128)])
+@pytest.mark.parametrize("width", BITS)
+def test_kernel_gives_the_references_pages(dim: int, block: int, width: Width, device: torch.device) -> None:
     k, v = (tokens(2, 2, block, dim, device=device) for _ in range(2))
     v[0, 0] = 0
     parts = (*quantize_tokens(k, backend="reference"), *quantize_tokens(v, backend="reference"))
     got, want = (seal_blocks(*parts, width, backend=backend) for backend in ("triton", "reference"))
     for a, b in zip(got[1:], want[1:], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("width", permutations(BITS, 2))
+def test_kernel_gives_the_references_pages_of_a_pair(width: Width, device: torch.device) -> None:
+    test_kernel_gives_the_references_pages(80, 32, width, device)
+
+
+# --- a cache read back ----------------------------------------------------------------------------------------------
+
+
+def assert_dequantized(store: KVStore, dtype: torch.dtype) -> None:
+    """`dequantize` is, to the bit, what the pages and open tokens say, and 0 past each row's end."""
+    k, v = dequantize(store, dtype)
+    rows = store_codes(store)
+    assert k.dtype == v.dtype == dtype
+    assert k.shape[:2] == store.k_open.shape[:2]
+    assert k.shape[2] >= max(row.k.shape[1] for row in rows)
+    for i, row in enumerate(rows):
+        length = row.k.shape[1]
+        for got, codes, scale in ((k[i], row.k, row.k_scale), (v[i], row.v, row.v_scale)):
+            want = (codes.float() * scale.float()[..., None]).to(dtype)
+            assert torch.equal(got[:, :length].cpu(), want)
+            assert not got[:, length:].any()
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_dequantize_ragged_rows(bits: int, device: torch.device) -> None:
+    k, v = tokens(6, 3, 200, 32, device=device), tokens(6, 3, 200, 32, device=device)
+    for dtype in FLOATS:
+        assert_dequantized(make_store(k, v, [200, 1, 63, 64, 65, 0], groups=((bits, 3),)), dtype)
+
+
+def test_tables_may_be_wider_than_any_row(device: torch.device) -> None:
+    """Page 0 stands where a row has no block; it may hold anything."""
+    k, v = tokens(2, 2, 130, 16, device=device), tokens(2, 2, 130, 16, device=device)
+    store = make_store(k, v, [130, 70])
+    assert_dequantized(store._replace(table=torch.nn.functional.pad(store.table, (0, 2))), torch.float32)
+
+
+def test_rows_may_share_pages(device: torch.device) -> None:
+    k, v = tokens(1, 2, 200, 16, device=device), tokens(1, 2, 200, 16, device=device)
+    one = make_store(k, v, [200])
+    twice = torch.tensor([0, 0], device=device)
+    both = one._replace(
+        **{
+            name: getattr(one, name)[twice]
+            for name in ("order", "table", "sealed", "k_open", "v_open", "k_scale", "v_scale", "open_len")
+        }
+    )
+    assert_dequantized(both, torch.float32)
+
+
+def test_dequantize_a_cache_without_tokens(device: torch.device) -> None:
+    x = tokens(2, 2, 4, 16, device=device)
+    k, v = dequantize(make_store(x, x, [0, 0]), torch.float32)
+    assert k.shape == v.shape == (2, 2, 0, 16)
+
+
+@pytest.mark.parametrize("bits", STAGE_2)
+def test_values_at_the_end_of_the_range_stay_finite(bits: int, device: torch.device) -> None:
+    """A rounded step reaches beyond the largest code; what it stands for must not become an infinity."""
+    for dtype in FLOATS:
+        top = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+        x = torch.full((1, 1, 64, 16), top, dtype=dtype, device=device)
+        x[:, :, ::2] *= -1
+        for y in dequantize(make_store(x, -x, [64], groups=((bits, 1),)), dtype):
+            assert bool(y.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "groups", [((8, 1), (4, 1), (3, 1), (2, 1)), (((4, 2), 2), ((8, 3), 1), ((3, 2), 1)), (((2, 8), 1), (4, 3))]
+)
+def test_dequantize_heads_in_any_order(groups: HeadGroups, device: torch.device) -> None:
+    k, v = tokens(3, 4, 130, 32, device=device), tokens(3, 4, 130, 32, device=device)
+    order = torch.stack([torch.randperm(4) for _ in range(3)])
+    assert_dequantized(make_store(k, v, [130, 64, 90], groups=groups, order=order), torch.float32)
+
+
+@given(data=st.data())
+def test_any_cache_reads_back(data: st.DataObject) -> None:
+    heads, block = data.draw(st.integers(1, 3)), data.draw(st.sampled_from((32, 64, 128)))
+    lengths = data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=3))
+    cut = data.draw(st.integers(0, heads))
+    every: list[Width] = [*BITS, *permutations(BITS, 2)]
+    widths = data.draw(st.lists(st.sampled_from(every), min_size=2, max_size=2))
+    # while tokens may still be taken back, whole blocks stay open
+    sealed = [data.draw(st.integers(0, n // block)) for n in lengths] if data.draw(st.booleans()) else None
+    groups = tuple((bits, n) for bits, n in zip(widths, (cut, heads - cut), strict=True) if n)
+    order = torch.tensor([data.draw(st.permutations(range(heads))) for _ in lengths])
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    k, v = (tokens(len(lengths), heads, 140, 16) for _ in range(2))
+    assert_dequantized(make_store(k, v, lengths, groups=groups, order=order, block=block, sealed=sealed), torch.float32)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+X, CODES = torch.zeros(1, 1, 64, 16), torch.zeros(1, 1, 64, 16, dtype=torch.int8)
+ONES = torch.ones(1, 1, 64)
+FLOAT = "must be float16, bfloat16, float32 or float64; got"
+RANK = r"must be int8 \[P, S, b, D\] like k; got"
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: quantize_tokens(X.long()), f"x {FLOAT} torch.int64"),
+    (lambda: quantize_tokens(X[0]), r"x must be \[B, H, M, D\]; got shape \(1, 64, 16\)"),
+    (lambda: quantize_tokens(torch.zeros(1, 1, 1, 24)), "x has head dim 24; .*multiple of 16.*uncompressed_layers"),
+    (lambda: quantize_tokens(torch.zeros(1, 1, 1, 0)), "x has head dim 0; .*multiple of 16.*uncompressed_layers"),
+    (lambda: quantize_tokens(X, ONES[0]), r"scale must be \[B, H, M\] = \(1, 1, 64\); got \(1, 64\)"),
+    *(
+        (
+            lambda n=n: seal_blocks(*(2 * (torch.zeros(1, 1, n, 16, dtype=torch.int8), torch.ones(1, 1, n))), 4),
+            f"block must be one of 32, 64, 128 tokens; got {n}",
+        )
+        for n in (0, 48, 63, 256)
+    ),
+    (lambda: seal_blocks(CODES, ONES, CODES, ONES, 5), "width must be one of 16, 8, 4, 3, 2, or a pair .*; got 5"),
+    (lambda: seal_blocks(X, ONES, CODES, ONES, 4), f"k {RANK}"),
+    (lambda: seal_blocks(CODES[0], ONES, CODES[0], ONES, 4), f"k {RANK}"),
+    (lambda: seal_blocks(CODES, ONES, torch.cat((CODES, CODES), -1), ONES, 4), f"v {RANK}"),
+    (lambda: seal_blocks(CODES, ONES[0], CODES, ONES, 4), r"k_scale must be \[P, S, b\] = \(1, 1, 64\); got \(1, 64\)"),
+    (lambda: seal_blocks(CODES, ONES, CODES, ONES[0], 4), r"v_scale must be \[P, S, b\] = \(1, 1, 64\); got \(1, 64\)"),
+    (
+        lambda: reference_unpack_blocks(seal_blocks(CODES, ONES, CODES, ONES, 8)._replace(bits=6)),
+        "pages.bits must be one of 16, 8, 4, 3, 2; got 6",
+    ),
+    (lambda: dequantize(make_store(X, X, [4]), torch.int8), f"dtype {FLOAT} torch.int8"),
+    (lambda: head_scores(X, X, "range"), "metric must be one of priority, entropy, min_max, variation; got 'range'"),
+    (lambda: head_scores(CODES, X, "priority"), f"k {FLOAT}"),
+    (lambda: head_scores(X, CODES, "priority"), f"v {FLOAT}"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_refuses(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import prompts, tiny_llama
+from models import prompts, tiny_llama, tiny_mistral
 
 import turbo_hf
-from turbo_hf import TurboCache, TurboConfig
+from turbo_hf import TurboConfig
 from turbo_hf.cache.storage import LayerStorage
 from turbo_hf.layout import Scoring
 from turbo_hf.models.versions import CACHE
@@ -64,111 +64,72 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"turbo_hf.ops.{name}.launch.launch", launch)
 
 
-KERNELS: dict[str, Any] = {"backend": "triton", "block_size": 32, "cuda_graphs": False, "attention": "fp16"}
+TRITON: dict[str, Any] = {"backend": "triton", "cuda_graphs": False, "attention": "fp16"}
+PLAIN: dict[str, Any] = {"backend": "reference"}
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(
-    ("options", "shape", "padding"),
+    ("options", "window", "padding", "dtype"),
     [
-        pytest.param({"bits": 4}, {}, [0], id="4bit"),
-        pytest.param({"bits": 4, "low_heads": 0.5}, {}, [0, 5], id="two-widths-padded"),
-        pytest.param({"bits": 8, "buffer_scale": "universal"}, {"sliding_window": 3}, [0], id="window-universal"),
+        ({**TRITON, "bits": 4}, None, [0], F32),
+        ({**TRITON, "bits": 4, "low_heads": 0.5}, None, [0, 5], F32),
+        ({**TRITON, "bits": 8, "buffer_scale": "universal"}, 3, [0], F32),
         # its threshold falls with each token
-        pytest.param({"bits": 4, "sas": True}, {}, [0], id="sas"),
+        ({**TRITON, "bits": 4, "sas": True}, None, [0], F32),
+        ({**PLAIN, "bits": 4}, None, [0], F32),
+        ({**PLAIN, "bits": 2, "recent_tokens": 32}, None, [0, 0], BF16),
+        ({**PLAIN, "bits": 4, "low_heads": 0.5}, None, [0, 5], BF16),
+        ({**PLAIN, "bits": 3, "value_bits": 2}, None, [3, 0], F16),
+        ({**PLAIN, "bits": 8}, 40, [0, 2], F32),
+        ({**PLAIN, "bits": 8, "buffer_scale": "universal"}, None, [0], F32),
+        ({**PLAIN, "bits": 16}, None, [0], F32),
+        ({**PLAIN, "bits": 4, "sas": True}, None, [0], F32),
     ],
 )
 def test_repeated_steps_are_those_made_anew(
-    options: dict[str, Any],
-    shape: dict[str, Any],
-    padding: list[int],
-    repeated: None,
-    monkeypatch: pytest.MonkeyPatch,
-    device: torch.device,
-) -> None:
-    """Over sealed blocks, room that grows, and blocks that leave a window; a copy goes on by itself."""
-    falls = "turbo_hf.attention.turbo_attention.sas_threshold"
-    monkeypatch.setattr(falls, lambda config, tokens: -3 - tokens / 64 if config.sas else None)
-    model = tiny_llama(num_hidden_layers=2, **shape).to(device)
-    ids = prompts(len(padding), 30).to(device)
-    mask = torch.stack([(torch.arange(30, device=device) >= count).long() for count in padding])
-    seen: list[list[torch.Tensor]] = []
-    made: list[int] = []
-    with turbo_hf.patch(model, TurboConfig(**KERNELS, **options)) as handle, torch.no_grad():
-        for kept in (True, False):
-            if not kept:
-                monkeypatch.setattr(LayerStorage, "to_repeat", lambda self, key: (self.kv_store(), None))
-            cache = handle.new_cache()
-            logits = [model(ids, attention_mask=mask, **{CACHE: cache}, use_cache=True).logits]
-            copied: TurboCache | None = None
-            for step in range(6):
-                grown = torch.cat((mask, mask.new_ones(len(ids), step + 1)), 1)
-                for each in (cache, copied):
-                    if each is not None:
-                        out = model(ids[:, step : step + 1], attention_mask=grown, **{CACHE: each}, use_cache=True)
-                        logits.append(out.logits)
-                if step == 2:
-                    copied = copy.deepcopy(cache)
-            seen.append(logits)
-            made.append(Again.count)
-    assert all(map(torch.equal, *seen))
-    assert device.type == "cuda" or made[0] == made[1] > 10
-
-
-@pytest.mark.parametrize(
-    ("options", "shape", "padding", "dtype"),
-    [
-        pytest.param({"bits": 4}, {}, [0], torch.float32, id="4bit"),
-        pytest.param({"bits": 2, "recent_tokens": 32}, {}, [0, 0], torch.bfloat16, id="2bit-recent"),
-        pytest.param({"bits": 4, "low_heads": 0.5}, {}, [0, 5], torch.bfloat16, id="two-widths-padded"),
-        pytest.param({"bits": 3, "value_bits": 2}, {}, [3, 0], torch.float16, id="3bit"),
-        pytest.param({"bits": 8}, {"sliding_window": 40}, [0, 2], torch.float32, id="window"),
-        pytest.param({"bits": 8, "buffer_scale": "universal"}, {}, [0], torch.float32, id="universal"),
-        pytest.param({"bits": 16}, {}, [0], torch.float32, id="16bit"),
-        pytest.param({"bits": 4, "sas": True}, {}, [0], torch.float32, id="sas"),
-    ],
-)
-def test_repeated_steps_without_kernels(
-    options: dict[str, Any],
-    shape: dict[str, Any],
-    padding: list[int],
-    dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The same bits, over several sealed blocks."""
+    options: dict[str, Any], window: int | None, padding: list[int], dtype: torch.dtype, repeated: None,
+    monkeypatch: pytest.MonkeyPatch, device: torch.device,
+) -> None:  # fmt: skip
+    """The same bits, over sealed blocks, room that grows, and blocks that leave a window; a copy goes on by itself."""
     falls = "turbo_hf.attention.turbo_attention.sas_threshold"
     monkeypatch.setattr(falls, lambda config, tokens: -3 - tokens / 64 if config.sas else None)
     # several parts of a row are summed
     monkeypatch.setattr("turbo_hf.ops.decode.reference_products.CODES", 1 << 10)
-    calls: list[RepeatedDecode] = []
-    decode = RepeatedDecode.__call__
+    calls, decode = list[None](), RepeatedDecode.__call__
 
-    def counted(self: RepeatedDecode, *given: Any) -> Any:
-        calls.append(self)
-        return decode(self, *given)
+    def counted(*given: Any) -> Any:
+        calls.append(None)
+        return decode(*given)
 
     monkeypatch.setattr(RepeatedDecode, "__call__", counted)
-    model = tiny_llama(num_hidden_layers=2, **shape).to(dtype)
-    ids = prompts(len(padding), 70)
-    mask = torch.stack([(torch.arange(70) >= count).long() for count in padding])
-    config = TurboConfig(backend="reference", block_size=32, **options)
+    by_kernels = options["backend"] == "triton"
+    device = device if by_kernels else torch.device("cpu")
+    model = (tiny_llama() if window is None else tiny_mistral(window)).to(device, dtype)
+    first, last = (30, 36) if by_kernels else (20, 70)
+    ids = prompts(len(padding), last).to(device)
+    mask = torch.stack([(torch.arange(last, device=device) >= count).long() for count in padding])
     seen: list[list[torch.Tensor]] = []
     made: list[int] = []
-    with turbo_hf.patch(model, config) as handle, torch.no_grad():
+    with turbo_hf.patch(model, TurboConfig(block_size=32, **options)) as handle, torch.no_grad():
         for kept in (True, False):
             if not kept:
                 monkeypatch.setattr(LayerStorage, "to_repeat", lambda self, key: (self.kv_store(), None))
             cache = handle.new_cache()
-            logits = [model(ids[:, :20], attention_mask=mask[:, :20], **{CACHE: cache}).logits]
-            for step in range(20, 70):
-                here = mask[:, : step + 1]
+            caches, logits = [cache], [model(ids[:, :first], attention_mask=mask[:, :first], **{CACHE: cache}).logits]
+            for step in range(first, last):
+                part = {"input_ids": ids[:, step : step + 1], "attention_mask": mask[:, : step + 1]}
                 # what is kept in one mode is used in the other
                 with torch.inference_mode(step % 3 == 0):
-                    logits.append(model(ids[:, step : step + 1], attention_mask=here, **{CACHE: cache}).logits)
+                    logits += [model(**part, **{CACHE: each}).logits for each in caches]
+                if step == first + 2:
+                    caches.append(copy.deepcopy(cache))
             seen.append(logits)
-            made.append(len(calls))
+            made.append(Again.count if by_kernels else len(calls))
     assert all(map(torch.equal, *seen))
     assert made[0] == made[1]
-    assert (made[0] > 80) is not (options["bits"] == 16)
+    if not (by_kernels and device.type == "cuda"):
+        assert (made[0] > 10) is not (options["bits"] == 16)
 
 
 def test_a_step_with_nan_is_refused_before_it_is_stored() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test
 from graphs_support import watch_runners
 from hypothesis import given
 from hypothesis import strategies as st
@@ -160,7 +159,7 @@ def other_config(model: Any) -> None:
     model.config.rms_norm_eps = 1e-3
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("change", "options", "said"),
     [
         (other_weights, {}, "model.weights is"),
@@ -307,7 +306,7 @@ def test_tokens_of_later_passes_are_not_known(tmp_path: Path) -> None:
     assert torch.equal(TurboCache.from_pretrained(tmp_path, model).known_ids(), prompts(1, 40))  # type: ignore[arg-type]
 
 
-def test_a_loaded_cache_that_went_on_is_compared_as_far_as_it_is_known(tmp_path: Path) -> None:
+def test_a_loaded_cache_that_went_on_is_compared(tmp_path: Path) -> None:
     model, cache = llama()()
     ids = prompts(1, 50)
     with torch.no_grad():

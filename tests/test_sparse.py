@@ -4,9 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from all_pairs import all_pairs
 from budgets import check, float_budget, largest
-from choices import BACKENDS
 from op_calls import assign, assign_and_score, classify, score, visit
 from torch import Tensor
 
@@ -26,7 +24,8 @@ def assign_new(keys: Tensor, centroids: Tensor, *, rotary: tuple[Tensor, Tensor]
     return found
 
 
-@all_pairs(size=[(1, 8), (5, 37), (20, 70)], dim=[16, 80, 128], assign=[assign, assign_new], backend=BACKENDS)
+@pytest.mark.parametrize("assign", [assign, assign_new])
+@pytest.mark.parametrize(("size", "dim"), [((1, 8), 16), ((5, 37), 80), ((20, 70), 128)])
 def test_a_key_goes_to_its_nearest_centroid(
     size: tuple[int, int], dim: int, assign: Callable[..., Tensor], device: torch.device, backend: str
 ) -> None:
@@ -57,7 +56,8 @@ def check_nearest(
             assert found[row, head].tolist() == [each.index(max(each)) for each in score]
 
 
-@all_pairs(buckets=[5, 100], broken=[torch.nan, -torch.nan, torch.inf], assign=[assign, assign_new], backend=BACKENDS)
+@pytest.mark.parametrize("assign", [assign, assign_new])
+@pytest.mark.parametrize(("buckets", "broken"), [(5, torch.nan), (100, -torch.nan), (5, torch.inf)])
 def test_a_key_that_is_not_finite_has_some_bucket(
     assign: Callable[..., Tensor], buckets: int, broken: float, device: torch.device, backend: str
 ) -> None:
@@ -87,7 +87,8 @@ def some_rotary(rows: int, columns: int, channels: int, device: torch.device) ->
     return 1.25 * angle.cos(), 1.25 * angle.sin()
 
 
-@all_pairs(rows=[1, 2], size=[(64, 64), (80, 32)], assign=[assign, assign_new], backend=BACKENDS)
+@pytest.mark.parametrize("assign", [assign, assign_new])
+@pytest.mark.parametrize(("rows", "size"), [(1, (64, 64)), (2, (80, 32))])
 def test_rotary_embedding_is_undone_on_the_way(
     rows: int, size: tuple[int, int], assign: Callable[..., Tensor], device: torch.device, backend: str
 ) -> None:
@@ -137,7 +138,8 @@ def test_classify_is_two_layers(
     check("logits", got, exact, float_budget(exact, layers(torch.float32), size, torch.float32))
 
 
-@all_pairs(size=[(1, 16, 5), (4, 64, 70), (3, 80, 200)], turns=[False, True], backend=BACKENDS)
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("size", [(1, 16, 5), (4, 64, 70), (3, 80, 200)])
 def test_score_is_the_sum_of_inner_products(
     size: tuple[int, int, int], turns: bool, device: torch.device, backend: str
 ) -> None:
@@ -180,7 +182,7 @@ def test_assign_says_what_is_wrong() -> None:
 # --- buckets that are visited ---------------------------------------------------------------------------------------
 
 
-@all_pairs(probes=[1, 2], buckets=[2, 37, 256], backend=BACKENDS)
+@pytest.mark.parametrize(("probes", "buckets"), [(1, 2), (2, 2), (2, 37), (1, 256)])
 def test_visits_are_the_best_buckets(probes: int, buckets: int, device: torch.device, backend: str) -> None:
     # sixteenths: many buckets are equal, of which the first is the better one
     logits = (torch.randint(-48, 49, (2, 3, 2, buckets), device=device) / 16).to(torch.float16)

@@ -1,10 +1,9 @@
-"""Attention over the keys that are kept, against the same in float64, and what it refuses."""
+"""Attention over the keys that are kept, against the same in float64; how a launch is shared out; what is refused."""
 
 from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test, in_turn
 from budgets import check_turbo
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,9 @@ from sas_support import check_sas
 from sparse_attention_support import CHOICE, check_sparse, kept_keys, random_index, spans_of, sparse_store
 from stores import store_codes, tokens
 
-from turbo_hf.layout import BITS, AttentionOutput, HeadGroups
+from turbo_hf.layout import AttentionOutput, HeadGroups
+from turbo_hf.ops import gpu
+from turbo_hf.ops.tuning import DecodeTiles
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -31,7 +32,7 @@ def test_ragged_rows(share: float, dtype: torch.dtype, device: torch.device, bac
     check_sparse(tokens(5, 8, 1, 64, dtype=dtype, device=device), store, index, visited, backend)
 
 
-@in_turn(bits=BITS, dim=[16, 80, 128])
+@pytest.mark.parametrize(("bits", "dim"), [(16, 128), (8, 16), (4, 80), (3, 128), (2, 16)])
 def test_head_dims_and_bits(dim: int, bits: int, device: torch.device, backend: str) -> None:
     store = sparse_store([200, 70], 2, dim, device, groups=((bits, 2),))
     index, visited = random_index(store, 2, 9, 0.3)
@@ -148,7 +149,7 @@ def test_any_choice_of_keys(lengths: list[int], share: float, queries: int, sink
     check_sparse(q, store, index, visited, "reference", sink_tokens=sink, window_tokens=window)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"sink_tokens": -1}, "sink_tokens must be at least 0 and window_tokens at least 1; got -1 and 20"),
@@ -189,3 +190,70 @@ def test_sparse_decode_refuses_lengths_that_are_not_the_caches() -> None:
 def test_the_kernel_says_what_it_does_not_take() -> None:
     with pytest.raises(ValueError, match="float64 has no kernel"):
         visit(torch.zeros(1, 1, 1, 9, dtype=torch.float64), probes=1, backend="triton")
+
+
+def test_one_row_of_one_kv_head(device: torch.device, backend: str) -> None:
+    """A launch whose numbers are 1, for which Triton compiles another kernel."""
+    store = sparse_store([300], 1, 32, device)
+    index, visited = random_index(store, 1, 9, 0.3)
+    check_sparse(tokens(1, 4, 1, 32, device=device), store, index, visited, backend)
+
+
+@pytest.mark.parametrize(("ctas", "blocks", "scan"), [(3, 1, 2), (16, 2, 1), (50, 4, 4), (1, 2, 8), (90, 1, 16)])
+def test_many_shares(ctas: int, blocks: int, scan: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = pytest.importorskip("turbo_hf.ops.sparse.launch")
+    decode_launch = pytest.importorskip("turbo_hf.ops.decode.launch")
+    monkeypatch.setattr(launch, "SCAN", scan)
+    monkeypatch.setattr(gpu, "sms", lambda device: ctas)
+    monkeypatch.setattr(decode_launch, "decode_tiles", lambda *args, **options: DecodeTiles(blocks, 1, 2))
+    launch._workspace.cache_clear()
+    store = sparse_store([230, 3, 170], 2, 32, device, block=32)
+    index, visited = random_index(store, 2, 9, 0.3)
+    q, starts = tokens(3, 4, 2, 32, device=device), [0, 1, 0]
+    got = check_sparse(q, store, index, visited, "triton", starts=starts)
+    # counters are zeros again
+    options = CHOICE | {"spans": spans_of(store, index), "mode": "fp16", "starts": torch.tensor(starts, device=device)}
+    again = sparse_decode(q, store, index, visited, **options, backend="triton")
+    assert torch.equal(again.out, got.out)
+    assert torch.equal(again.lse, got.lse)
+    launch._workspace.cache_clear()
+
+
+@pytest.mark.parametrize(("buckets", "share"), [(3, 0.2), (30, 0.01), (60, 0.2)])
+def test_blocks_without_a_visited_bucket_are_not_read(share: float, buckets: int, device: torch.device) -> None:
+    pytest.importorskip("triton")
+    store = sparse_store([400], 2, 32, device, block=32)
+    _, visited = random_index(store, 2, buckets, share)
+    index = torch.randint(0, buckets, (1, 2, 400), device=device).sort(-1).values.to(torch.int16)
+    q = tokens(1, 4, 2, 32, device=device)
+    got = check_sparse(q, store, index, visited, "triton")
+    # what no query reads may hold anything
+    blocks = index[0, :, :384].unflatten(-1, (12, 32)).long()
+    asked = visited[0].any(1).gather(-1, blocks.flatten(1)).view_as(blocks).any(-1).any(0)
+    # first and newest tokens, and the block of which nothing is known
+    asked[[0, 6, 11]] = True
+    assert bool((blocks[..., -1] - blocks[..., 0] < 8).all()), "blocks so wide are read without a look"
+    assert share > 0.1 or not bool(asked.all())
+    for pages in store.paged:
+        pages.size[store.table[0, ~asked]] = torch.nan
+    options = CHOICE | {"spans": spans_of(store, index), "mode": "fp16"}
+    again = sparse_decode(q, store, index, visited, **options, backend="triton")
+    assert torch.equal(again.out, got.out)
+
+
+def test_launches_that_are_replayed_keep_their_workspace(device: torch.device) -> None:
+    launch = pytest.importorskip("turbo_hf.ops.sparse.launch")
+    store = sparse_store([150, 3, 90], 2, 32, device)
+    index, visited = random_index(store, 1, 9, 0.3)
+    q = tokens(3, 4, 1, 32, device=device)
+    want = check_sparse(q, store, index, visited, "triton")
+    plans: dict[Any, Any] = {}
+    held: set[int] = set()
+    for _ in range(3):
+        got = check_sparse(q, store._replace(plans=plans), index, visited, "triton")
+        assert torch.equal(got.out, want.out)
+        # others have come between, and theirs is the one that is remembered
+        launch._workspace.cache_clear()
+        held.update(id(kept.words) for kept in plans.values())
+    assert len(held) == 1
+    assert launch._workspace.cache_info().currsize == 0

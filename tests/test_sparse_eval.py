@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from all_pairs import in_one_test
 from calibration_support import SMALL, lab
 from models import LAB_MODEL
 from typer.testing import CliRunner
@@ -16,7 +15,7 @@ from turbo_hf.cli.main import app
 from turbo_hf.eval.methods import method_named
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("name", "config"),
     [
         ("saap", TurboConfig(sparse=SparseConfig())),
@@ -38,7 +37,7 @@ def test_names_of_sparse_methods(name: str, config: TurboConfig) -> None:
     assert method_named(name).config == config
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("turbo5@saap", "unknown method turbo5@saap; methods are fp16"),
@@ -110,7 +109,7 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     assert f"calibration was {index}, now " in " ".join(again.output.split())
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (

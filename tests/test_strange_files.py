@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test
 from calibration_support import lab
 from models import lab_model, prompts
 from safetensors.torch import load, save, save_file
@@ -237,7 +236,9 @@ def test_results_of_a_stranger(tmp_path: Path) -> None:
             assert isinstance(read["key"], str) or math.inf > read["key"] >= -math.inf
 
 
-@in_one_test("content", [b"[" * 60_000, b"bits: 4\n" * 9000, b"a: &a [1]\n" + b"b: [" + b"*a, " * 17 + b"]", b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"[" * 60_000, b"bits: 4\n" * 9000, b"a: &a [1]\n" + b"b: [" + b"*a, " * 17 + b"]", b"\xff"]
+)
 def test_a_config_file_of_a_stranger(content: bytes, tmp_path: Path) -> None:
     for name in ("c.json", "c.yaml"):
         (tmp_path / name).write_bytes(content)

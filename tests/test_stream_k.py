@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from all_pairs import in_one_test
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,7 +80,7 @@ def test_refuses_what_no_plan_covers(tiles: list[int], ctas: int) -> None:
         stream_k(np.array(tiles, dtype=np.int64), np.ones(len(tiles)), ctas)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("ctas", "outputs", "kept"),
     [
         (264, 8, 256),

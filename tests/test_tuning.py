@@ -59,7 +59,7 @@ def test_the_kernel_for_hopper_runs_where_it_was_tried(
     gpu.why_no_kernels_on.cache_clear()
 
 
-def test_a_named_mode_is_itself_and_auto_without_a_gpu_rounds_nothing() -> None:
+def test_a_named_mode_is_itself() -> None:
     assert mode("fp8", 10, 64) == "fp8"
     assert prefill_mode("auto", torch.zeros(1, 1, 10, 64)) == "fp16"
 

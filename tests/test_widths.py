@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_one_test
 from calibration_support import HEADS, MIXED, TEXTS, lab
 from models import LAB_MODEL, lab_model, prompts, tiny_llama
 from typer.testing import CliRunner
@@ -69,7 +68,7 @@ def measured(base: float = 0.001) -> Measured:
     return Measured(parts, base, 3, 100, 64)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("budget", "layers", "bits"),
     [
         ("76", ((2, 2), (2, 2), (8, 8)), 2.375),
@@ -95,7 +94,7 @@ def test_like_16_bit_takes_the_fewest_bytes() -> None:
     assert found.kl <= 0.003 < choose(measured(), f"{found.bits_per_number - 0.01} bit").kl
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("budget", "message"),
     [
         ("75", "a budget of 75 is too small: 2 bit everywhere takes 76 bytes per token and KV head, 2.375 bits"),
@@ -172,7 +171,7 @@ def test_widths_are_kept(tmp_path: Path) -> None:
     assert "| 1 | 4/4 |" in with_widths().card()
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"layers": [[8, 5]] * 6}, r"widths is a mapping, and should be None or a mapping"),
@@ -310,7 +309,7 @@ def test_widths_join_a_calibration_that_is_there(tmp_path: Path) -> None:
         calibrate_widths(model, tokenizer, "50", count=2, tokens=128, out=tmp_path)
 
 
-@in_one_test(
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--budget", "50", "--clusters", "9", "--seed", "3"], "no effect beside --budget, .*: --clusters, --seed"),

@@ -183,54 +183,56 @@ def hybrid_model(**options: Any) -> Any:
     return build(case.model_type, **{**case.options, **options})
 
 
-def routes() -> dict[str, Callable[[], Route]]:
-    """By name, what makes each; the patch stays on."""
-    small = TurboConfig(block_size=BLOCK)
+SMALL = TurboConfig(block_size=BLOCK)
+MIXED = TurboConfig(block_size=BLOCK, low_bits=2, low_heads=0.5, buffer_scale="universal")
 
-    def patched(name: str, config: TurboConfig, model: Any = None, dense: tuple[int, ...] = ()) -> Route:
-        route = unpatched(name, config, model, dense)
-        handle = turbo_hf.patch(route.model, config)
-        return replace(route, handle=handle, new_cache=route.new_cache if dense else handle.new_cache)
 
-    def unpatched(name: str, config: TurboConfig, model: Any = None, dense: tuple[int, ...] = ()) -> Route:
-        model = tiny_llama() if model is None else model
-        make = functools.partial(TurboCache, model.config, config, uncompressed_layers=dense)
-        return Route(name, model, make)
+def unpatched(name: str, model: Any = None, dense: tuple[int, ...] = ()) -> Route:
+    model = tiny_llama() if model is None else model
+    return Route(name, model, functools.partial(TurboCache, model.config, SMALL, uncompressed_layers=dense))
 
-    def sparse() -> Route:
-        model = tiny_llama()
-        config, selectors = _selectors(2)
-        chosen = TurboConfig(block_size=BLOCK, sparse=config)
-        turbo_hf.patch(model, TurboConfig(block_size=BLOCK))
-        return Route("sparse", model, lambda: TurboCache(model.config, chosen, selectors=selectors))
 
-    def deferring() -> Route:
-        route = patched("deferring", small)
+def patched(name: str, config: TurboConfig = SMALL, model: Any = None, dense: tuple[int, ...] = ()) -> Route:
+    """The patch stays on."""
+    route = unpatched(name, model, dense)
+    handle = turbo_hf.patch(route.model, config)
+    return replace(route, handle=handle, new_cache=route.new_cache if dense else handle.new_cache)
 
-        def new_cache() -> TurboCache:
-            cache = route.new_cache()
-            cache.deferred.wanted = True
-            return cache
 
-        return replace(route, new_cache=new_cache)
+def sparse() -> Route:
+    route = patched("sparse")
+    config, selectors = _selectors(2)
+    chosen = replace(SMALL, sparse=config)
+    return replace(route, new_cache=lambda: TurboCache(route.model.config, chosen, selectors=selectors))
 
-    return {
-        "compressed": lambda: patched("compressed", small),
-        "deferring": deferring,
-        "mixed": lambda: patched(
-            "mixed", TurboConfig(block_size=BLOCK, low_bits=2, low_heads=0.5, buffer_scale="universal")
-        ),
-        "dense-first": lambda: patched("dense-first", small, dense=(0,)),
-        "dense-last": lambda: patched("dense-last", small, dense=(1,)),
-        "window": lambda: patched("window", small, tiny_mistral(40)),
-        "dense-window": lambda: patched("dense-window", small, tiny_mistral(40), (1,)),
-        "sparse": sparse,
-        "hybrid": lambda: patched("hybrid", small, hybrid_model()),
-        "unpatched": lambda: unpatched("unpatched", small),
-        "unpatched-dense": lambda: unpatched("unpatched-dense", small, dense=(1,)),
-        "unpatched-hybrid": lambda: unpatched("unpatched-hybrid", small, hybrid_model(layer_types=LAYERS)),
-        "unpatched-window": lambda: unpatched("unpatched-window", small, tiny_mistral(40)),
-    }
+
+def deferring() -> Route:
+    route = patched("deferring")
+
+    def new_cache() -> TurboCache:
+        cache = route.new_cache()
+        cache.deferred.wanted = True
+        return cache
+
+    return replace(route, new_cache=new_cache)
+
+
+ROUTES: dict[str, Callable[[], Route]] = {
+    "compressed": lambda: patched("compressed"),
+    "deferring": deferring,
+    "mixed": lambda: patched("mixed", MIXED),
+    "dense-first": lambda: patched("dense-first", dense=(0,)),
+    "dense-last": lambda: patched("dense-last", dense=(1,)),
+    "window": lambda: patched("window", model=tiny_mistral(40)),
+    "dense-window": lambda: patched("dense-window", model=tiny_mistral(40), dense=(1,)),
+    "sparse": sparse,
+    "hybrid": lambda: patched("hybrid", model=hybrid_model()),
+    "unpatched": lambda: unpatched("unpatched"),
+    "unpatched-dense": lambda: unpatched("unpatched-dense", dense=(1,)),
+    "unpatched-hybrid": lambda: unpatched("unpatched-hybrid", hybrid_model(layer_types=LAYERS)),
+    "unpatched-window": lambda: unpatched("unpatched-window", tiny_mistral(40)),
+}
+"""What makes each."""
 
 
 # --- operations -----------------------------------------------------------------------------------------------------

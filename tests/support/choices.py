@@ -12,7 +12,6 @@ MODES = [pytest.param(mode, id=mode) for mode in ATTENTION_MODES]
 TWO_MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
 """Nothing rounded but what the cache holds, and all of it in INT8."""
 
-BACKENDS = ["reference", "triton"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in FLOATS]
@@ -26,9 +25,3 @@ OPTIONS = [
     pytest.param({"sinks": True}, id="sinks"),
     pytest.param({"window": 70, "softcap": 5.0, "sinks": True}, id="all"),
 ]
-PROMPT_OPTIONS = [
-    *OPTIONS,
-    pytest.param({"causal": False}, id="full"),
-    pytest.param({"causal": False, "window": 20}, id="full-window20"),
-]
-LENGTHS = [pytest.param(n, id=f"n{n}") for n in (1, 63, 64, 65, 130)]

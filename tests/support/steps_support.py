@@ -56,25 +56,28 @@ def buckets_of(layer: TurboLayer, k: Tensor) -> Tensor | None:
     return layer.selector.buckets(ops_like(k), k) if isinstance(layer.selector, Centroids) else None
 
 
-def new_tokens(rows: int = len(LENGTHS)) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of one more token for each layer."""
-    return [(tokens(rows, HEADS, 1, DIM), tokens(rows, HEADS, 1, DIM)) for _ in range(LAYERS)]
+def new_tokens(rows: int = len(LENGTHS), count: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of more tokens for each layer."""
+    return [(tokens(rows, HEADS, count, DIM), tokens(rows, HEADS, count, DIM)) for _ in range(LAYERS)]
 
 
 def by_host(cache: TurboCache, new: list[tuple[Tensor, Tensor]]) -> None:
     for layer, (k, v) in zip(cache.turbo_layers(), new, strict=True):
-        layer.append(k, v, NewColumns(1), buckets_of(layer, k))
+        layer.append(k, v, NewColumns(k.shape[2]), buckets_of(layer, k))
         layer.commit()
 
 
-def by_steps(run: ReplayableSteps, new: list[tuple[Tensor, Tensor]]) -> None:
+def by_steps(run: ReplayableSteps, new: list[tuple[Tensor, Tensor]], surplus: int = 0) -> None:
+    """The tokens, and `surplus` more that are taken back at once."""
+    size = new[0][0].shape[2] + surplus
     run.mark_unfinished()
-    run.begin()
-    with run.running():
-        for layer, (k, v) in zip(run.layers, new, strict=True):
-            layer.append(k, v, NewColumns(1), buckets_of(layer, k))
+    run.begin(size)
+    with run.running(size):
+        for layer, pair in zip(run.layers, new, strict=True):
+            k, v = (torch.cat((x, x[:, :, -1:].expand(-1, -1, surplus, -1)), 2) for x in pair)
+            layer.append(k, v, NewColumns(size), buckets_of(layer, k))
             layer.commit()
-    run.finish()
+    run.finish(size, surplus)
 
 
 def assert_same(a: TurboCache, b: TurboCache) -> None:
