@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from turbo_hf.cache.turbo_cache import TurboCache
     from turbo_hf.calibration.artifacts import Calibration
     from turbo_hf.calibration.run import calibrate
-    from turbo_hf.config.turbo_config import PRESETS, SparseConfig, TurboConfig
+    from turbo_hf.config.turbo_config import PRESETS, Expert, SparseConfig, TurboConfig
     from turbo_hf.errors import Unsupported
     from turbo_hf.patching.handle import Handle
     from turbo_hf.patching.patch_model import patch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PRESETS",
     "Calibration",
+    "Expert",
     "Handle",
     "SparseConfig",
     "TurboCache",
@@ -33,6 +34,7 @@ __all__ = [
 HOMES = {
     "PRESETS": "turbo_hf.config.turbo_config",
     "Calibration": "turbo_hf.calibration.artifacts",
+    "Expert": "turbo_hf.config.turbo_config",
     "Handle": "turbo_hf.patching.handle",
     "SparseConfig": "turbo_hf.config.turbo_config",
     "TurboCache": "turbo_hf.cache.turbo_cache",

@@ -1,12 +1,20 @@
 """Types, options and modes that several tests of attention go through."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from turbo_hf.config.turbo_config import ABLATIONS, ATTENTION_MODES, PRESETS
+from turbo_hf.config.turbo_config import ABLATIONS, ATTENTION_MODES, PRESETS, TurboConfig, with_options
 
 EVERY_PRESET = PRESETS | ABLATIONS
 """Those that can be named."""
+
+
+def flat_config(**options: Any) -> TurboConfig:
+    """A config of options by name, those of `Expert` among them."""
+    return with_options(TurboConfig(), **options)
+
 
 MODES = [pytest.param(mode, id=mode) for mode in ATTENTION_MODES]
 TWO_MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]

@@ -26,7 +26,7 @@ MAKER = "turbo_cache_maker"
 """Attribute of a patched model: what makes its caches."""
 
 HOW_IT_RUNS = ("backend", "cuda_graphs", "compile")
-"""Options of `TurboConfig` that change nothing of what is stored."""
+"""Options that change nothing of what is stored."""
 
 SAMPLE = 1024
 """Elements of a weight that identify it, evenly spaced, the first and the last among them."""
@@ -180,7 +180,9 @@ def weights_digest(model: Any) -> str:
 
 
 def _stored(config: TurboConfig) -> dict[str, Any]:
-    stored = {name: value for name, value in config.to_dict().items() if name not in HOW_IT_RUNS}
+    options = config.to_dict()
+    options |= options.pop("expert")
+    stored = {name: value for name, value in options.items() if name not in HOW_IT_RUNS}
     # the same pages, whether named or left out
     return stored | {"value_bits": config.value_bits or config.bits}
 

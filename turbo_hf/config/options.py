@@ -2,10 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
-
-LEFT = "left the package: no real checkpoint gained (eval/results/sparse-log.md)"
-"""Said of options that an older config names."""
+from typing import Any, ClassVar, Self
 
 
 def one_of(field: str, value: object, allowed: tuple[object, ...], owner: str) -> None:
@@ -42,32 +39,47 @@ class Options:
     """A dataclass of options, as a dict and back."""
 
     __slots__ = ()
+    nested: ClassVar[dict[str, Any]] = {}
+    """Fields that hold options of their own, and their classes."""
+
+    def __new__(cls, **options: Any) -> Self:
+        """Options of these names. ValueError: an unknown name."""
+        # Python's own error would not say where an option belongs
+        cls._known(options)
+        return object.__new__(cls)
 
     def to_dict(self) -> dict[str, Any]:
         """Every option by name, for JSON or YAML: tuples become lists, nested options dicts."""
-        config: Any = self
-        values = {field.name: getattr(config, field.name) for field in fields(config)}
-        return {name: _plain(value) for name, value in values.items()}
+        return {name: _plain(getattr(self, name)) for name in self.names()}
 
     @classmethod
-    def _known(cls, options: object, also: tuple[str, ...] = (), gone: tuple[str, ...] = ()) -> dict[str, Any]:
-        """`options` as a dict. ValueError unless it is a mapping whose names are fields, or among `also`.
+    def from_dict(cls, options: Mapping[str, Any]) -> Self:
+        """A config with these options, the others at their defaults. ValueError: an unknown name, or a wrong value."""
+        return cls(**cls._known(options))
 
-        gone: names of options that left the package, which an older `to_dict` wrote: None asked for nothing.
-        """
+    @classmethod
+    def names(cls) -> list[str]:
+        """The names of all options."""
+        kind: Any = cls
+        return [field.name for field in fields(kind)]
+
+    @classmethod
+    def _known(cls, options: object, also: tuple[str, ...] = ()) -> dict[str, Any]:
+        """`options` as a dict. ValueError unless it is a mapping whose names are fields, or among `also`."""
         if not isinstance(options, Mapping):
             raise ValueError(f"{cls.__name__} is made from a dict of its options; got {options!r}.")
-        kind: Any = cls
-        left = next((name for name in gone if options.get(name) is not None), None)
-        if left is not None:
-            raise ValueError(f"{cls.__name__}.{left} {LEFT}. Leave it out.")
-        options = {name: value for name, value in options.items() if name not in gone}
-        names = (*also, *(field.name for field in fields(kind)))
+        names = (*also, *cls.names())
         unknown = [name for name in options if name not in names]
         if unknown:
-            words = f"{cls.__name__} has no option {', '.join(map(str, unknown))}"
-            raise ValueError(f"{words}; options are {', '.join(names)}.")
-        return options
+            words = f"{cls.__name__} has no option {', '.join(map(str, unknown))}; options are {', '.join(names)}."
+            belongs = [
+                f" {name} belongs in {field}={kind.__name__}({name}=...)."
+                for field, kind in cls.nested.items()
+                for name in unknown
+                if name in kind.names()
+            ]
+            raise ValueError(words + "".join(belongs))
+        return dict(options)
 
 
 def _plain(value: Any) -> Any:

@@ -1,21 +1,19 @@
-"""The options: `SparseConfig`, `TurboConfig` and its presets."""
+"""The options: `SparseConfig`, `Expert`, `TurboConfig` and its presets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from turbo_hf.config.file import SUFFIXES, names_a_file, read_mapping
-from turbo_hf.config.options import LEFT, Options, at_least, freeze_layers, layer_indices, one_of
+from turbo_hf.config.options import Options, at_least, freeze_layers, layer_indices, one_of
 from turbo_hf.layout import BITS, BLOCK_SIZES, MODES, UNQUANTIZED, WIDTHS, HeadGroups, Width, widths_of
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
 ATTENTION_MODES = tuple(MODES)
 BY_CALIBRATION: Literal["calibrated"] = "calibrated"
 """`TurboConfig.layer_bits` of widths that a calibration names, and the name of that config."""
-NATIVE = "native"
-"""Another name of attention mode "fp16", which computes in the model's own dtype, be it float16 or not."""
 BACKENDS = ("auto", "triton", "reference")
 V_SCALES = ("block", "channel", "tensor")
 BUFFER_SCALES = ("token", "universal")
@@ -58,8 +56,6 @@ class SparseConfig(Options):
 
     def __post_init__(self) -> None:
         freeze_layers(self, "read_all_layers")
-        if str(self.selector) == "means":
-            raise ValueError(f'SparseConfig.selector "means" {LEFT}. Take one of {", ".join(SELECTORS)}.')
         one_of("selector", self.selector, SELECTORS, "SparseConfig")
         for field, least in (("sink_tokens", 0), ("window_tokens", 1)):
             at_least(field, getattr(self, field), least, "SparseConfig")
@@ -73,11 +69,6 @@ class SparseConfig(Options):
                     f"{', '.join(CALIBRATED)}."
                 )
         layer_indices("read_all_layers", self.read_all_layers, "", "SparseConfig")
-
-    @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> "SparseConfig":
-        """A config with these options, the others at their defaults. ValueError: an unknown name, or a wrong value."""
-        return cls(**cls._known(options, (), ("mass", "most_dropped")))
 
     @property
     def count(self) -> int:
@@ -116,6 +107,66 @@ MOST_RECENT = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Expert(Options):
+    """Options of `TurboConfig` that serve papers and tests.
+
+    Args:
+        block_size: tokens per block: 32, 64 or 128.
+        buffer_scale: scale of the INT8 decode buffer. "token": one per token and head. "universal": one per row and
+            head, from the prompt's range, with later tokens clamped to it (TurboAttention sec. 3.3); feed the prompt in
+            one pass, or in passes of more than 16 tokens, or later tokens are clamped to the range of the first one.
+            With "token", what a layer stores depends only on the keys and values, not on how they were split into
+            passes (except in sparse layers, where each pass of a prompt is sorted separately).
+        low_bits: bits of the lowest-priority heads, if `low_heads` is not 0.
+        low_heads: share of each layer's KV heads that are stored at `low_bits`, 0 to 1, rounded down (TurboAttention
+            sec. 3.2, n_h / Hkv).
+        head_metric: the metric that ranks the heads (TurboAttention eq. 11, 12 and the ablation): "priority",
+            "entropy", "min_max" or "variation" of the channel gaps. Computed for each row of a batch from its first
+            block, or taken from a calibration.
+        v_scale: in attention "turbo", "int8" and "fp8", V has one scale per "block", per "channel" of a row, or per row
+            ("tensor").
+        smooth_k: subtract the prompt's mean key from its keys before rounding, and add its score back.
+        sas: replace the softmax exponential by SAS (TurboAttention sec. 4).
+        sas_threshold: SAS drops scores further than this below the maximum of their tile; a negative number. None: a
+            default that falls with the length: -(6 + ln(N / 1024)), where N is the next power of two, at least 1024.
+        backend: "triton" kernels, the "reference" in plain torch, or "auto": kernels on CUDA, the reference elsewhere.
+    """
+
+    block_size: int = 64
+    buffer_scale: Literal["token", "universal"] = "token"
+    low_bits: int = 2
+    low_heads: float = 0.0
+    head_metric: Literal["priority", "entropy", "min_max", "variation"] = "priority"
+    v_scale: Literal["block", "channel", "tensor"] = "block"
+    smooth_k: bool = False
+    sas: bool = False
+    sas_threshold: float | None = None
+    backend: Literal["auto", "triton", "reference"] = "auto"
+
+    def __post_init__(self) -> None:
+        one_of("block_size", self.block_size, BLOCK_SIZES, "Expert")
+        one_of("buffer_scale", self.buffer_scale, BUFFER_SCALES, "Expert")
+        one_of("low_bits", self.low_bits, BITS, "Expert")
+        share = self.low_heads
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"Expert.low_heads must be a share from 0 to 1; got {share!r}.")
+        one_of("head_metric", self.head_metric, HEAD_METRICS, "Expert")
+        one_of("v_scale", self.v_scale, V_SCALES, "Expert")
+        one_of("smooth_k", self.smooth_k, (True, False), "Expert")
+        one_of("sas", self.sas, (True, False), "Expert")
+        threshold = self.sas_threshold
+        number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+        if threshold is not None and not (number and -80 <= threshold < 0):
+            raise ValueError(
+                f"Expert.sas_threshold must be None or a number from -80 to below 0 (natural log units); "
+                f"got {threshold!r}."
+            )
+        if threshold is not None and not self.sas:
+            raise ValueError(f"Expert.sas_threshold has no effect without sas=True; got {threshold!r}.")
+        one_of("backend", self.backend, BACKENDS, "Expert")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TurboConfig(Options):
     """How keys and values are stored, and how attention is computed on them.
 
@@ -130,94 +181,60 @@ class TurboConfig(Options):
             or "calibrated": those of a calibration (`turbo-hf calibrate --budget`), which `patch` puts here. `bits`,
             `value_bits` and `low_heads` stay at their defaults then. None: all layers are alike. Not for latent
             attention.
-        low_bits: bits of the lowest-priority heads, if `low_heads` is not 0.
-        low_heads: share of each layer's KV heads that are stored at `low_bits`, 0 to 1, rounded down (TurboAttention
-            sec. 3.2, n_h / Hkv).
-        head_metric: the metric that ranks the heads (TurboAttention eq. 11, 12 and the ablation): "priority",
-            "entropy", "min_max" or "variation" of the channel gaps. Computed for each row of a batch from its first
-            block, or taken from a calibration.
-        block_size: tokens per block: 32, 64 or 128.
         recent_tokens: newest tokens of each row that stay at 8 bit, beside a block that is not yet whole: a multiple of
-            block_size, up to 1024. Short prompts are then stored at 8 bit as a whole. Not with bits=16 or sparse.
-        buffer_scale: scale of the INT8 decode buffer. "token": one per token and head. "universal": one per row and
-            head, from the prompt's range, with later tokens clamped to it (TurboAttention sec. 3.3); feed the prompt in
-            one pass, or in passes of more than 16 tokens, or later tokens are clamped to the range of the first one.
-            With "token", what a layer stores depends only on the keys and values, not on how they were split into
-            passes (except in sparse layers, where each pass of a prompt is sorted separately).
+            `block_size`, up to 1024. Short prompts are then stored at 8 bit as a whole. Not with bits=16 or sparse.
+        dense_layers: layers that are not rounded: whatever the other options say, they have pages of 16 bit, as with
+            bits=16, and attention "native". A float32 model has float16 pages, which round to 11 bits.
+        int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range, where the
+            family's rotary embedding is not known (else keys with large biases are balanced: `report()`), and of latent
+            attention (MLA) the one in 20, at least one, whose scores 4 bit would disturb most, if that is much.
         attention: how the attention of a prompt is computed. "turbo": INT8 Q, K, P and V, one scale per block
             (TurboAttention alg. 1). "int8": the same with one K scale per token (INT-FlashAttention alg. 1). "half":
             INT8 Q and K, P and V in 16 bit. "fp8": INT8 Q and K, P and V in FP8; needs a GPU that supports it.
-            "native": the model's own dtype; "fp16" is an older name of it, which the config keeps and `to_dict` writes.
-            "auto": "turbo" where it was measured to be faster on this GPU for the prompt's length, else "native",
-            as without a GPU. Decoding computes on the stored integers in every mode but "native", which
-            dequantizes them.
-        v_scale: in "turbo", "int8" and "fp8", V has one scale per "block", per "channel" of a row, or per row
-            ("tensor").
-        smooth_k: subtract the prompt's mean key from its keys before rounding, and add its score back.
-        backend: "triton" kernels, the "reference" in plain torch, or "auto": kernels on CUDA, the reference elsewhere.
-        sas: replace the softmax exponential by SAS (TurboAttention sec. 4).
-        sas_threshold: SAS drops scores further than this below the maximum of their tile; a negative number. None: a
-            default that falls with the length: -(6 + ln(N / 1024)), where N is the next power of two, at least 1024.
-        cuda_graphs: replay decode steps of `generate` and of continuous batching as CUDA graphs. "auto": on a GPU, for
-            the tested families, where nothing prevents it (`report()` says what does; `docs/limits.md` lists what
-            runs without). True: for any family, and a step that cannot be captured is an error. False: never.
+            "native": the model's own dtype. "auto": "turbo" where it was measured to be faster on this GPU for the
+            prompt's length, else "native", as without a GPU. Decoding computes on the stored integers in every mode but
+            "native", which dequantizes them.
+        sparse: decode steps attend to a few percent of the keys; None: to all of them.
         compile: compile the decode steps of `generate` that are captured as CUDA graphs by inductor, as one graph in
             which all but attention is fused; an error with cuda_graphs=False.
             The first step then takes up to a minute, or seconds once its code is on disk. "tuned": inductor tunes its
             tiles too, which takes longer, in each process. A model that cannot be compiled runs as without, after a
             warning; `report()` has the reason.
-        int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range, where the
-            family's rotary embedding is not known (else keys with large biases are balanced: `report()`), and of latent
-            attention (MLA) the one in 20, at least one, whose scores 4 bit would disturb most, if that is much.
-        dense_layers: layers that are not rounded: whatever the other options say, they have pages of 16 bit, as with
-            bits=16, and attention "native". A float32 model has float16 pages, which round to 11 bits.
-        sparse: decode steps attend to a few percent of the keys; None: to all of them.
+        cuda_graphs: replay decode steps of `generate` and of continuous batching as CUDA graphs. "auto": on a GPU, for
+            the tested families, where nothing prevents it (`report()` says what does; `docs/limits.md` lists what
+            runs without). True: for any family, and a step that cannot be captured is an error. False: never.
+        expert: the other options.
     """
+
+    nested: ClassVar = {"sparse": SparseConfig, "expert": Expert}
 
     bits: int = DEFAULT_BITS
     value_bits: int | None = None
     layer_bits: tuple[Width, ...] | Literal["calibrated"] | None = None
-    low_bits: int = 2
-    low_heads: float = 0.0
-    head_metric: Literal["priority", "entropy", "min_max", "variation"] = "priority"
-    block_size: int = 64
     recent_tokens: int = 0
-    buffer_scale: Literal["token", "universal"] = "token"
-    attention: Literal["auto", "turbo", "int8", "half", "fp8", "fp16", "native"] = "auto"
-    v_scale: Literal["block", "channel", "tensor"] = "block"
-    smooth_k: bool = False
-    backend: Literal["auto", "triton", "reference"] = "auto"
-    sas: bool = False
-    sas_threshold: float | None = None
-    cuda_graphs: Literal["auto"] | bool = "auto"
-    compile: Literal["tuned"] | bool = False
-    int8_layers: tuple[int, ...] | Literal["auto"] = "auto"
     dense_layers: tuple[int, ...] = ()
+    int8_layers: tuple[int, ...] | Literal["auto"] = "auto"
+    attention: Literal["auto", "turbo", "int8", "half", "fp8", "native"] = "auto"
     sparse: SparseConfig | None = None
+    compile: Literal["tuned"] | bool = False
+    cuda_graphs: Literal["auto"] | bool = "auto"
+    expert: Expert = Expert()
 
     def __post_init__(self) -> None:
         for field in ("int8_layers", "dense_layers"):
             freeze_layers(self, field)
+        if not isinstance(self.expert, Expert):
+            raise ValueError(f"TurboConfig.expert must be an Expert; got {self.expert!r}.")
         one_of("bits", self.bits, WIDTHS, "TurboConfig")
         if self.bits != UNQUANTIZED:
             one_of("value_bits", self.value_bits, (*BITS, None), "TurboConfig")
         self._check_layer_bits()
-        one_of("low_bits", self.low_bits, BITS, "TurboConfig")
-        one_of("head_metric", self.head_metric, HEAD_METRICS, "TurboConfig")
-        one_of("block_size", self.block_size, BLOCK_SIZES, "TurboConfig")
-        one_of("buffer_scale", self.buffer_scale, BUFFER_SCALES, "TurboConfig")
-        one_of("attention", self.attention, ("auto", *ATTENTION_MODES, NATIVE), "TurboConfig")
-        if self.attention == NATIVE:
-            object.__setattr__(self, "attention", "fp16")
-        one_of("backend", self.backend, BACKENDS, "TurboConfig")
-        one_of("v_scale", self.v_scale, V_SCALES, "TurboConfig")
-        one_of("smooth_k", self.smooth_k, (True, False), "TurboConfig")
-        if self.attention == "fp16" and self.smooth_k:
+        one_of("attention", self.attention, ("auto", *ATTENTION_MODES), "TurboConfig")
+        if self.attention == "native" and self.expert.smooth_k:
             raise ValueError(
-                'TurboConfig.smooth_k prepares keys for rounding; attention "fp16" rounds none. Leave it out, or '
-                "choose another attention."
+                'Expert.smooth_k prepares keys for rounding; attention "native" rounds none. Leave it out, or choose '
+                "another attention."
             )
-        one_of("sas", self.sas, (True, False), "TurboConfig")
         one_of("cuda_graphs", self.cuda_graphs, ("auto", True, False), "TurboConfig")
         one_of("compile", self.compile, (True, False, "tuned"), "TurboConfig")
         if self.compile and self.cuda_graphs is False:
@@ -225,25 +242,13 @@ class TurboConfig(Options):
                 f"TurboConfig.compile={self.compile!r} compiles the decode steps that are captured as CUDA graphs, and "
                 "cuda_graphs=False captures none. Leave out one of them."
             )
-        share = self.low_heads
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise ValueError(f"TurboConfig.low_heads must be a share from 0 to 1; got {share!r}.")
-        if share and self.low_bits >= self.bits:
+        if self.expert.low_heads and self.expert.low_bits >= self.bits:
             raise ValueError(
-                f"TurboConfig.low_bits must be below bits ({self.bits}) when low_heads is not 0; got {self.low_bits}."
+                f"Expert.low_bits must be below bits ({self.bits}) when low_heads is not 0; got {self.expert.low_bits}."
             )
         if self.bits == UNQUANTIZED:
             self._check_16bit()
         self._check_recent()
-        threshold = self.sas_threshold
-        number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-        if threshold is not None and not (number and -80 <= threshold < 0):
-            raise ValueError(
-                f"TurboConfig.sas_threshold must be None or a number from -80 to below 0 (natural log units); "
-                f"got {threshold!r}."
-            )
-        if threshold is not None and not self.sas:
-            raise ValueError(f"TurboConfig.sas_threshold has no effect without sas=True; got {threshold!r}.")
         if self.int8_layers != "auto":
             layer_indices("int8_layers", self.int8_layers, ' or "auto"', "TurboConfig")
         layer_indices("dense_layers", self.dense_layers, "", "TurboConfig")
@@ -256,15 +261,17 @@ class TurboConfig(Options):
 
         Args:
             options: the fields that are given; the others have the values of the preset named by "preset", or else
-                their defaults. Layers may be lists; "sparse" is a dict of all that is not default in it, or None.
+                their defaults. Layers may be lists; "sparse" and "expert" are dicts of what is given in them, or
+                "sparse" None.
 
         Raises:
             ValueError: an unknown name (the message has the known ones), an unknown preset, or a wrong value.
         """
-        given = cls._known(options, ("preset",), ("sparse_prompt",))
+        given = cls._known(options, ("preset",))
         base = resolve_preset(given.pop("preset")) if "preset" in given else cls()
-        if isinstance(given.get("sparse"), Mapping):
-            given["sparse"] = SparseConfig.from_dict(given["sparse"])
+        for field, kind in cls.nested.items():
+            if isinstance(given.get(field), Mapping):
+                given[field] = replace(getattr(base, field) or kind(), **kind._known(given[field]))
         return replace(base, **given)
 
     def _check_layer_bits(self) -> None:
@@ -283,7 +290,7 @@ class TurboConfig(Options):
         others = {
             "bits": self.bits != DEFAULT_BITS,
             "value_bits": self.value_bits is not None,
-            "low_heads": self.low_heads,
+            "low_heads": self.expert.low_heads,
         }
         if any(others.values()):
             name = next(name for name, set_ in others.items() if set_)
@@ -294,7 +301,7 @@ class TurboConfig(Options):
 
     def _check_recent(self) -> None:
         """ValueError unless the newest tokens may stay open as asked for."""
-        recent, block = self.recent_tokens, self.block_size
+        recent, block = self.recent_tokens, self.expert.block_size
         if isinstance(recent, bool) or not isinstance(recent, int) or not 0 <= recent <= MOST_RECENT or recent % block:
             raise ValueError(
                 f"TurboConfig.recent_tokens must be a multiple of block_size ({block}), from 0 to {MOST_RECENT}; "
@@ -313,47 +320,48 @@ class TurboConfig(Options):
                 "TurboConfig.value_bits goes with bits of 8, 4, 3 or 2: no kernel reads 16-bit keys beside packed "
                 f"values; got bits=16 and value_bits={self.value_bits!r}, leave one of them out."
             )
-        if self.attention not in ("auto", "fp16"):
+        if self.attention not in ("auto", "native"):
             raise ValueError(
-                f'TurboConfig.attention must be "auto" or "fp16" with bits=16, which rounds nothing; '
+                f'TurboConfig.attention must be "auto" or "native" with bits=16, which rounds nothing; '
                 f"got {self.attention!r}."
             )
-        if self.smooth_k:
-            raise ValueError("TurboConfig.smooth_k prepares keys for rounding; bits=16 rounds none. Leave it out.")
-        if self.buffer_scale != "token":
+        if self.expert.smooth_k:
+            raise ValueError("Expert.smooth_k prepares keys for rounding; bits=16 rounds none. Leave it out.")
+        if self.expert.buffer_scale != "token":
             raise ValueError(
-                f"TurboConfig.buffer_scale is of INT8 open tokens, which bits=16 does not have; "
-                f"got {self.buffer_scale!r}, leave it out."
+                f"Expert.buffer_scale is of INT8 open tokens, which bits=16 does not have; "
+                f"got {self.expert.buffer_scale!r}, leave it out."
             )
 
     @property
     def begins(self) -> int:
         """Tokens that a prompt has at least where anything is stored below 8 bit, or not read by all steps; a shorter
         one tells nothing of the config."""
-        sealed = 0 if self.bits >= 8 else self.recent_tokens + self.block_size
+        sealed = 0 if self.bits >= 8 else self.recent_tokens + self.expert.block_size
         steps = self.sparse.sink_tokens + self.sparse.window_tokens + 1 if self.sparse is not None else 0
         return max(sealed, steps)
 
     @property
     def prompt_attention(self) -> str:
         """The `attention` of prompts: what is stored unrounded is not rounded before, either."""
-        return "fp16" if self.bits == UNQUANTIZED else self.attention
+        return "native" if self.bits == UNQUANTIZED else self.attention
 
     @property
-    def decode_attention(self) -> Literal["turbo", "fp16"]:
+    def decode_attention(self) -> Literal["turbo", "native"]:
         """The `attention` of decode steps, which have only these two modes."""
-        return "fp16" if self.attention == "fp16" else "turbo"
+        return "native" if self.attention == "native" else "turbo"
 
     def head_groups(self, kv_heads: int) -> HeadGroups:
         """(width, number of heads) for each group of a layer's `kv_heads` heads, widest first."""
-        low = int(self.low_heads * kv_heads)  # rounded down: an odd head keeps the higher width
-        groups = ((self.bits, self.value_bits, kv_heads - low), (self.low_bits, self.low_value_bits, low))
+        low = int(self.expert.low_heads * kv_heads)  # rounded down: an odd head keeps the higher width
+        groups = ((self.bits, self.value_bits, kv_heads - low), (self.expert.low_bits, self.low_value_bits, low))
         return tuple((_width(bits, value_bits), heads) for bits, value_bits, heads in groups if heads)
 
     @property
     def low_value_bits(self) -> int:
         """Bits of the values of the heads at `low_bits`."""
-        return self.low_bits if self.value_bits is None else min(self.low_bits, self.value_bits)
+        low = self.expert.low_bits
+        return low if self.value_bits is None else min(low, self.value_bits)
 
 
 def _width(bits: int, value_bits: int | None) -> Width:
@@ -372,7 +380,7 @@ PRESETS: dict[str, TurboConfig] = {
 
 ABLATIONS: dict[str, TurboConfig] = {
     "turbo-k4v2": TurboConfig(bits=4, value_bits=2),
-    "turbo-mixed": TurboConfig(bits=4, low_bits=2, low_heads=0.5),
+    "turbo-mixed": TurboConfig(bits=4, expert=Expert(low_bits=2, low_heads=0.5)),
     "turbo2": TurboConfig(bits=2),
 }
 """Keys of 4 bit with values of 2; TurboAttention's head priority (half of the heads at 2 bit); 2 bit. They can be
@@ -388,7 +396,7 @@ def not_recommended(config: TurboConfig) -> str | None:
     if isinstance(config.layer_bits, str):
         return None
     widths = [widths_of(width) for width in config.layer_bits or ((config.bits, config.value_bits or config.bits),)]
-    if not any(2 in width for width in widths) and not (config.low_heads and config.low_bits == 2):
+    if not any(2 in width for width in widths) and not (config.expert.low_heads and config.expert.low_bits == 2):
         return None
     # `eval/results/fidelity-log.md`
     return (
@@ -403,9 +411,7 @@ ConfigLike = str | Path | Mapping[str, Any] | TurboConfig
 
 
 def preset_named(name: object) -> TurboConfig | None:
-    """A config of `NAMED`; None: there is none of this name. ValueError: it left the package."""
-    if name == "turbo4-long":
-        raise ValueError(f"preset {name} (sparse prompts) {LEFT}. Take {DEFAULT_PRESET}.")
+    """A config of `NAMED`; None: there is none of this name."""
     return NAMED.get(name) if isinstance(name, str) else None
 
 
@@ -444,9 +450,21 @@ def resolve_config(config: ConfigLike) -> TurboConfig:
     )
 
 
+def with_options(config: TurboConfig, **options: Any) -> TurboConfig:
+    """The config with other options by name, those of `Expert` among them. ValueError: as of `TurboConfig`."""
+    expert = {name: options.pop(name) for name in Expert.names() if name in options}
+    return replace(config, expert=replace(config.expert, **expert), **options)
+
+
 def at_8_bit(config: TurboConfig) -> TurboConfig:
     """The same options for a layer that is kept at 8 bit."""
-    return replace(config, bits=8, value_bits=None, layer_bits=None, low_heads=0.0)
+    return with_options(config, bits=8, value_bits=None, layer_bits=None, low_heads=0.0)
+
+
+def unrounded(config: TurboConfig) -> TurboConfig:
+    """Options that round nothing, with the blocks and the backend of a config."""
+    kept = Expert(block_size=config.expert.block_size, backend=config.expert.backend)
+    return TurboConfig(bits=UNQUANTIZED, attention="native", expert=kept)
 
 
 def of_layer(config: TurboConfig, index: int, layers: int) -> TurboConfig:
@@ -457,7 +475,7 @@ def of_layer(config: TurboConfig, index: int, layers: int) -> TurboConfig:
         ValueError: `layer_bits` are of another number of layers, or still to come from a calibration.
     """
     if index in config.dense_layers:
-        return TurboConfig(bits=UNQUANTIZED, attention="fp16", block_size=config.block_size, backend=config.backend)
+        return unrounded(config)
     if config.layer_bits is None:
         return config
     if isinstance(config.layer_bits, str):

@@ -252,7 +252,7 @@ def refuse_latent_options(layers: list[LayerReport], config: TurboConfig, shared
     named = [name for name, given in wrong.items() if given]
     if named:
         raise Unsupported(
-            f"TurboConfig.{named[0]} is not for latent attention (MLA), whose prompts run in the model's own dtype "
+            f"option {named[0]} is not for latent attention (MLA), whose prompts run in the model's own dtype "
             "and whose steps read all latents. Leave it out."
         )
 

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, ProcessorMixin
 
 from turbo_hf.cache.turbo_cache import TurboCache
-from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.config.turbo_config import TurboConfig, unrounded
 from turbo_hf.errors import Notices, Unsupported
 from turbo_hf.layout import type_16bit
 from turbo_hf.models.model_layers import layer_windows
@@ -309,12 +309,11 @@ def require_agreement(
     Where nothing is quantized, only rounding is left, and `unpatched.rounding` is what it does to the logits. A wrong
     mask does more.
     """
-    exact = TurboConfig(bits=16, attention="fp16", block_size=config.block_size, backend=config.backend)
-    unrounded = TurboCache(model.config, exact, uncompressed_layers=uncompressed)
-    spread(unrounded, ranks)
+    exact = TurboCache(model.config, unrounded(config), uncompressed_layers=uncompressed)
+    spread(exact, ranks)
     for case, got, want, rounding in (
         ("without a cache", probe(model), unpatched.plain, unpatched.rounding),
-        ("over a cache that quantizes nothing", probe(model, unrounded), unpatched.cached, unpatched.half),
+        ("over a cache that quantizes nothing", probe(model, exact), unpatched.cached, unpatched.half),
     ):
         distance = _distance(got, want)
         if not distance <= min(SLACK * rounding, MOST):
