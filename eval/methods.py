@@ -4,7 +4,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -16,12 +16,13 @@ from turbo_hf.config.file import names_a_file
 from turbo_hf.config.turbo_config import (
     ATTENTION_MODES,
     BY_CALIBRATION,
-    NATIVE,
     PRESETS,
+    Expert,
     SparseConfig,
     TurboConfig,
     preset_named,
     resolve_config,
+    with_options,
 )
 from turbo_hf.eval.published import Kivi, KVarN, Scheme, simulated_cache
 from turbo_hf.patching.handle import Handle
@@ -79,7 +80,7 @@ EXPLAINED = (
     (", ".join(PRESETS), "the patched model with a preset; a JSON or YAML file of options may stand in its place"),
     (BY_CALIBRATION, "the patched model with the widths of a calibration (turbo-hf calibrate --budget)"),
     ("PRESET/MODE", f"a preset with another attention: {', '.join(ATTENTION_MODES)}"),
-    ("PRESET+FIELD=VALUE", "a preset with other fields of TurboConfig: turbo4+block_size=32+sas=True"),
+    ("PRESET+FIELD=VALUE", "a preset with other fields of TurboConfig or Expert: turbo4+block_size=32+sas=True"),
     (
         "PRESET@SELECTOR:FIELD=VALUE",
         "a preset with sparse decode steps, fields of SparseConfig: turbo4@window:window_tokens=511",
@@ -96,9 +97,9 @@ def known_methods() -> str:
     """The available methods, in one sentence."""
     return (
         f"methods are {method_names()}, a JSON or YAML file in a preset's place, "
-        f"a preset followed by /{', /'.join(ATTENTION_MODES)}, and either followed by +FIELD=VALUE of TurboConfig, "
-        "such as turbo4/fp16+block_size=32, and all of these by @SELECTOR:FIELD=VALUE of SparseConfig, such as "
-        "turbo4@window:window_tokens=511"
+        f"a preset followed by /{', /'.join(ATTENTION_MODES)}, and either followed by +FIELD=VALUE of TurboConfig or "
+        "Expert, such as turbo4/native+block_size=32, and all of these by @SELECTOR:FIELD=VALUE of SparseConfig, such "
+        "as turbo4@window:window_tokens=511"
     )
 
 
@@ -154,13 +155,13 @@ def _patched(name: str) -> TurboConfig:
     head, *changes = stored.split("+")
     _, slash, attention = head.partition("/")
     known = preset_named(base) is not None or names_a_file(base)
-    if not known or (slash and attention not in ("auto", *ATTENTION_MODES, NATIVE)):
+    if not known or (slash and attention not in ("auto", *ATTENTION_MODES)):
         # a list of methods is split at its commas, and so is "...@saap:read_all_layers=0,1"
         hint = " Several layers behind @ are written read_all_layers=0+1." if name.isdigit() else ""
         raise ValueError(f"unknown method {name}; {known_methods()}.{hint}")
     config = resolve_config(base)
     chosen: dict[str, Any] = {"attention": attention} if slash else {}
-    allowed = [field.name for field in fields(TurboConfig)]
+    allowed = [*TurboConfig.names(), *Expert.names()]
     for change in changes:
         field, equals, value = change.partition("=")
         if not equals or field not in allowed:
@@ -168,7 +169,7 @@ def _patched(name: str) -> TurboConfig:
         chosen[field] = _value(value)
     if at:
         chosen["sparse"] = sparse_choice(sparse)
-    return replace(config, **chosen)
+    return with_options(config, **chosen)
 
 
 def _value(text: str) -> Any:

@@ -195,14 +195,14 @@ def measure_widths(
     parts = []
     for at, (x, own) in enumerate(zip(exact, costs.tolist(), strict=True)):
         _, heads, _, dim = x.shape
-        sizes = {bits: heads * page_bytes(dim, bits, config.block_size) // 2 for bits in BITS}
-        numbers = heads * dim * config.block_size
+        sizes = {bits: heads * page_bytes(dim, bits, config.expert.block_size) // 2 for bits in BITS}
+        numbers = heads * dim * config.expert.block_size
         parts.append(Part([*stored][at // 2], at % 2, dict(zip(BITS, own, strict=True)), sizes, numbers, heads))
     case = Case(prompt.shape[1], "steps")
     (base,) = measure(model, windows, [case], [Method("int8", config)], tail=tail - 1, noise=False)
     if base.figures is None:
         raise ValueError(f"int8: {base.verdict}")
-    return Measured(parts, base.figures.kl, layers, windows.numel(), config.block_size)
+    return Measured(parts, base.figures.kl, layers, windows.numel(), config.expert.block_size)
 
 
 def _stored(model: Any, held: Any) -> tuple[dict[int, list[list[torch.Tensor]]], int]:

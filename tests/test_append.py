@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from op_calls import (
     append_step,
     append_tokens,
@@ -357,7 +358,7 @@ def feed(layer: TurboLayer, k: Tensor, v: Tensor) -> None:
 
 @pytest.mark.parametrize("scale", ["token", "universal"])
 def test_a_layer_that_decodes_by_kernels_stores_the_same(scale: Any, device: torch.device) -> None:
-    by_kernel, plain = (TurboLayer(TurboConfig(buffer_scale=scale, backend=name)) for name in ("triton", "reference"))
+    by_kernel, plain = (TurboLayer(flat_config(buffer_scale=scale, backend=name)) for name in ("triton", "reference"))
     k, v = (tokens(2, 2, 140, 32, device=device) for _ in range(2))
     at = 0
     for count in (50, 1, 3, 16, 1, 1):
@@ -374,7 +375,7 @@ def test_a_layer_that_decodes_by_kernels_stores_the_same(scale: Any, device: tor
 
 
 def test_nan_in_a_step_is_told_when_the_block_is_sealed(device: torch.device) -> None:
-    layer = TurboLayer(TurboConfig(backend="triton"), index=3)
+    layer = TurboLayer(flat_config(backend="triton"), index=3)
     k, v = (tokens(1, 2, 64, 32, device=device) for _ in range(2))
     feed(layer, k[:, :, :40], v[:, :, :40])
     k[0, 1, 41, 5] = torch.nan

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
+from choices import flat_config
 from models import prompts
 from oracle import oracle
 from patching_support import SMALL, biased, generate
@@ -161,7 +162,7 @@ def uneven_tokens(tokens: int, heads: int = HEADS) -> tuple[Tensor, Tensor, Tens
 def test_attention_is_that_over_the_keys_that_the_cache_shows(bits: int) -> None:
     """In steps, and of a chunk over a past; the keys that it shows are near those that came."""
     q, k, v, own = uneven_tokens(150)
-    config = TurboConfig(bits=bits, attention="fp16", backend="reference")
+    config = flat_config(bits=bits, attention="native", backend="reference")
     layer, plain = TurboLayer(config, balance=own), TurboLayer(config)
     for each in (layer, plain):
         each.append(k[:, :, :100], v[:, :, :100], NewColumns(100))
@@ -198,7 +199,7 @@ def logits_over(model: Any, cache: Any, ids: Tensor, cuts: tuple[int, ...]) -> T
 
 def alone(**options: Any) -> TurboConfig:
     """A config in which little but the rounding of the first layer's keys is lost."""
-    return TurboConfig(**{"value_bits": 8, "dense_layers": (1,), **options})
+    return flat_config(**{"value_bits": 8, "dense_layers": (1,), **options})
 
 
 STEPS, CHUNKS = (100, *[1] * 20), (100, 40, 30)

@@ -18,7 +18,7 @@ from turbo_hf.eval.bench.generate import FINENESS, GenerateMethod, Work, compare
 from turbo_hf.eval.bench.random_models import KINDS, random_model
 from turbo_hf.eval.bench.shapes import largest
 
-PLAIN: Any = {"mode": "fp16", "backend": "reference"}
+PLAIN: Any = {"mode": "native", "backend": "reference"}
 TINY = ["generate", "--device", "cpu", "--tiny", "--rounds", "1", "--new", "3"]
 
 
@@ -69,9 +69,9 @@ def test_every_way_to_decode_is_compared_with_itself() -> None:
 
 
 def test_the_first_token_alone_by_mode_of_attention() -> None:
-    words = [*TINY[:-2], "--new", "1", "--context", "100", "--mode", "auto", "--mode", "fp16", "--decoding", "greedy"]
+    words = [*TINY[:-2], "--new", "1", "--context", "100", "--mode", "auto", "--mode", "native", "--decoding", "greedy"]
     rows = [row for row in last_json(run(*words, "--rounds", "3", "--json"))["rows"] if row["tokens_s"]]
-    assert [row["method"] for row in rows[:3]] == ["SDPA", "turbo4/auto", "turbo4/fp16"]
+    assert [row["method"] for row in rows[:3]] == ["SDPA", "turbo4/auto", "turbo4/native"]
     assert all(row["first_ms"] > 0 and row["first_spread"] >= 0 and row["step_ms"] is None for row in rows)
 
 

@@ -22,12 +22,13 @@ from breaks_support import (
     every_line,
     launches,
 )
+from choices import flat_config
 from graphs_support import Again, Graphs, replayed
 from models import prompts, tiny_llama
 from transformers import Cache
 
 import turbo_hf
-from turbo_hf import TurboCache, TurboConfig, Unsupported
+from turbo_hf import TurboCache, Unsupported
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.pass_mark import PassMark
 from turbo_hf.graphs.devices import CudaDevice
@@ -264,7 +265,7 @@ def test_two_threads_on_one_cache(name: str) -> None:
     assert cache.get_seq_length() == HELD + len(accepted)
 
 
-CONFIG = TurboConfig(bits=8, block_size=32)
+CONFIG = flat_config(bits=8, block_size=32)
 STEPS = 4
 HOLDS = pytest.mark.parametrize("held", [HELD - 20, HELD - 1], ids=["open", "seals"])
 ERRORS = pytest.mark.parametrize("error", [Broken, BrokenError])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from graphs_support import an_index
 from models import prompts, tiny_llama
 from op_calls import ops_like
@@ -26,7 +27,7 @@ def layer_of(sorts: bool = True, **options: Any) -> TurboLayer:
     """16 bit, so that keys are what they were."""
     chosen: dict[str, Any] = {"selector": "kmeans-rotated", "probes": 2, "window_tokens": WINDOW}
     sparse = SparseConfig(**chosen, sink_tokens=SINK)
-    config = TurboConfig(bits=16, block_size=BLOCK, sparse=sparse, **options)
+    config = flat_config(bits=16, block_size=BLOCK, sparse=sparse, **options)
     layer = TurboLayer(config, selector=bucketed(sparse, 8))
     if not sorts:
         layer.activate_past_recording()  # nothing is sealed, so nothing moves
@@ -220,7 +221,7 @@ def test_tokens_are_the_same_with_a_cache_in_bucket_order(chunk: int | None) -> 
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prefill_chunk_size": chunk}
 
     def run(sparse: SparseConfig | None) -> Any:
-        config = TurboConfig(bits=16, block_size=BLOCK, attention="fp16", sparse=sparse)
+        config = flat_config(bits=16, block_size=BLOCK, attention="native", sparse=sparse)
         with turbo_hf.patch(model, config, calibration=an_index(model, 8)) as handle:
             cache = handle.new_cache()
             out = model.generate(ids, **{CACHE: cache}, **options)

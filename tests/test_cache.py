@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from choices import EVERY_PRESET
+from choices import EVERY_PRESET, flat_config
 from families_support import GENERIC_CASES, build
 from histories_support import subject
 from layer_support import tensors_of
@@ -59,7 +59,7 @@ def test_each_layer_gets_what_was_chosen_for_it() -> None:
 def test_a_layer_that_does_not_exist_is_refused(name: str, llama: Any) -> None:
     chosen: dict[str, Any] = {name: (5, 0, 2)}
     with pytest.raises(ValueError, match=rf"{name} names layers \[2, 5\]; the model has layers 0 to 1"):
-        TurboCache(llama.config, **({"config": TurboConfig(**chosen)} if name == "dense_layers" else chosen))
+        TurboCache(llama.config, **({"config": flat_config(**chosen)} if name == "dense_layers" else chosen))
     if name != "dense_layers":
         below: dict[str, Any] = {name: (-1,)}
         with pytest.raises(ValueError, match=rf"{name} names layers \[-1\]"):
@@ -196,7 +196,7 @@ def test_prompt_lookup_beside_uncompressed_windows(dense: tuple[int, ...]) -> No
     model, ids = tiny_mistral(24), prompts(1, 60)
     ways: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 2}
     want = model.generate(ids, **ways)
-    exact = TurboConfig(bits=16, block_size=32, attention="fp16")
+    exact = flat_config(bits=16, block_size=32, attention="native")
     with turbo_hf.patch(model, exact):
         cache = TurboCache(model.config, exact, uncompressed_layers=dense)
         assert torch.equal(model.generate(ids, **ways, **{CACHE: cache}), want)
@@ -360,7 +360,7 @@ WAYS: list[Any] = [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)
 MAKES: list[Any] = [
     pytest.param(patched_llama(), id="llama"),
     pytest.param(patched_llama(**MIXED), id="mixed-universal"),
-    pytest.param(patched_llama(bits=16, attention="fp16"), id="16-bit"),
+    pytest.param(patched_llama(bits=16, attention="native"), id="16-bit"),
     pytest.param(patched_llama(dense_layers=(0,)), id="beside-dense"),
     pytest.param(windows, id="windows"),
     pytest.param(by_bucket, id="sparse"),
@@ -462,7 +462,7 @@ def test_a_copied_layer_shares_nothing_that_is_written(mode: str) -> None:
 @modes
 def test_a_cache_that_was_initialized_early_goes_on_in_any_mode(mode: str) -> None:
     model, ids = tiny_llama(), prompts(2, 20)
-    with turbo_hf.patch(model, TurboConfig(block_size=32)) as handle, torch.no_grad():
+    with turbo_hf.patch(model, flat_config(block_size=32)) as handle, torch.no_grad():
         cache: Any = handle.new_cache()
         want = handle.new_cache()
         with MODES[mode]():

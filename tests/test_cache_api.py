@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from choices import flat_config
 from models import left_padded, prompts, tiny_llama, tiny_mistral
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 import turbo_hf
-from turbo_hf import TurboCache, TurboConfig, Unsupported
+from turbo_hf import TurboCache, Unsupported
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.models.versions import CACHE as NAMED
 
@@ -82,7 +83,7 @@ def fill(cache: Any, tokens: int = 40) -> Any:
 def pair(window: int | None) -> tuple[Any, Any]:
     """A filled cache of each kind."""
     config = tiny_mistral(window).config
-    return fill(TurboCache(config, TurboConfig(bits=8, block_size=32))), fill(DynamicCache(config=config))
+    return fill(TurboCache(config, flat_config(bits=8, block_size=32))), fill(DynamicCache(config=config))
 
 
 def public(*things: Any) -> list[str]:
@@ -267,7 +268,7 @@ REPEATS = [
 def three_rows(dense: tuple[int, ...]) -> Any:
     """A cache of three rows of different length."""
     model = tiny_llama()
-    config = TurboConfig(bits=8, block_size=32)
+    config = flat_config(bits=8, block_size=32)
     turbo_hf.patch(model, config)
     batch = left_padded([prompts(1, n, seed=n)[0] for n in (50, 9, 33)])
     cache = TurboCache(model.config, config, uncompressed_layers=dense)

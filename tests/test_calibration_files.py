@@ -23,7 +23,7 @@ from turbo_hf.calibration.artifacts import CARD, FACTS, TENSORS, LayerCalibratio
 from turbo_hf.calibration.checkpoint import CONFIG, MAIN, Checkpoint, checkpoint_of
 from turbo_hf.calibration.settings import Settings
 from turbo_hf.cli.main import app
-from turbo_hf.config.turbo_config import HEAD_METRICS
+from turbo_hf.config.turbo_config import HEAD_METRICS, with_options
 from turbo_hf.config.whole_files import InUse, facts_hash, one_writer
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.versions import CACHE
@@ -195,7 +195,7 @@ def orders(handle: turbo_hf.Handle, model: Any) -> list[list[list[int]]]:
 def test_patch_takes_the_heads_from_a_calibration(metric: Any) -> None:
     model, _ = lab_model()
     found = lab()
-    config = replace(MIXED, head_metric=metric)
+    config = with_options(MIXED, head_metric=metric)
     for calibration in (found, reversed_heads(found)):
         with turbo_hf.patch(model, config, calibration=calibration) as handle:
             want = calibration.head_orders(metric)

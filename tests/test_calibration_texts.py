@@ -78,7 +78,7 @@ def test_a_tokenizer_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: py
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_text("{")
     message = "cannot be read, so that none is compared with it"
-    config = {"bits": 8, "low_bits": 4, "low_heads": 0.5}
+    config = {"bits": 8, "expert": {"low_bits": 4, "low_heads": 0.5}}
     with pytest.warns(UserWarning, match=message) as caught:
         turbo_hf.patch(model, config, calibration=found).remove()
     assert [warning.filename for warning in caught] == [__file__]

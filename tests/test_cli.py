@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import typer.main
-from choices import EVERY_PRESET
+from choices import EVERY_PRESET, flat_config
 from models import LAB_MODEL, lab_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -209,7 +209,7 @@ def command(*words: str, code: int = 0) -> Any:
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
     path = tmp_path / "mine.yaml"
-    path.write_text("preset: turbo2\ndense_layers: [0]\nattention: fp16\n")
+    path.write_text("preset: turbo2\ndense_layers: [0]\nattention: native\n")
     return path
 
 
@@ -224,13 +224,13 @@ def test_demo_takes_a_config_file(mine: Path) -> None:
 def test_bench_takes_a_config_file(mine: Path) -> None:
     words = ("--layers", "2", "--tiny", "--config", str(mine), "--rounds", "1", "--decoding", "greedy")
     found = command("bench", "generate", *words, "--context", "40", "--new", "2")
-    options = TurboConfig(bits=2, dense_layers=(0,), attention="fp16").to_dict()
+    options = TurboConfig(bits=2, dense_layers=(0,), attention="native").to_dict()
     assert found["options"]["configs"] == {str(mine): options}
     assert str(mine) in {row["method"] for row in found["rows"]}
-    mine.write_text("bits: 2\nattention: fp16\n")
+    mine.write_text("bits: 2\nattention: native\n")
     # the first token alone, in the file's attention
     found = command("bench", "generate", *words, "--context", "64", "--new", "1")
-    assert found["options"]["configs"] == {str(mine): TurboConfig(bits=2, attention="fp16").to_dict()}
+    assert found["options"]["configs"] == {str(mine): TurboConfig(bits=2, attention="native").to_dict()}
 
 
 @pytest.mark.parametrize(
@@ -261,19 +261,19 @@ def test_a_run_of_a_file_is_of_what_the_file_said(mine: Path, tmp_path: Path) ->
     words += ["--out", str(tmp_path / "out"), "--methods", str(mine)]
     found = command(*words)
     assert set(found["serving"]) == {"fp16", "fp16 again", str(mine)}
-    want = TurboConfig(bits=2, dense_layers=(0,), attention="fp16").to_dict()
+    want = TurboConfig(bits=2, dense_layers=(0,), attention="native").to_dict()
     assert found["meta"]["configs"] == {str(mine): want}
     # the same options in other words, and another method beside it
-    mine.write_text("bits: 2\nattention: fp16\ndense_layers: [0]\n")
+    mine.write_text("bits: 2\nattention: native\ndense_layers: [0]\n")
     again = command(*words[:-1], f"{mine},turbo4")["perplexity"][0]["methods"]
     assert again.items() > found["perplexity"][0]["methods"].items()
-    mine.write_text("bits: 3\nattention: fp16\ndense_layers: [0]\n")
+    mine.write_text("bits: 3\nattention: native\ndense_layers: [0]\n")
     told = command(*words, code=1)
     assert "config.bits was 2, now 3." in told
 
 
 PROMPT = "The special magic number is 4281. The number is"
-EXACT = TurboConfig(bits=16, attention="fp16", block_size=32)
+EXACT = flat_config(bits=16, attention="native", block_size=32)
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] == 'refuse' %}{{ raise_exception('no such word') }}{% endif %}"
     "{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
@@ -333,13 +333,13 @@ def test_a_prompt_is_continued(tmp_path: Path) -> None:
     assert generated(LAB, PROMPT, "--max-new-tokens", "8").stdout == f"{text}\n"
     assert generated(LAB, "-", "--max-new-tokens", "8", typed=f"{PROMPT}\n").stdout == f"{text}\n"
     mine = tmp_path / "mine.json"
-    mine.write_text('{"preset": "int8", "block_size": 32}')
+    mine.write_text('{"preset": "int8", "expert": {"block_size": 32}}')
     facts = json.loads(
         generated(
             LAB, PROMPT, "--config", str(mine), "--dtype", "float32", "--max-new-tokens", "2", "--json"
         ).stdout.splitlines()[-1]
     )
-    assert facts["config"] == TurboConfig(bits=8, block_size=32).to_dict()
+    assert facts["config"] == flat_config(bits=8, block_size=32).to_dict()
     assert facts["dtype"] == "torch.float32"
 
 

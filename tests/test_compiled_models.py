@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from models import left_padded, prompts, tiny_llama
 from torch import Tensor
 
 import turbo_hf
-from turbo_hf import TurboCache, TurboConfig
+from turbo_hf import TurboCache
 from turbo_hf.cache.guards import untraced
 from turbo_hf.graphs.step_runner import why_no_replay_of
 from turbo_hf.models.versions import CACHE
 
-CONFIG = TurboConfig(bits=4, block_size=32)
+CONFIG = flat_config(bits=4, block_size=32)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from graphs_support import NEW, Again, an_index, answer, answer_and_report, ragged, watch_runners
 from models import SHAPE, prompts, tiny_llama
 from torch import Tensor
@@ -20,13 +21,14 @@ import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.attention.step_operator import StepView
 from turbo_hf.attention.turbo_attention import compressed, turbo_attention
+from turbo_hf.config.turbo_config import with_options
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import compiled_step
 from turbo_hf.graphs.step_runner import StepRunner
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods as generation
 
-PLAIN = TurboConfig(block_size=32)
+PLAIN = flat_config(block_size=32)
 COMPILED = replace(PLAIN, compile=True)
 FEW = {"max_new_tokens": 6}
 VISITS: dict[str, Any] = {"probes": 3, "window_tokens": 12, "read_all_layers": (0,)}
@@ -143,8 +145,8 @@ def test_what_is_compiled_besides(
 ) -> None:
     model = tiny_llama().to(device)
     index = an_index(model) if "sparse" in config else None
-    want, one = answer_and_report(model, replace(PLAIN, **config), index, **ragged([40, 9]), **call)
-    got, other = answer_and_report(model, replace(COMPILED, **config), index, **ragged([40, 9]), **call)
+    want, one = answer_and_report(model, with_options(PLAIN, **config), index, **ragged([40, 9]), **call)
+    got, other = answer_and_report(model, with_options(COMPILED, **config), index, **ragged([40, 9]), **call)
     assert torch.equal(got, want)
     assert other.selectivity == one.selectivity
     assert "; compiled as one graph (" in other.steps

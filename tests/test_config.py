@@ -6,19 +6,21 @@ import math
 from typing import Any
 
 import pytest
-from choices import EVERY_PRESET
+from choices import EVERY_PRESET, flat_config
 from hypothesis import given
 from hypothesis import strategies as st
 
 from turbo_hf.config.turbo_config import (
     ABLATIONS,
     PRESETS,
+    Expert,
     SparseConfig,
     TurboConfig,
     at_8_bit,
     not_recommended,
     of_layer,
     resolve_config,
+    with_options,
 )
 from turbo_hf.layout import HeadGroups
 
@@ -34,7 +36,7 @@ from turbo_hf.layout import HeadGroups
         pytest.param({"recent_tokens": 1024}, id="recent"),
         pytest.param({"layer_bits": (2, (4, 2), 8)}, id="layers"),
         pytest.param({"layer_bits": "calibrated"}, id="calibrated"),
-        *(pytest.param({"attention": a}, id=a) for a in ("auto", "turbo", "int8", "half", "fp8", "fp16")),
+        *(pytest.param({"attention": a}, id=a) for a in ("auto", "turbo", "int8", "half", "fp8", "native")),
         *(pytest.param({"cuda_graphs": g}, id=f"graphs-{g}") for g in ("auto", True, False)),
         pytest.param({"compile": True}, id="compile"),
         pytest.param({"low_heads": 1}, id="all-low"),
@@ -45,9 +47,9 @@ from turbo_hf.layout import HeadGroups
     ],
 )
 def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
-    config = TurboConfig(**choices)
+    config = flat_config(**choices)
     for name, value in choices.items():
-        assert getattr(config, name) == value
+        assert getattr(config.expert if name in Expert.names() else config, name) == value
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"buffer_scale": None}, r"buffer_scale must be one of 'token', 'universal'; got None", id="scale"),
         pytest.param(
             {"attention": "flash"},
-            r"attention must be one of 'auto', 'turbo', 'int8', 'half', 'fp8', 'fp16', 'native'; got 'flash'",
+            r"attention must be one of 'auto', 'turbo', 'int8', 'half', 'fp8', 'native'; got 'flash'",
             id="attention",
         ),
         pytest.param({"backend": "cuda"}, r"backend must be one of 'auto', 'triton', 'reference'; got 'cuda'", id="be"),
@@ -124,8 +126,8 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
     ],
 )
 def test_refuses(choices: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^TurboConfig\..*{message}"):
-        TurboConfig(**choices)
+    with pytest.raises(ValueError, match=rf"^(TurboConfig|Expert)\..*{message}"):
+        flat_config(**choices)
 
 
 def test_is_frozen_and_takes_keywords_only() -> None:
@@ -133,7 +135,7 @@ def test_is_frozen_and_takes_keywords_only() -> None:
         setattr(TurboConfig(), "bits", 2)  # noqa: B010 - an assignment would not pass the type checker
     with pytest.raises(TypeError):
         TurboConfig(4)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="bit"):
+    with pytest.raises(ValueError, match=r"^TurboConfig has no option bit; options are bits, .*, expert\.$"):
         TurboConfig(bit=4)  # type: ignore[call-arg]
 
 
@@ -143,7 +145,7 @@ def test_is_frozen_and_takes_keywords_only() -> None:
     widths=st.sampled_from([(8, 4), (8, 3), (8, 2), (4, 3), (4, 2), (3, 2)]),
 )
 def test_head_groups_are_all_heads_widest_first(heads: int, share: float, widths: tuple[int, int]) -> None:
-    groups = TurboConfig(bits=widths[0], low_bits=widths[1], low_heads=share).head_groups(heads)
+    groups = flat_config(bits=widths[0], low_bits=widths[1], low_heads=share).head_groups(heads)
     assert sum(n for _, n in groups) == heads
     assert all(n > 0 for _, n in groups)
     assert [bits for bits, _ in groups] == sorted({bits for bits, _ in groups}, reverse=True)
@@ -170,7 +172,7 @@ def test_presets(name: str, groups: HeadGroups) -> None:
 
 def test_values_have_bits_of_their_own() -> None:
     assert TurboConfig(value_bits=4).head_groups(8) == ((4, 8),)
-    mixed = TurboConfig(bits=8, value_bits=3, low_bits=4, low_heads=0.5)
+    mixed = flat_config(bits=8, value_bits=3, low_bits=4, low_heads=0.5)
     assert mixed.head_groups(8) == (((8, 3), 4), ((4, 3), 4))
     # of low heads, the smaller of both
     assert dataclasses.replace(mixed, value_bits=8).head_groups(8) == ((8, 4), (4, 4))
@@ -179,12 +181,12 @@ def test_values_have_bits_of_their_own() -> None:
 
 
 def test_layers_have_bits_of_their_own() -> None:
-    config = TurboConfig.from_dict({"layer_bits": [8, 2, [8, 4]], "block_size": 32})
-    assert config == TurboConfig(layer_bits=((8, 8), (2, 2), (8, 4)), block_size=32)
+    config = TurboConfig.from_dict({"layer_bits": [8, 2, [8, 4]], "expert": {"block_size": 32}})
+    assert config == flat_config(layer_bits=((8, 8), (2, 2), (8, 4)), block_size=32)
     assert TurboConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     each = [of_layer(config, index, 3) for index in range(3)]
     assert [own.head_groups(4) for own in each] == [((width, 4),) for width in (8, 2, (8, 4))]
-    assert {own.block_size for own in each} == {32}
+    assert {own.expert.block_size for own in each} == {32}
     assert at_8_bit(config).head_groups(4) == ((8, 4),)
     assert of_layer(TurboConfig(), 0, 3) == TurboConfig()
     for layers in (2, 4):
@@ -209,7 +211,7 @@ def test_2_bit_is_not_recommended_by_whatever_name() -> None:
         assert str(not_recommended(config)).startswith("2 bit is not like 16 bit on real checkpoints: ")
     for config in (
         TurboConfig(value_bits=3),
-        TurboConfig(low_bits=3, low_heads=0.5),
+        flat_config(low_bits=3, low_heads=0.5),
         TurboConfig(layer_bits=(4, (4, 3))),
     ):
         assert not_recommended(config) is None
@@ -227,7 +229,7 @@ def test_refuses_unknown_presets(value: Any) -> None:
 
 
 def test_a_config_at_8_bit_keeps_all_other_fields() -> None:
-    config = TurboConfig(bits=4, low_heads=0.5, block_size=32, attention="fp16", buffer_scale="universal")
+    config = flat_config(bits=4, low_heads=0.5, block_size=32, attention="native", buffer_scale="universal")
     kept = at_8_bit(config)
     assert kept.head_groups(8) == ((8, 8),)
-    assert dataclasses.replace(kept, bits=4, low_heads=0.5) == config
+    assert with_options(kept, bits=4, low_heads=0.5) == config

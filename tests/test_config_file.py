@@ -7,20 +7,20 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from choices import EVERY_PRESET
+from choices import EVERY_PRESET, flat_config
 from hypothesis import given
 from hypothesis import strategies as st
 from models import prompts, tiny_llama
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
-from turbo_hf.config.turbo_config import BACKENDS, resolve_config
+from turbo_hf.config.turbo_config import BACKENDS, Expert, resolve_config, with_options
 from turbo_hf.eval.methods import method_named
 
 CONFIGS = [
     *EVERY_PRESET.values(),
-    TurboConfig(bits=16, low_bits=4, low_heads=0.5, attention="fp16", cuda_graphs=True, compile=True),
-    TurboConfig(sas=True, sas_threshold=-6.5, int8_layers=(3, 1), dense_layers=(0,), low_heads=1),
+    flat_config(bits=16, low_bits=4, low_heads=0.5, attention="native", cuda_graphs=True, compile=True),
+    flat_config(sas=True, sas_threshold=-6.5, int8_layers=(3, 1), dense_layers=(0,), low_heads=1),
     TurboConfig(int8_layers=(), sparse=SparseConfig(probes=64, read_all_layers=(0, 2))),
     TurboConfig(sparse=SparseConfig(selector="window", window_tokens=511)),
 ]
@@ -45,7 +45,7 @@ def test_a_config_comes_back_from_json_and_yaml(config: TurboConfig) -> None:
     backend=st.sampled_from(BACKENDS),
 )
 def test_numbers_come_back_as_they_were(layers: list[int], share: float, threshold: float, backend: Any) -> None:
-    config = TurboConfig(
+    config = flat_config(
         low_heads=share, sas=True, sas_threshold=threshold, backend=backend, dense_layers=tuple(layers)
     )
     assert TurboConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -73,7 +73,7 @@ def test_older_configs_come_back_or_are_refused() -> None:
 
 def test_layers_may_be_lists() -> None:
     given: Any = {"dense_layers": [0, 2], "int8_layers": [1]}
-    config = TurboConfig(**given)
+    config = flat_config(**given)
     assert config == TurboConfig(dense_layers=(0, 2), int8_layers=(1,))
     assert hash(config) == hash(replace(config))
     layers: Any = [3]
@@ -96,18 +96,15 @@ def test_read_all_layers_come_back_from_files(tmp_path: Path) -> None:
         SparseConfig(read_all_layers=cast(Any, 1))
 
 
-def test_native_is_another_name_of_attention_fp16() -> None:
+def test_attention_native_rounds_nothing() -> None:
     config = TurboConfig(attention="native")
-    assert config == TurboConfig(attention="fp16")
-    assert config.to_dict()["attention"] == "fp16"
-    assert TurboConfig.from_dict({"attention": "native", "bits": 16}) == TurboConfig(attention="fp16", bits=16)
-    assert (config.prompt_attention, config.decode_attention) == ("fp16", "fp16")
-    with pytest.raises(ValueError, match='attention "fp16" rounds none'):
-        TurboConfig(attention="native", smooth_k=True)
+    assert (config.prompt_attention, config.decode_attention) == ("native", "native")
+    with pytest.raises(ValueError, match='attention "native" rounds none'):
+        TurboConfig(attention="native", expert=Expert(smooth_k=True))
 
 
 def test_other_names_in_a_method() -> None:
-    assert method_named("turbo4/native").config == method_named("turbo4/fp16").config
+    assert method_named("turbo4/native").config == TurboConfig(attention="native")
     config = method_named("turbo4@window:read_all_layers=0+2").config
     assert config is not None
     assert config.sparse == SparseConfig(selector="window", read_all_layers=(0, 2))
@@ -116,7 +113,7 @@ def test_other_names_in_a_method() -> None:
 def test_options_of_a_preset() -> None:
     assert TurboConfig.from_dict({}) == TurboConfig()
     assert TurboConfig.from_dict({"preset": "turbo-mixed"}) == EVERY_PRESET["turbo-mixed"]
-    assert TurboConfig.from_dict({"preset": "turbo-mixed", "block_size": 32}) == replace(
+    assert TurboConfig.from_dict({"preset": "turbo-mixed", "expert": {"block_size": 32}}) == with_options(
         EVERY_PRESET["turbo-mixed"], block_size=32
     )
     assert TurboConfig.from_dict({"preset": "saap", "sparse": {"probes": 8}}).sparse == SparseConfig(probes=8)
@@ -137,6 +134,8 @@ def test_options_of_a_preset() -> None:
             r"^SparseConfig has no option probe; options are selector, probes, sink_tokens, ",
         ),
         ({"sparse": {"preset": "saap"}}, r"^SparseConfig has no option preset"),
+        ({"expert": {"bits": 4}}, r"^Expert has no option bits; options are block_size, "),
+        ({"expert": None}, r"^TurboConfig.expert must be an Expert; got None"),
         (
             {"preset": "turbo5"},
             r"^unknown preset 'turbo5'; presets are int8, turbo4, turbo-k4v3, saap\.$",
@@ -187,7 +186,7 @@ def test_files(name: str, text: str, tmp_path: Path) -> None:
         ("a.json", b"\xff\xfe{\x00}\x00", r"a\.json cannot be read: 'utf-8' codec can't decode"),
         ("a.json", b"[" * 200_000, r"a\.json cannot be read: "),
         ("a.json", b'{"bit": 4}', r"the config file .*a\.json: TurboConfig has no option bit; options are"),
-        ("a.yaml", b"low_heads: .nan", r"a\.yaml: TurboConfig.low_heads must be a share from 0 to 1; got nan"),
+        ("a.yaml", b"expert: {low_heads: .nan}", r"a\.yaml: Expert.low_heads must be a share from 0 to 1; got nan"),
     ],
 )
 def test_files_that_are_wrong_are_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
@@ -214,10 +213,10 @@ def test_a_mapping_may_stand_for_another_in_yaml(tmp_path: Path) -> None:
 
 def test_a_model_is_patched_with_a_file_or_a_dict(tmp_path: Path) -> None:
     model, ids = tiny_llama(), prompts(1, 70)
-    options = {"preset": "turbo2", "block_size": 32, "dense_layers": [1]}
+    options = {"preset": "turbo2", "expert": {"block_size": 32}, "dense_layers": [1]}
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(options))
-    want = TurboConfig(bits=2, block_size=32, dense_layers=(1,))
+    want = flat_config(bits=2, block_size=32, dense_layers=(1,))
     for config in (options, path, str(path)):
         with turbo_hf.patch(model, config) as handle:
             assert handle.report().config == want
@@ -235,10 +234,10 @@ def test_methods_of_an_evaluation(tmp_path: Path) -> None:
     want = TurboConfig(bits=3, sparse=SparseConfig(selector="window"))
     assert method_named(str(path)).config == want
     sparse = SparseConfig(selector="window", window_tokens=31)
-    assert method_named(f"{path}/fp16+block_size=32@window:window_tokens=31").config == replace(
-        want, attention="fp16", block_size=32, sparse=sparse
+    assert method_named(f"{path}/native+block_size=32@window:window_tokens=31").config == with_options(
+        want, attention="native", block_size=32, sparse=sparse
     )
     with pytest.raises(FileNotFoundError, match=r"there is no config file nowhere/none\.yaml"):
-        method_named("nowhere/none.yaml/fp16")
+        method_named("nowhere/none.yaml/native")
     with pytest.raises(ValueError, match=r"unknown method .*/flash; methods are "):
         method_named(f"{path}/flash")

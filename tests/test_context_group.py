@@ -161,7 +161,7 @@ def test_three_ranks_share_out_blocks(before: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("mode", ["turbo", "fp16"])
+@pytest.mark.parametrize("mode", ["turbo", "native"])
 def test_parts_of_the_keys_merge_to_the_whole(mode: str, backend: str, device: torch.device) -> None:
     q, k, v = inputs(2, 40, device)
     past, starts = random_past([150, 40], k), torch.tensor([3, 0], device=device)

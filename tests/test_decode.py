@@ -29,7 +29,7 @@ def check_decode(
     first = None if starts is None else torch.tensor(starts, device=q.device)
     got = decode(q, store, starts=first, mode=mode, backend=backend, **options)
     rows = store_codes(store)
-    if mode == "fp16":
+    if mode == "native":
         check_exact(got, q, [row.values() for row in rows], starts=starts, **options)
     else:
         check_turbo(got, int8_queries(q, starts or [0] * len(q)), q.dtype, rows, starts=starts, **options)
@@ -84,7 +84,7 @@ def test_cases(case: str, mode: str, device: torch.device, backend: str) -> None
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
     ("dim", "mode"),
-    [(16, "turbo"), (48, "fp16"), (64, "turbo"), (80, "fp16"), (96, "turbo"), (128, "fp16"), (128, "turbo")],
+    [(16, "turbo"), (48, "native"), (64, "turbo"), (80, "native"), (96, "turbo"), (128, "native"), (128, "turbo")],
 )
 def test_head_dims_and_bits(dim: int, bits: int, mode: str, device: torch.device, backend: str) -> None:
     store = random_store([130, 63], 2, dim, device, groups=((bits, 2),))
@@ -183,13 +183,13 @@ def test_any_decode(data: st.DataObject) -> None:
 
 
 @settings(max_examples=16)
-@given(data=st.data(), mode=st.sampled_from(("fp16", "turbo")))
+@given(data=st.data(), mode=st.sampled_from(("native", "turbo")))
 def test_any_decode_by_the_kernel(data: st.DataObject, mode: str, device: torch.device) -> None:
     any_decode(data, "triton", device, (mode,))
 
 
 def any_decode(
-    data: st.DataObject, backend: str, device: torch.device, modes: tuple[str, ...] = ("fp16", "turbo")
+    data: st.DataObject, backend: str, device: torch.device, modes: tuple[str, ...] = ("native", "turbo")
 ) -> None:
     """Any shape, lengths, widths, options: right in all these modes."""
     kv_heads, group = data.draw(st.integers(1, 3), "kv_heads"), data.draw(st.integers(1, 4), "group")
@@ -368,7 +368,7 @@ def test_head_dims_above_256_are_refused_by_the_kernel(device: torch.device) -> 
 def test_blocks_that_do_not_fit_in_float32_are_refused(device: torch.device) -> None:
     store, q = random_store([3], 1, 128, device, block=128), torch.randn(1, 1, 1, 128, device=device)
     with pytest.raises(ValueError, match="blocks of 128 tokens of 128 channels do not fit in float32"):
-        decode(q, store, scaling=1.0, mode="fp16", backend="triton")
+        decode(q, store, scaling=1.0, mode="native", backend="triton")
 
 
 Q = torch.zeros(1, 2, 1, 16)
@@ -378,7 +378,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(2, 2, 1, 16)}, "q has 2 rows on cpu; the cache holds 1 on cpu"),
     ({"q": torch.zeros(1, 2, 1, 16, device="meta")}, "q has 1 rows on meta; the cache holds 1 on cpu"),
     ({"q": Q.to(torch.int8)}, "q must be float16, bfloat16, float32 or float64; got torch.int8"),
-    ({"mode": "fast"}, "mode must be one of turbo, fp16; got 'fast'"),
+    ({"mode": "fast"}, "mode must be one of turbo, native; got 'fast'"),
     ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[B\] = \[1\]; got \(2,\)"),
     ({"sinks": torch.zeros(4)}, r"sinks must be \[Hq\] = \[2\]; got \(4,\)"),
 ]
@@ -453,7 +453,7 @@ KINDS: list[Kind] = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["turbo", "fp16"])
+@pytest.mark.parametrize("mode", ["turbo", "native"])
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 def test_random_caches(kind: int, mode: str) -> None:
@@ -475,7 +475,7 @@ def test_random_caches(kind: int, mode: str) -> None:
         own["scaling"] = dim**-0.5
         got = decode(q, store, starts=torch.tensor(starts, device=device), mode=mode, backend="triton", **own)
         rows = store_codes(store)
-        if mode == "fp16" or groups[0][0] == UNQUANTIZED:
+        if mode == "native" or groups[0][0] == UNQUANTIZED:
             check_exact(got, q, [row.values() for row in rows], starts=starts, **own)
         else:
             check_turbo(got, int8_queries(q, starts), q.dtype, rows, starts=starts, **own)

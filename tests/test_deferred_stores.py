@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from models import left_padded, prompts, tiny_llama, tiny_mistral
 
 import turbo_hf
-from turbo_hf import TurboCache, TurboConfig
+from turbo_hf import TurboCache
 from turbo_hf.cache import deferred_stores
 from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.layer import TurboLayer
@@ -19,7 +20,7 @@ from turbo_hf.graphs.step_runner import is_compiled
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods
 
-SMALL = TurboConfig(block_size=32)
+SMALL = flat_config(block_size=32)
 TOKENS = 50
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from choices import flat_config
 from models import lab_model, tiny_llama
 from tiny_families import build
 from transformers import DynamicCache, ProcessorMixin
@@ -237,7 +238,7 @@ def test_the_check_reads_sealed_blocks_beside_recent_tokens() -> None:
     model, _ = lab_model()
     with pytest.warns(UserWarning, match="2 bit is not like 16 bit on real checkpoints"):
         handle = turbo_hf.patch(
-            model, TurboConfig(bits=2, block_size=128, recent_tokens=128), check=True, strict="warn"
+            model, flat_config(bits=2, block_size=128, recent_tokens=128), check=True, strict="warn"
         )
     with handle:
         found = str(handle.report())

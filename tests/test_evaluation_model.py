@@ -86,7 +86,7 @@ def test_a_smaller_chunk_reads_more_of_the_text_compressed() -> None:
     stock = scores(HFLM(pretrained=model, tokenizer=tokenizer), rolling)
     off = []
     for chunk in (32, 4096):
-        with_cache = TurboLM(model, preset="turbo2/fp16", chunk=chunk, tokenizer=tokenizer)
+        with_cache = TurboLM(model, preset="turbo2/native", chunk=chunk, tokenizer=tokenizer)
         off.append(float((scores(with_cache, rolling) - stock).abs()))
         with_cache.close()
     # one chunk of everything has no past to read: it would be a measurement of nothing
@@ -140,10 +140,10 @@ def test_the_adapter_refuses(given: dict[str, Any], message: str) -> None:
 def test_methods_have_one_name_each() -> None:
     model, _ = lab_model()
     assert method_named(BASELINE).config is None
-    config = method_named("turbo4/fp16").config
+    config = method_named("turbo4/native").config
     assert config is not None
-    assert (config.bits, config.attention) == (4, "fp16")
-    for name in ("turbo5", "turbo4/int3", "turbo4/", "fp16/fp16"):
+    assert (config.bits, config.attention) == (4, "native")
+    for name in ("turbo5", "turbo4/int3", "turbo4/", "fp16/native"):
         with pytest.raises(ValueError, match=f"unknown method {name}; methods are fp16, fp16-eager, int8, turbo4"):
             method_named(name)
     before = model.config._attn_implementation

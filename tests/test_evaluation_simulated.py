@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from models import lab_model, left_padded, prompts, tiny_llama, tiny_mistral
 
-from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.eval import published
 from turbo_hf.eval.methods import method_named
 from turbo_hf.eval.published import (
@@ -192,8 +192,8 @@ def test_simulations_refuse() -> None:
 
 
 def test_fields_of_a_config_are_part_of_a_name() -> None:
-    config = method_named("turbo4/fp16+block_size=32+sas=True+sas_threshold=-8+low_heads=0.25").config
-    assert config == TurboConfig(bits=4, attention="fp16", block_size=32, sas=True, sas_threshold=-8, low_heads=0.25)
+    config = method_named("turbo4/native+block_size=32+sas=True+sas_threshold=-8+low_heads=0.25").config
+    assert config == flat_config(bits=4, attention="native", block_size=32, sas=True, sas_threshold=-8, low_heads=0.25)
     for name, message in (
         ("turbo4+blocks=32", "unknown choice 'blocks=32' in method turbo4.blocks=32; write FIELD=VALUE of bits"),
         ("turbo4+sas", "unknown choice 'sas' in method"),

@@ -1,6 +1,6 @@
 """Families of models: compressed attention against Hugging Face's own eager attention over the same dequantised cache.
 
-In attention mode "fp16" the patched model must choose the same tokens, and miss the logits by rounding only. Then what
+In mode "native" the patched model must choose the same tokens, and miss the logits by rounding only. Then what
 INT8 and bfloat16 cost, which is what they cost the model itself; the families that are refused; and multimodal models.
 """
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from budgets import SLACK, check, float_budget, largest
+from choices import flat_config
 from families_support import (
     CASES,
     CHUNKED,
@@ -130,7 +131,7 @@ def relative(x: Tensor, y: Tensor) -> float:
 # prompts of latent attention are not rounded
 @pytest.mark.parametrize("case", [case for case in CASES if case.id != "deepseek_v3"])
 def test_turbo_mode_adds_no_more_than_int8_does(case: Case) -> None:
-    """Q and P in INT8 cost what K and V in INT8 cost, which attention mode "fp16" at 8 bit measures."""
+    """Q and P in INT8 cost what K and V in INT8 cost, which attention mode "native" at 8 bit measures."""
     model, batch = build(case.model_type, **case.options), padded()
     mask, tail = batch["attention_mask"], prompts(len(LENGTHS), NEW, 1)
     longer = torch.nn.functional.pad(mask, (0, NEW), value=1)
@@ -144,7 +145,7 @@ def test_turbo_mode_adds_no_more_than_int8_does(case: Case) -> None:
         return relative(prompt, whole[:, :-NEW][mask.bool()]), relative(decoded, whole[:, -NEW:])
 
     (_, int8), (_, stored) = errors(exact(8)), errors(exact(4))
-    prompt, decoded = errors(TurboConfig(attention="turbo", block_size=32))
+    prompt, decoded = errors(flat_config(attention="turbo", block_size=32))
     # and it is not the exact mode under another name
     assert int8 / SLACK < prompt < SLACK * int8
     assert decoded < SLACK * (int8**2 + stored**2) ** 0.5

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from budgets import check, check_exact, check_turbo, float_budget, largest
+from choices import flat_config
 from op_calls import decode, prefill, seal_blocks
 from oracle import oracle
 from prefill_support import int8_queries
@@ -24,7 +25,7 @@ from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 pytestmark = pytest.mark.usefixtures("poison")
 
 MODEL = Path(__file__).parent.parent / "examples" / "lab-llama-4m"
-MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
+MODES = [pytest.param(mode, id=mode) for mode in ("native", "turbo")]
 ALL = {"window": 70, "softcap": 5.0, "sinks": True}
 
 
@@ -88,7 +89,7 @@ def test_small_shares_beside_a_dominant_token_are_kept(backend: str, device: tor
     store = make_store(k, v, [512], groups=((UNQUANTIZED, 1),))
     q = torch.zeros(1, 1, 1, 64, dtype=torch.float16, device=device)
     q[..., 0] = 1.0
-    got = decode(q, store, scaling=1.0, mode="fp16", backend=backend).out.double()
+    got = decode(q, store, scaling=1.0, mode="native", backend=backend).out.double()
     want = 2000 * 511 / (511 + math.exp(18))
     assert float((got / want - 1).abs().max()) < 0.01
 
@@ -100,7 +101,7 @@ def test_huge_scores_stay_in_float16(size: int, backend: str, device: torch.devi
     v = tokens(1, 1, 100, 64, dtype=torch.float16, device=device)
     q = torch.rand(1, 4, 1, 64, device=device).mul(0.5).add(0.75).mul(size).half()
     store = make_store(k, v, [100], groups=((UNQUANTIZED, 1),))
-    got = decode(q, store, scaling=0.125, mode="fp16", backend=backend)
+    got = decode(q, store, scaling=0.125, mode="native", backend=backend)
     # float32 leaves open which of the nearest scores is the largest, but not that P is at most 1
     assert float(got.out.abs().max()) <= float(v.abs().max())
     assert got.lse.isfinite().all()
@@ -140,13 +141,13 @@ def test_kernel_and_reference_agree_on_narrower_heads(device: torch.device) -> N
 def test_a_prompt_over_a_past(groups: tuple[tuple[int, int], ...], backend: str, device: torch.device) -> None:
     store = a_store([130, 7], groups, torch.float32, device)
     q, k, v = (tokens(2, heads, 40, 64, device=device) for heads in (4, 2, 2))
-    got = prefill(q, k, v, scaling=0.125, past=store, mode="fp16", backend=backend)
+    got = prefill(q, k, v, scaling=0.125, past=store, mode="native", backend=backend)
     rows = []
     for row, codes in enumerate(store_codes(store)):
         past_k, past_v = codes.values()
         rows.append((torch.cat((past_k, k[row].double().cpu()), 1), torch.cat((past_v, v[row].double().cpu()), 1)))
     check_exact(got, q, rows, scaling=0.125)
-    with pytest.raises(ValueError, match=r'a past with heads of 16 bit is read in mode "fp16".*; got \'turbo\''):
+    with pytest.raises(ValueError, match=r'a past with heads of 16 bit is read in mode "native".*; got \'turbo\''):
         prefill(q, k, v, scaling=0.125, past=store, mode="turbo", backend=backend)
 
 
@@ -174,7 +175,7 @@ def test_bytes_are_those_allocated() -> None:
 @pytest.mark.parametrize("config", [{}, {"low_bits": 4, "low_heads": 0.5}], ids=["16", "16+4"])
 def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -> None:
     """A prompt, steps, a roll-back into a sealed block, and steps again; narrower heads as INT8 tokens would seal."""
-    layer = TurboLayer(TurboConfig(bits=16, backend=backend, **config), head_order=[1, 0])
+    layer = TurboLayer(flat_config(bits=16, backend=backend, **config), head_order=[1, 0])
     k, v = (tokens(2, 2, 140, 16, dtype=torch.float16) for _ in range(2))
 
     def feed(start: int, end: int) -> None:
@@ -193,7 +194,7 @@ def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -
         assert torch.equal(got[:, 0, 128:], want[:, 0, 128:])
         assert torch.equal(got[:, 0], want[:, 0]) == (not config)
     if config:
-        narrow = TurboLayer(TurboConfig(bits=4, backend=backend))
+        narrow = TurboLayer(flat_config(bits=4, backend=backend))
         narrow.append(k[:, :1, :64], v[:, :1, :64], NewColumns(64))
         narrow.commit()
         for name in ("k", "v", "meta", "size"):
@@ -203,7 +204,7 @@ def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -
 
 @pytest.mark.parametrize("tokens_at_once", [1, 40])
 def test_nan_and_what_float16_cannot_hold_are_refused(tokens_at_once: int, backend: Any) -> None:
-    layer = TurboLayer(TurboConfig(bits=16, backend=backend))
+    layer = TurboLayer(flat_config(bits=16, backend=backend))
     x = torch.randn(1, 2, 63, 16)
     layer.append(x, x, NewColumns(63))
     layer.commit()
@@ -220,7 +221,7 @@ def test_nan_and_what_float16_cannot_hold_are_refused(tokens_at_once: int, backe
 # --- end to end -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attention", ["auto", "fp16"])
+@pytest.mark.parametrize("attention", ["auto", "native"])
 def test_generate_gives_the_models_own_tokens(attention: Any, device: torch.device) -> None:
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval().to(device)
     ids = torch.randint(5, 200, (2, 90)).to(device)
@@ -241,7 +242,7 @@ def test_generate_gives_the_models_own_tokens(attention: Any, device: torch.devi
     [
         (
             {"attention": "turbo"},
-            'attention must be "auto" or "fp16" with bits=16, which rounds nothing; got \'turbo\'',
+            'attention must be "auto" or "native" with bits=16, which rounds nothing; got \'turbo\'',
         ),
         ({"smooth_k": True}, "smooth_k prepares keys for rounding; bits=16 rounds none"),
         ({"buffer_scale": "universal"}, "buffer_scale is of INT8 open tokens, which bits=16 does not have"),
@@ -250,4 +251,4 @@ def test_generate_gives_the_models_own_tokens(attention: Any, device: torch.devi
 )
 def test_16_bit_pages_refuse_options_that_round(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TurboConfig(bits=16, **choices)
+        flat_config(bits=16, **choices)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from generate_support import EXACT, EXACT4, MODES, answer, mistral, oracle, patched, ragged, story
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,7 +109,7 @@ def test_passes_of_a_batch_are_those_of_its_rows_alone(llama: Any, data: st.Data
     mode: Any = data.draw(st.sampled_from(MODES))
     bits, low_heads, block = data.draw(st.sampled_from([(8, 0.0, 32), (4, 0.5, 32), (3, 0.0, 64), (2, 0.0, 64)]))
     window = data.draw(st.sampled_from([None, None, 7, 40, 64]))
-    config = TurboConfig(attention=mode, bits=bits, low_heads=low_heads, block_size=block, sas=data.draw(st.booleans()))
+    config = flat_config(attention=mode, bits=bits, low_heads=low_heads, block_size=block, sas=data.draw(st.booleans()))
     model = llama if window is None else mistral(window)
     rows = data.draw(st.integers(2, 3))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
@@ -217,9 +218,9 @@ def lookup(pairs: int, seed: int) -> tuple[str, str]:
         pytest.param("int8", 64, id="int8"),
         pytest.param("turbo4", None, id="turbo4"),
         pytest.param("turbo-mixed", 64, id="turbo-mixed"),
-        pytest.param(EXACT4, None, id="fp16"),
-        pytest.param(TurboConfig(sas=True), 64, id="sas"),
-        pytest.param(TurboConfig(buffer_scale="universal"), None, id="universal"),
+        pytest.param(EXACT4, None, id="native"),
+        pytest.param(flat_config(sas=True), 64, id="sas"),
+        pytest.param(flat_config(buffer_scale="universal"), None, id="universal"),
         pytest.param(TurboConfig(int8_layers=(0,), dense_layers=(5,)), 64, id="layers"),
     ],
 )

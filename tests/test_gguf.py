@@ -85,7 +85,7 @@ def test_generate_answers_as_the_model_that_transformers_loads(folder: str, tmp_
     ids = tokenizer("abcd", return_tensors="pt").input_ids
     want = tokenizer.decode(model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :])
     exact = tmp_path / "exact.json"
-    exact.write_text(json.dumps({"bits": 16, "attention": "fp16"}))
+    exact.write_text(json.dumps({"bits": 16, "attention": "native"}))
     options = ("--gguf-file", NAME, "--config", str(exact), "--max-new-tokens", "6", "--json")
     facts = json.loads(run("generate", folder, "abcd", *options).stdout.splitlines()[-1])
     assert facts["dtype"] == "torch.float32"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from budgets import check_exact, check_turbo
+from choices import flat_config
 from gpu_support import OnGpu
 from models import tiny_llama
 from op_calls import decode, ops_like
@@ -51,7 +52,7 @@ def test_a_gpu_that_is_too_old_is_told() -> None:
     q: Any = OnGpu(256, torch.float16)
     assert ops_like(q).why_no_kernel() == TOO_OLD
     # of which nobody knows how much shared memory it has
-    assert ops_like(q, block=128, mode="fp16").why_no_step_kernel() == TOO_OLD
+    assert ops_like(q, block=128, mode="native").why_no_step_kernel() == TOO_OLD
 
 
 @pytest.mark.usefixtures("old")
@@ -80,9 +81,9 @@ def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> 
     assert f"decode steps: no CUDA graphs ({TOO_OLD})" in report
     assert f"slow: {TOO_OLD}" in report
     with pytest.raises(turbo_hf.Unsupported, match=f'backend "triton": attention runs in plain torch.*{TOO_OLD}'):
-        turbo_hf.patch(model, turbo_hf.TurboConfig(backend="triton"))
+        turbo_hf.patch(model, flat_config(backend="triton"))
     # who asked for plain torch, or for silence, is not told
-    turbo_hf.patch(model, turbo_hf.TurboConfig(backend="reference")).remove()
+    turbo_hf.patch(model, flat_config(backend="reference")).remove()
     turbo_hf.patch(model, strict="fallback").remove()
 
 
@@ -92,7 +93,7 @@ def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> 
         ("auto", 4, 64, torch.bfloat16, []),
         ("fp8", 4, 64, torch.bfloat16, ["prompts"]),
         ("half", 4, 64, torch.float32, ["prompts"]),
-        ("fp16", 4, 128, torch.bfloat16, ["decode steps"]),
+        ("native", 4, 128, torch.bfloat16, ["decode steps"]),
         ("auto", 16, 128, torch.bfloat16, ["decode steps"]),
         ("turbo", 4, 128, torch.bfloat16, []),
     ],
@@ -104,7 +105,7 @@ def test_a_patch_tells_what_a_small_gpu_cannot_run(
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 3090")
-    config = TurboConfig(attention=attention, bits=bits, block_size=block)
+    config = flat_config(attention=attention, bits=bits, block_size=block)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         forecast(config, [torch.device("cuda", n) for n in range(2)], dtype, {256}, notices := Notices("raise"))
@@ -122,14 +123,14 @@ def test_the_doctor_and_auto_tell_of_a_gpu_that_is_too_old(monkeypatch: pytest.M
     monkeypatch.setattr(doctor, "COMPILERS", ("no-such-compiler",))
     assert "needs a C compiler" in doctor.machine().problems[1]
     said = tuning.describe_prefill("auto", torch.device("cuda", 0), {64})
-    assert said == f"prompts: fp16 (auto; {TOO_OLD})"
+    assert said == f"prompts: native (auto; {TOO_OLD})"
 
 
 def test_what_does_not_fit_is_told() -> None:
     errors = pytest.importorskip("triton.runtime.errors")
 
     with (
-        pytest.raises(ValueError, match=r"head dim 256 .*181760.*smaller TurboConfig.block_size"),
+        pytest.raises(ValueError, match=r"head dim 256 .*181760.*smaller Expert.block_size"),
         gpu.explain_out_of_resources(torch.empty(1, 256)),
     ):
         raise errors.OutOfResources(181760, CONSUMER, "shared memory")
@@ -139,17 +140,17 @@ def test_half_in_float32_is_refused_where_it_does_not_fit(monkeypatch: pytest.Mo
     x = torch.empty(1, 1, 1, 256)
     assert ops_like(x).why_no_kernel("half") is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
-    assert str(ops_like(x).why_no_kernel("half")).endswith("this GPU has 99; modes turbo, int8 and fp16 run")
+    assert str(ops_like(x).why_no_kernel("half")).endswith("this GPU has 99; modes turbo, int8 and native run")
     assert ops_like(x).why_no_kernel("turbo") is None
 
 
 def test_large_blocks_of_16_bit_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 1, 1, 256, dtype=torch.float16)
-    assert ops_like(q, block=128, mode="fp16").why_no_step_kernel() is None
+    assert ops_like(q, block=128, mode="native").why_no_step_kernel() is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
-    told = ops_like(q, block=128, mode="fp16").why_no_step_kernel()
+    told = ops_like(q, block=128, mode="native").why_no_step_kernel()
     assert told == "blocks of 128 tokens of 256 channels do not fit in float16; smaller ones do"
-    assert ops_like(q, block=64, mode="fp16").why_no_step_kernel() is None
+    assert ops_like(q, block=64, mode="native").why_no_step_kernel() is None
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_large_blocks_of_16_bit_that_do_not_fit_are_refused(monkeypatch: pytest.
 )
 def test_torch_computes_plain_causal_prompts(changed: dict[str, Any], plain: bool) -> None:
     starts, softcap, sinks, window = (changed.get(name) for name in ("starts", "softcap", "sinks", "window"))
-    scoring = Scoring(1.0, softcap, sinks, sas_threshold(TurboConfig(sas=changed.get("sas", False)), 40))
+    scoring = Scoring(1.0, softcap, sinks, sas_threshold(flat_config(sas=changed.get("sas", False)), 40))
     q: Any = OnGpu(128, tokens=40)
     assert _is_plain(q, starts, window, scoring) is plain
     assert _is_plain(torch.empty(1, 8, 40, 128), starts, window, scoring) is plain
@@ -195,7 +196,7 @@ def small(memory: int, monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize(
-    ("mode", "sizes"), [("fp16", (64, 128)), ("half", (128, 64)), ("turbo", (256, 128)), ("turbo", (128, 64))]
+    ("mode", "sizes"), [("native", (64, 128)), ("half", (128, 64)), ("turbo", (256, 128)), ("turbo", (128, 64))]
 )
 def test_prefill_in_smaller_tiles(memory: int, mode: str, sizes: tuple[int, int], device: torch.device) -> None:
     dim, block = sizes
@@ -213,7 +214,7 @@ def test_prefill_over_16_bit_in_smaller_tiles(block: int, device: torch.device) 
     k, v = (tokens(1, 2, 200, 256, dtype=torch.float16, device=device) for _ in range(2))
     past = make_store(k, v, [200], groups=((UNQUANTIZED, 2),), block=block)
     q = tokens(1, 4, 40, 256, dtype=torch.float16, device=device)
-    check_prefill(q, k[:, :, :40], v[:, :, :40], "fp16", past=past, backend="triton")
+    check_prefill(q, k[:, :, :40], v[:, :, :40], "native", past=past, backend="triton")
 
 
 @pytest.mark.usefixtures("small")

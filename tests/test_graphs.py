@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from graphs_support import LENGTHS, NEW, PLAIN, SMALL, an_index, answer, answer_and_report, ragged, watch_runners
 from models import prompts, tiny_llama, tiny_mistral
 from torch import Tensor
@@ -18,6 +19,7 @@ from transformers.models.llama import modeling_llama
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.attention import turbo_attention
+from turbo_hf.config.turbo_config import with_options
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs import step_runner as graphs
@@ -53,7 +55,8 @@ BEAMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "config", [SMALL, replace(SMALL, low_heads=0.5, low_bits=2), replace(SMALL, bits=2, buffer_scale="universal")]
+    "config",
+    [SMALL, with_options(SMALL, low_heads=0.5, low_bits=2), with_options(SMALL, bits=2, buffer_scale="universal")],
 )
 @pytest.mark.parametrize(("call", "lengths"), zip(BEAMS, (LENGTHS, [60], LENGTHS), strict=True))
 def test_beams_are_reordered_between_replays(
@@ -114,16 +117,16 @@ def test_tokens_are_those_without_graphs(
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(TurboConfig(bits=8, block_size=32), id="8bit"),
-        pytest.param(TurboConfig(low_heads=0.5, block_size=32), id="mixed"),
-        pytest.param(TurboConfig(value_bits=2, block_size=32), id="k4v2"),
-        pytest.param(TurboConfig(value_bits=2, block_size=32, recent_tokens=32), id="recent"),
-        pytest.param(TurboConfig(layer_bits=(2, (8, 4)), block_size=32, recent_tokens=32), id="depths"),
-        pytest.param(TurboConfig(attention="fp16", block_size=32), id="fp16"),
-        pytest.param(TurboConfig(buffer_scale="universal", block_size=32), id="universal"),
-        pytest.param(TurboConfig(sas=True, sas_threshold=-7.0, block_size=32), id="sas"),
-        pytest.param(TurboConfig(sas=True, block_size=32), id="sas-by-length"),
-        pytest.param(TurboConfig(bits=16, block_size=32), id="16bit"),
+        pytest.param(flat_config(bits=8, block_size=32), id="8bit"),
+        pytest.param(flat_config(low_heads=0.5, block_size=32), id="mixed"),
+        pytest.param(flat_config(value_bits=2, block_size=32), id="k4v2"),
+        pytest.param(flat_config(value_bits=2, block_size=32, recent_tokens=32), id="recent"),
+        pytest.param(flat_config(layer_bits=(2, (8, 4)), block_size=32, recent_tokens=32), id="depths"),
+        pytest.param(flat_config(attention="native", block_size=32), id="native"),
+        pytest.param(flat_config(buffer_scale="universal", block_size=32), id="universal"),
+        pytest.param(flat_config(sas=True, sas_threshold=-7.0, block_size=32), id="sas"),
+        pytest.param(flat_config(sas=True, block_size=32), id="sas-by-length"),
+        pytest.param(flat_config(bits=16, block_size=32), id="16bit"),
     ],
 )
 def test_tokens_of_other_configs(config: TurboConfig, runners: list[StepRunner], device: torch.device) -> None:
@@ -138,7 +141,7 @@ def test_a_threshold_that_falls_is_captured_anew(
 ) -> None:
     # 1,024 tokens take too long
     monkeypatch.setattr(turbo_attention, "SHORT", 64)
-    model, config = tiny_llama().to(device), TurboConfig(sas=True, block_size=32)
+    model, config = tiny_llama().to(device), flat_config(sas=True, block_size=32)
     want = answer(model, replace(config, cuda_graphs=False), **ragged([50]))
     assert torch.equal(answer(model, config, **ragged([50])), want)
     assert runners[-1].captures == 2
@@ -423,7 +426,7 @@ def test_without_a_gpu_all_is_as_before() -> None:
         (SMALL, [], False, "no CUDA graphs (family without a test"),
         (TurboConfig(cuda_graphs=True), [], False, "CUDA graphs"),
         (TurboConfig(bits=16, sparse=SPARSE), [], True, "no CUDA graphs (16-bit pages of sparse layers)"),
-        (TurboConfig(backend="reference"), [], True, 'no CUDA graphs (backend "ref'),
+        (flat_config(backend="reference"), [], True, 'no CUDA graphs (backend "ref'),
     ],
 )
 def test_the_report_says_how_steps_run(
@@ -438,6 +441,6 @@ def test_the_report_says_how_steps_run(
 def test_what_cannot_be_is_refused_where_it_was_demanded() -> None:
     model = tiny_llama()
     with pytest.raises(Unsupported, match='cuda_graphs=True: backend "reference" has no kernels'):
-        turbo_hf.patch(model, TurboConfig(cuda_graphs=True, backend="reference"))
+        turbo_hf.patch(model, flat_config(cuda_graphs=True, backend="reference"))
     # a patch that was refused has left nothing behind
     turbo_hf.patch(model, SMALL).remove()

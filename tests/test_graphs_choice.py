@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from graphs_support import PLAIN, SMALL, Again, an_index, answer, ragged, watch_runners
 from models import prompts, tiny_llama
 from torch import Tensor
 from transformers import GenerationMixin, LlamaForCausalLM
 
 import turbo_hf
-from turbo_hf import SparseConfig, TurboConfig
+from turbo_hf import SparseConfig
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs.step_runner import StepRunner
@@ -330,7 +331,7 @@ def test_launches_of_a_graph_are_those_of_its_steps(selector: Any, monkeypatch: 
     for graph in (False, True):
         with (
             turbo_hf.patch(
-                model, TurboConfig(block_size=32, backend="triton", sparse=sparse), calibration=an_index(model)
+                model, flat_config(block_size=32, backend="triton", sparse=sparse), calibration=an_index(model)
             ) as handle,
             torch.inference_mode(),
         ):
@@ -481,7 +482,7 @@ def test_a_hook_that_comes_among_captured_steps_misses_none(
         return int(getattr(runners[-1]._device, "replayed", 0))
 
     ids = prompts(1, 40).to(model.device)
-    with turbo_hf.patch(model, TurboConfig(block_size=32, cuda_graphs=demanded or "auto")) as handle:
+    with turbo_hf.patch(model, flat_config(block_size=32, cuda_graphs=demanded or "auto")) as handle:
         options: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
         want = model.generate(ids, **options)
         if demanded:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from graphs_support import PLAIN, SMALL, an_index, answer, watch_runners
 from models import prompts, tiny_llama, tiny_mistral
 from steps_support import (
@@ -27,6 +28,7 @@ from torch import Tensor
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.config.turbo_config import with_options
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_no_replay
 from turbo_hf.graphs.step_runner import StepRunner
@@ -62,12 +64,12 @@ def drafter_of(model: Any, schedule: str, noise: float = 0.05) -> Any:
     ("way", "config", "window"),
     [
         ("heuristic", SMALL, None),
-        ("constant", replace(SMALL, low_heads=0.5, low_bits=2), 40),
+        ("constant", with_options(SMALL, low_heads=0.5, low_bits=2), 40),
         ("unpatched", replace(SMALL, dense_layers=(1,)), 40),
-        ("lookup", replace(SMALL, bits=2, buffer_scale="universal"), None),
+        ("lookup", with_options(SMALL, bits=2, buffer_scale="universal"), None),
         ("early", SMALL, 40),
         ("heuristic", replace(SMALL, dense_layers=(1,)), 40),
-        ("lookup", replace(SMALL, low_heads=0.5, low_bits=2), None),
+        ("lookup", with_options(SMALL, low_heads=0.5, low_bits=2), None),
     ],
 )
 def test_tokens_are_those_without_graphs(
@@ -175,7 +177,7 @@ def test_the_drafters_cache_goes_with_the_call(runners: list[StepRunner], monkey
 @pytest.mark.parametrize(
     ("window", "lengths"), [(None, [70]), (None, [70, 33, 5]), (40, [70, 33, 5])], ids=["one-row", "ragged", "window"]
 )
-@pytest.mark.parametrize("config", [*CONFIGS[:5], pytest.param(TurboConfig(block_size=32, low_heads=0.5), id="mixed")])
+@pytest.mark.parametrize("config", [*CONFIGS[:5], pytest.param(flat_config(block_size=32, low_heads=0.5), id="mixed")])
 def test_drafts_store_what_the_host_stores(
     config: TurboConfig, window: int | None, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +220,7 @@ def test_drafts_store_what_the_host_stores(
 @pytest.mark.parametrize("reach", [20, 60])
 def test_a_crop_into_a_page_is_that_of_the_host(reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
     without_kernels(monkeypatch)
-    caches = [filled(TurboConfig(block_size=32), lengths=[70]) for _ in range(2)]
+    caches = [filled(flat_config(block_size=32), lengths=[70]) for _ in range(2)]
     for cache in caches:
         cache.activate_past_recording()
     replayed, plain = caches
@@ -255,7 +257,7 @@ def test_captures_keep_no_pages_that_a_crop_has_replaced(
 
 def test_nan_in_a_draft_is_reported_before_it_is_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
     without_kernels(monkeypatch)
-    cache = filled(TurboConfig(block_size=32), lengths=[70])
+    cache = filled(flat_config(block_size=32), lengths=[70])
     cache.activate_past_recording()
     run = ReplayableSteps(cache, None)
     new = new_tokens(1, 7)
@@ -274,7 +276,7 @@ def test_nan_in_a_draft_is_reported_before_it_is_sealed(monkeypatch: pytest.Monk
 def test_a_first_prompt_is_sealed_before_its_first_draft(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for so many tokens that no draft reaches into a page."""
     without_kernels(monkeypatch)
-    caches = [TurboCache(tiny_llama().config, TurboConfig(block_size=32)) for _ in range(2)]
+    caches = [TurboCache(tiny_llama().config, flat_config(block_size=32)) for _ in range(2)]
     k, v = tokens(1, HEADS, 200, DIM), tokens(1, HEADS, 200, DIM)
     for cache in caches:
         cache.activate_past_recording()

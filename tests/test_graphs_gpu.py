@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from graphs_support import PLAIN, SMALL, an_index, answer, answer_and_report, ragged, watch_runners
 from models import SHAPE, prompts, tiny_llama
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import turbo_hf
-from turbo_hf import SparseConfig, TurboConfig
+from turbo_hf import SparseConfig
 from turbo_hf.graphs.devices import CudaDevice, Parts, only_moves
 from turbo_hf.graphs.step_runner import StepRunner, why_no_replay_of
 from turbo_hf.models.versions import CACHE
@@ -198,7 +199,7 @@ def test_a_capture_that_fails_otherwise_or_twice_is_an_error(monkeypatch: pytest
 
 
 HERE, THERE = torch.device("cuda", 0), torch.device("cuda", 1)
-CONFIG = TurboConfig(block_size=32)
+CONFIG = flat_config(block_size=32)
 
 
 class Graph:
@@ -295,7 +296,7 @@ def test_steps_over_two_gpus_are_replayed(tmp_path: Any, monkeypatch: pytest.Mon
             made.append(self)
 
     monkeypatch.setattr(generation, "StepRunner", Runner)
-    for config in (CONFIG, TurboConfig(low_bits=2, low_heads=0.5, block_size=32)):
+    for config in (CONFIG, flat_config(low_bits=2, low_heads=0.5, block_size=32)):
         for options in ({}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}):
             rows = ids[:1] if "prompt_lookup_num_tokens" in options else ids
             made.clear()

@@ -68,18 +68,18 @@ def test_a_past_in_tiles(
     ("bits", "dim", "block", "mode"),
     [
         (8, 32, 32, "turbo"),
-        (8, 48, 64, "fp16"),
+        (8, 48, 64, "native"),
         (4, 48, 64, "half"),
-        (4, 32, 32, "fp16"),
+        (4, 32, 32, "native"),
         (3, 32, 64, "turbo"),
         (2, 48, 32, "turbo"),
-        (2, 32, 64, "fp16"),
+        (2, 32, 64, "native"),
         ((4, 2), 48, 32, "half"),
-        ((8, 3), 32, 64, "fp16"),
+        ((8, 3), 32, 64, "native"),
     ],
 )
 def test_a_past_in_blocks(bits: Any, dim: int, block: int, mode: str, backend: str, device: torch.device) -> None:
-    """As above, with values of "half" and all of "fp16" as they are. A token of NaN makes its block's scale NaN."""
+    """As above, with values of "half" and all of "native" as they are. A token of NaN makes its block's scale NaN."""
     order = torch.stack([torch.randperm(3) for _ in LENGTHS])
     store = random_store(LENGTHS, 3, dim, device, groups=((bits, 2), (4, 1)), order=order, block=block)
     for pages in store.paged:
@@ -88,7 +88,7 @@ def test_a_past_in_blocks(bits: Any, dim: int, block: int, mode: str, backend: s
         if broken:
             for pages in store.paged:
                 pages.size[store.table[0, 1], :, :, 3] = torch.nan
-        wide, half = mode == "fp16", mode != "turbo"
+        wide, half = mode == "native", mode != "turbo"
         if backend == "triton":
             types = (torch.float32 if wide else torch.int8, torch.float32 if half else torch.int8)
             k, v, scale = launch.unpack_past(store, *types, in_time=wide)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from gpu_support import tensors_in
 from graphs_support import an_index
 from models import left_padded, prompts, tiny_llama
@@ -23,7 +24,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 import turbo_hf
-from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf import SparseConfig, TurboCache
 from turbo_hf.attention import prompt as attention
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, columns_of
@@ -94,19 +95,19 @@ KERNELS: dict[str, Any] = {"backend": "triton"}
 
 def sparse_layer() -> TurboLayer:
     chosen = SparseConfig(selector="kmeans-rotated", probes=3, window_tokens=20, read_all_layers=())
-    config = TurboConfig(sparse=chosen, attention="fp16", **KERNELS)
+    config = flat_config(sparse=chosen, attention="native", **KERNELS)
     return TurboLayer(config, selector=bucketed(chosen))
 
 
 LAYERS = [
-    pytest.param(lambda: TurboLayer(TurboConfig(**KERNELS)), id="4bit"),
-    pytest.param(lambda: TurboLayer(TurboConfig(low_heads=0.5, **KERNELS), head_order=[1, 0]), id="mixed"),
-    pytest.param(lambda: TurboLayer(TurboConfig(bits=16, **KERNELS)), id="16bit"),
-    pytest.param(lambda: TurboLayer(TurboConfig(buffer_scale="universal", **KERNELS)), id="universal"),
-    pytest.param(lambda: TurboLayer(TurboConfig(**KERNELS), window=50), id="window"),
+    pytest.param(lambda: TurboLayer(flat_config(**KERNELS)), id="4bit"),
+    pytest.param(lambda: TurboLayer(flat_config(low_heads=0.5, **KERNELS), head_order=[1, 0]), id="mixed"),
+    pytest.param(lambda: TurboLayer(flat_config(bits=16, **KERNELS)), id="16bit"),
+    pytest.param(lambda: TurboLayer(flat_config(buffer_scale="universal", **KERNELS)), id="universal"),
+    pytest.param(lambda: TurboLayer(flat_config(**KERNELS), window=50), id="window"),
     pytest.param(sparse_layer, id="sparse"),
 ]
-RANKED = [*LAYERS, pytest.param(lambda: TurboLayer(TurboConfig(low_heads=0.5, **KERNELS)), id="ranked")]
+RANKED = [*LAYERS, pytest.param(lambda: TurboLayer(flat_config(low_heads=0.5, **KERNELS)), id="ranked")]
 """The last one looks at a row's first block for the heads that get the low bits."""
 
 MOST = 36
@@ -170,7 +171,7 @@ def test_a_pass_of_a_model_reads_once_and_its_mask_once(
 ) -> None:
     model = tiny_llama(num_hidden_layers=3)
     batch = left_padded([prompts(1, 70)[0], prompts(1, 66)[0]]) if padded else {"input_ids": prompts(2, 70)}
-    with turbo_hf.patch(model, TurboConfig(backend="triton")) as handle, torch.no_grad():
+    with turbo_hf.patch(model, flat_config(backend="triton")) as handle, torch.no_grad():
         cache = handle.new_cache()
         held: list[int] = []
         monkeypatch.setattr(TurboCache, "require_finite", _noted(TurboCache.require_finite, held))
@@ -204,7 +205,7 @@ def test_a_pass_names_the_layer_before_its_tokens_are_chosen(bad: float, backend
         return scores
 
     weight = model.model.layers[1].self_attn.v_proj.weight
-    with turbo_hf.patch(model, TurboConfig(backend=backend)) as handle, torch.no_grad():
+    with turbo_hf.patch(model, flat_config(backend=backend)) as handle, torch.no_grad():
         kept = weight[0, 0].clone()
         weight[0, 0] = bad
         cache = handle.new_cache()
@@ -227,7 +228,7 @@ def test_without_a_patch_nan_is_told_at_once(backend: Any) -> None:
     model = tiny_llama(num_hidden_layers=3)
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
-    cache = TurboCache(model.config, TurboConfig(backend=backend))
+    cache = TurboCache(model.config, flat_config(backend=backend))
     with pytest.raises(ValueError, match=MESSAGE.format(1)), torch.no_grad():
         model(prompts(1, 66), **{CACHE: cache})
     spoilt, unseen = cache.turbo_layers()[1:]
@@ -242,7 +243,7 @@ def test_an_uncompressed_layer_ends_the_pass_too() -> None:
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight[0, 0] = torch.nan
     with (
-        turbo_hf.patch(model, TurboConfig(backend="triton")),
+        turbo_hf.patch(model, flat_config(backend="triton")),
         pytest.raises(ValueError, match=MESSAGE.format(0)),
         torch.no_grad(),
     ):
@@ -272,9 +273,9 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
     model = tiny_llama(num_hidden_layers=1).to(device)
     chosen = SparseConfig(selector="kmeans-rotated", probes=3, window_tokens=20, read_all_layers=())
     configs = [
-        TurboConfig(attention="turbo", block_size=32, cuda_graphs=False, **KERNELS),
-        TurboConfig(attention="fp16", sparse=chosen, block_size=32, cuda_graphs=False, **KERNELS),
-        TurboConfig(attention="int8", v_scale="channel", block_size=32, cuda_graphs=False, **KERNELS),
+        flat_config(attention="turbo", block_size=32, cuda_graphs=False, **KERNELS),
+        flat_config(attention="native", sparse=chosen, block_size=32, cuda_graphs=False, **KERNELS),
+        flat_config(attention="int8", v_scale="channel", block_size=32, cuda_graphs=False, **KERNELS),
     ]
     launched: dict[str, bool] = {}
     guards: list[torch.Tensor] = []
@@ -319,11 +320,11 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         select_rows([codes.new_zeros(2, 4)], [1, 0], **KERNELS)
         # the kernels on a GPU are for 16 bit
         latent = torch.zeros(1, 1, 70, 64, device=device, dtype=torch.bfloat16 if device.type == "cuda" else None)
-        layer = TurboLayer(TurboConfig(bits=8, **KERNELS), latent=True)
+        layer = TurboLayer(flat_config(bits=8, **KERNELS), latent=True)
         layer.append(latent, latent[..., :16].clone(), NewColumns(70))
         layer.commit()
         latent_decode(latent[:, :, :1], latent[:, :, :1, :16], layer.kv_store(), 1.0, **KERNELS)
-        plain, k = TurboLayer(TurboConfig(bits=8, **KERNELS)), torch.zeros(1, 2, 3, 16, device=device)
+        plain, k = TurboLayer(flat_config(bits=8, **KERNELS)), torch.zeros(1, 2, 3, 16, device=device)
         plain.append(k, k.clone(), NewColumns(3))
         flag = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)]
         for held, new, v in ((plain, k, k.clone()), (layer, latent, latent[..., :16].clone())):

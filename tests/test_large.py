@@ -33,7 +33,7 @@ def repeated(rows: torch.Tensor) -> torch.Tensor:
         pytest.param("fp8", None, id="fp8-hopper"),
         pytest.param("turbo", 300, id="turbo"),
         pytest.param("int8", 300, id="int8"),
-        pytest.param("fp16", 300, id="fp16"),
+        pytest.param("native", 300, id="native"),
     ],
 )
 def test_prefill(mode: str, window: int | None) -> None:
@@ -78,7 +78,7 @@ def test_decode_and_a_prompt_over_a_past(bits: int) -> None:
     new = [tokens(2, heads, 40, DIM, dtype=torch.float16, device="cuda") for heads in (32, 8, 8)]
     large = at_the_end(store)
     assert large.paged[0].k.numel() > LIMIT
-    for mode in ("turbo", "fp16"):
+    for mode in ("turbo", "native"):
         got, want = (decode(q, past, scaling=0.1, mode=mode) for past in (large, store))
         assert torch.equal(got.out, want.out)
         assert torch.equal(got.lse, want.lse)

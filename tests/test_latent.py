@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from choices import flat_config
 from models import LAB_MODEL, left_padded, prompts
 from tiny_families import build, mistral4
 from transformers.integrations.finegrained_fp8 import FP8Linear
@@ -184,8 +185,8 @@ def test_a_turbo_cache_serves_the_unpatched_model() -> None:
 )
 def test_options_of_single_heads_are_refused(options: dict[str, Any]) -> None:
     model = model_of()
-    with pytest.raises(Unsupported, match=f"TurboConfig.{next(iter(options))}.* is not for latent attention"):
-        turbo_hf.patch(model, TurboConfig(**options), strict="fallback")
+    with pytest.raises(Unsupported, match=f"{next(iter(options))}.* is not for latent attention"):
+        turbo_hf.patch(model, flat_config(**options), strict="fallback")
     assert not any("expand_kv" in vars(module) for module in model.modules())
 
 

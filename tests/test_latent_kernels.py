@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 from budgets import check_exact
+from choices import flat_config
 from gluon_numpy import Block, Pointer, kernel_in_numpy
 from op_calls import append_step, append_tokens, latent_decode, seal_open
 
 import turbo_hf
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
-from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops import gpu
 from turbo_hf.ops.store.quantize import dequantize
@@ -37,7 +37,7 @@ def layer_of(
     starts = [longest - n for n in lengths]
     valid = torch.arange(longest, device=device) >= torch.tensor(starts, device=device)[:, None]
     new = NewColumns(longest, valid, starts) if any(starts) else NewColumns(longest)
-    layer = TurboLayer(TurboConfig(bits=bits, backend=backend), latent=True)
+    layer = TurboLayer(flat_config(bits=bits, backend=backend), latent=True)
     layer.append(latent, rotary, new)
     layer.commit()
     return layer

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from budgets import check_exact, check_turbo
+from choices import flat_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -59,7 +60,7 @@ def test_one_pass_stores_the_naive_rows(config: TurboConfig, junk: float, device
 def test_a_long_prompt_is_sealed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     k, v = random_kv(3, 300)
     valid = torch.arange(300) >= torch.tensor([[0], [77], [200]])
-    config = TurboConfig(low_heads=0.5)
+    config = flat_config(low_heads=0.5)
     whole = filled(config, k, v, valid)
     for blocks in (1, 3):
         monkeypatch.setattr("turbo_hf.ops.store.reference_append.SEAL_ELEMENTS", blocks * HEADS * 64 * 16)
@@ -81,7 +82,7 @@ def test_the_first_block_ranks_the_heads_of_each_row(device: torch.device) -> No
     for row, head, other in ((0, 3, 0), (1, 0, 3)):
         k[row, head, :64, 0] *= 50
         k[row, other, 64:, 0] *= 5000
-    config = TurboConfig(bits=4, low_bits=2, low_heads=0.75)
+    config = flat_config(bits=4, low_bits=2, low_heads=0.75)
     layer = filled(config, k, v)
     assert [pages.bits for pages in layer.kv_store().paged] == [4, 2]
     assert layer.kv_store().order[:, 0].tolist() == [3, 0]
@@ -100,7 +101,7 @@ def test_memory_is_what_is_reported_and_near_theory(config: TurboConfig, rows: i
     for step in range(150):
         feed(layer, *(x.to(torch.bfloat16) for x in random_kv(rows, 1, dim, heads, seed=step)))
         if step in {0, 20, 149}:
-            block, held = config.block_size, tokens + step + 1
+            block, held = config.expert.block_size, tokens + step + 1
             page = sum(n * page_bytes(dim, bits, block) for bits, n in config.head_groups(heads))
             whole = (held - config.recent_tokens) // block
             room = -(-(held - whole * block) // 16) * 16 or 16
@@ -121,7 +122,7 @@ def test_growth_copies_a_constant_number_of_pages_a_page(monkeypatch: pytest.Mon
         resize(pool, keep, extra)
 
     monkeypatch.setattr(PagePool, "_resize", counted)
-    layer, blocks = TurboLayer(TurboConfig(block_size=32)), 1024
+    layer, blocks = TurboLayer(flat_config(block_size=32)), 1024
     k, v = random_kv(1, 32, heads=1)
     for _ in range(blocks):
         feed(layer, k, v)
@@ -133,7 +134,7 @@ def test_growth_copies_a_constant_number_of_pages_a_page(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("shrinks", [False, True], ids=["grows", "shrinks"])
 def test_pages_for_which_there_is_no_memory_change_nothing(shrinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = filled(TurboConfig(block_size=32), *random_kv(3, 200))
+    layer = filled(flat_config(block_size=32), *random_kv(3, 200))
     # rows that share pages, between pages that no row holds
     layer.batch_select_indices(torch.tensor([1, 1, 2]))
     pool, sealed, before = layer.pool, layer.state.sealed, layer.dequantized(200)
@@ -274,7 +275,7 @@ def test_padding_told_beforehand_is_not_stored() -> None:
 def test_padding_of_every_row_takes_no_room(backend: Any, device: torch.device) -> None:
     k, v = (x.to(device) for x in random_kv(2, 60))
     valid = torch.arange(60, device=device) >= torch.tensor([[40], [50]], device=device)
-    config = TurboConfig(backend=backend)
+    config = flat_config(backend=backend)
     layer = filled(config, k, v, valid)
     assert layer.lengths() == [20, 10]
     assert_same_rows(layer, 0, filled(config, k[:1, :, 40:], v[:1, :, 40:]), 0)
@@ -297,7 +298,7 @@ def test_a_pass_that_is_all_padding_stores_nothing() -> None:
 
 
 def test_a_universal_scale_is_fixed_by_the_prompt(device: torch.device) -> None:
-    config = TurboConfig(buffer_scale="universal")
+    config = flat_config(buffer_scale="universal")
     k, v = (x.to(device) for x in random_kv(2, 40))
     layer = filled(config, k, v)
     prompt = filled(TurboConfig(), k, v)
@@ -317,7 +318,7 @@ def test_a_universal_scale_is_fixed_by_the_prompt(device: torch.device) -> None:
 
 
 def test_a_universal_scale_covers_every_chunk_of_a_prompt() -> None:
-    config = TurboConfig(buffer_scale="universal")
+    config = flat_config(buffer_scale="universal")
     k, v = random_kv(1, 90)
     k[:, :, 10], v[:, :, 60] = k[:, :, 10] * 20, v[:, :, 60] * 20
     whole, chunked = filled(config, k, v), TurboLayer(config)
@@ -332,7 +333,7 @@ def test_a_universal_scale_covers_every_chunk_of_a_prompt() -> None:
 
 
 def test_a_universal_scale_is_one_a_row_and_ignores_padding() -> None:
-    config = TurboConfig(buffer_scale="universal")
+    config = flat_config(buffer_scale="universal")
     k, v = random_kv(3, 60)
     valid = torch.arange(60) >= torch.tensor([[0], [45], [60]])
     batch = filled(config, k.masked_fill(~valid[:, None, :, None], 1e9), v, valid)
@@ -363,9 +364,9 @@ class Life(RuleBasedStateMachine):
     @initialize(
         config=st.sampled_from(
             [
-                TurboConfig(bits=4, block_size=32),
-                TurboConfig(bits=4, low_bits=2, low_heads=0.5, block_size=32),
-                TurboConfig(bits=3, low_bits=2, low_heads=0.5, block_size=64),
+                flat_config(bits=4, block_size=32),
+                flat_config(bits=4, low_bits=2, low_heads=0.5, block_size=32),
+                flat_config(bits=3, low_bits=2, low_heads=0.5, block_size=64),
                 *(case.values[0] for case in CONFIGS),
             ]
         ),
@@ -474,7 +475,7 @@ TestLife.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_pages_that_a_crop_frees_are_used_again() -> None:
-    config, blocks = TurboConfig(block_size=32), 36
+    config, blocks = flat_config(block_size=32), 36
     k, v = random_kv(2, blocks * 32)
     layer, whole = filled(config, k, v), filled(config, k, v)
     for kept in (35, 34, 12, 0):
@@ -491,7 +492,7 @@ def test_pages_that_a_crop_frees_are_used_again() -> None:
 
 
 def test_a_row_emptied_by_a_crop_ranks_its_heads_anew() -> None:
-    config = TurboConfig(bits=4, low_bits=2, low_heads=2 / 3)
+    config = flat_config(bits=4, low_bits=2, low_heads=2 / 3)
     k, v = random_kv(1, 100)
     k[:, 2] /= 100
     layer = filled(config, k * torch.tensor([1.0, 50.0, 1.0])[:, None, None], v)
@@ -531,7 +532,7 @@ def test_beams_share_pages_and_then_part() -> None:
 
 @pytest.mark.parametrize(
     ("window", "mode"),
-    [(1, "fp16"), (63, "turbo"), (64, "fp16"), (65, "turbo"), (65, "fp16"), (200, "turbo")],
+    [(1, "native"), (63, "turbo"), (64, "native"), (65, "turbo"), (65, "native"), (200, "turbo")],
 )
 def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device: torch.device) -> None:
     k, v = (x.to(device) for x in random_kv(2, 500))
@@ -547,7 +548,7 @@ def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device:
             q = torch.randn(2, 2 * HEADS, tokens, 16, device=device)
             got = decode(q, rolled.kv_store(), scaling=0.3, window=window, mode=mode)
             rows = store_codes(whole.kv_store())
-            if mode == "fp16":
+            if mode == "native":
                 check_exact(got, q, [row.values() for row in rows], scaling=0.3, window=window)
             else:
                 check_turbo(got, int8_queries(q, [0] * len(q)), q.dtype, rows, scaling=0.3, window=window)
@@ -576,7 +577,7 @@ def test_a_rolling_window_has_bounded_memory() -> None:
 @pytest.mark.parametrize("scale", ["token", "universal"])
 @pytest.mark.parametrize("seen", [0, 20], ids=["prompt", "token"])
 def test_nan_and_infinity_are_refused(seen: int, which: int, bad: float, scale: Any) -> None:
-    layer = TurboLayer(TurboConfig(buffer_scale=scale), index=7)
+    layer = TurboLayer(flat_config(buffer_scale=scale), index=7)
     if seen:
         feed(layer, *random_kv(1, seen))
     new = random_kv(1, 2, seed=1)
@@ -586,7 +587,7 @@ def test_nan_and_infinity_are_refused(seen: int, which: int, bad: float, scale: 
     assert layer.seen == seen
     if seen:
         # the pass left no trace
-        clean = TurboLayer(TurboConfig(buffer_scale=scale))
+        clean = TurboLayer(flat_config(buffer_scale=scale))
         for one in (layer, clean):
             if one is clean:
                 feed(one, *random_kv(1, seen))

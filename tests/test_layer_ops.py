@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from choices import flat_config
 from stores import tokens
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
-from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import Scoring
 from turbo_hf.ops import backend as choices
 
@@ -29,7 +29,7 @@ def test_steps_do_not_choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         return right(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(choices, "uses_triton", counted)
-    layer = TurboLayer(TurboConfig(backend=name, block_size=32))  # type: ignore[arg-type]
+    layer = TurboLayer(flat_config(backend=name, block_size=32))
     step(layer, 70)
     # storing, and attention of steps
     assert len(asked) == 2
@@ -40,19 +40,19 @@ def test_steps_do_not_choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_another_dtype_chooses_anew() -> None:
-    layer = TurboLayer(TurboConfig(backend="triton", block_size=32))
+    layer = TurboLayer(flat_config(backend="triton", block_size=32))
     step(layer, 40)
     step(layer, 1, torch.bfloat16)
     with pytest.raises(ValueError, match='backend "triton" cannot run here: float64 has no kernel'):
         step(layer, 1, torch.float64)
-    layer = TurboLayer(TurboConfig(block_size=32))
+    layer = TurboLayer(flat_config(block_size=32))
     for dtype in (torch.float32, torch.float64):
         step(layer, 3, dtype)
         assert layer.ops.dtype == dtype
 
 
 def test_what_cannot_run_is_refused_before_anything_is_stored() -> None:
-    layer = TurboLayer(TurboConfig(backend="triton"))
+    layer = TurboLayer(flat_config(backend="triton"))
     with pytest.raises(ValueError, match='backend "triton" cannot run here: head dim 272 is above 256'):
         layer.append(torch.zeros(1, 2, 4, 272), torch.zeros(1, 2, 4, 272), NewColumns(4))
     assert not layer.is_initialized

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from choices import EVERY_PRESET
+from choices import EVERY_PRESET, flat_config
 from models import left_padded, prompts, tiny_llama, tiny_mistral
 from plan_support import costs
 from torch import Tensor
@@ -62,7 +62,7 @@ def test_heads_of_16_bit_are_counted_as_what_they_take(llama: Any) -> None:
     assert full == dense
     one = cache_bytes(costs(llama.config, TurboConfig(bits=2, recent_tokens=64, dense_layers=(0, 1))), 640)
     assert one == full
-    mixed = cache_bytes(costs(llama.config, TurboConfig(bits=16, low_bits=4, low_heads=0.5)), 640)
+    mixed = cache_bytes(costs(llama.config, flat_config(bits=16, low_bits=4, low_heads=0.5)), 640)
     assert mixed == full / 2 + 2 * 10 * page_bytes(16, 4)
 
 

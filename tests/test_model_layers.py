@@ -11,6 +11,7 @@ import pytest
 import torch
 from calibration_support import PROSE, same
 from calibration_support import SMALL as SETTINGS
+from choices import flat_config
 from models import lab_model, tiny_llama
 from patching_support import SMALL, tiny
 from plan_support import costs
@@ -67,7 +68,7 @@ def test_windows_heads_and_dims_are_read_from_the_config() -> None:
 
 
 def test_each_layer_is_stored_as_it_is(model: PreTrainedModel) -> None:
-    with turbo_hf.patch(model, TurboConfig(bits=4, low_bits=2, low_heads=0.5)) as handle:
+    with turbo_hf.patch(model, flat_config(bits=4, low_bits=2, low_heads=0.5)) as handle:
         assert [layer.groups for layer in handle.report().layers] == [((4, 1), (2, 1))] * 2 + [((4, 1),)]
 
 
@@ -79,13 +80,13 @@ def test_a_calibration_fits_and_is_read_back(model: PreTrainedModel, tmp_path: P
     made.save_pretrained(tmp_path)
     back = Calibration.from_pretrained(tmp_path)
     assert same(back, made)
-    turbo_hf.patch(model, TurboConfig(low_bits=2, low_heads=0.5), calibration=back).remove()
+    turbo_hf.patch(model, flat_config(low_bits=2, low_heads=0.5), calibration=back).remove()
     other = replace(made, fingerprint={**made.fingerprint, "num_key_value_heads": [2, 2, 2]})
     with pytest.raises(ValueError, match=r"num_key_value_heads"):
-        turbo_hf.patch(model, TurboConfig(low_bits=2, low_heads=0.5), calibration=other)
+        turbo_hf.patch(model, flat_config(low_bits=2, low_heads=0.5), calibration=other)
 
 
-CONFIG = TurboConfig(bits=16, attention="fp16", block_size=32)
+CONFIG = flat_config(bits=16, attention="native", block_size=32)
 WINDOW = 24
 MIXED: dict[str, Any] = {"layer_types": [SLIDING, FULL] * 2, "sliding_window": WINDOW}
 FIELDS: list[dict[str, Any]] = [
@@ -267,7 +268,7 @@ def test_a_model_with_quantized_weights_keeps_its_tokens(library: str, tmp_path:
     model = quantized_by(library, model, tmp_path)
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(PROMPT)}
     alone = model.generate(PROMPT, **options)
-    with turbo_hf.patch(model, TurboConfig(bits=16, attention="fp16"), check=True):
+    with turbo_hf.patch(model, TurboConfig(bits=16, attention="native"), check=True):
         assert torch.equal(model.generate(PROMPT, **options), alone)
     handle = turbo_hf.patch(model, SMALL, check=True)
     assert library.split(".", maxsplit=1)[0] in handle.report().weights

@@ -138,7 +138,7 @@ def test_smoothing_takes_the_mean_and_rotation_keeps_products(device: torch.devi
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"mode": "fp16"}, "mode must be one of turbo, int8, half, fp8; got 'fp16'"),
+        ({"mode": "native"}, "mode must be one of turbo, int8, half, fp8; got 'native'"),
         ({"v_scale": "row"}, "v_scale must be one of block, channel, tensor; got 'row'"),
         ({"block": 48}, "block must be one of 32, 64, 128 tokens; got 48"),
         ({"backend": "cuda"}, "backend must be one of auto, triton, reference; got 'cuda'"),

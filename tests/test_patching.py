@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import dispatch_model  # type: ignore[import-untyped] # it has no types
+from choices import flat_config
 from families_support import SHARED as LAST_SHARE
 from models import prompts, tiny_llama
 from patching_support import (
@@ -148,7 +149,7 @@ def test_models_do_not_touch_each_other() -> None:
 
 def test_report() -> None:
     model = tiny("gemma2", **MIXED)
-    config = TurboConfig(low_bits=3, low_heads=0.5, int8_layers=(1,))
+    config = flat_config(low_bits=3, low_heads=0.5, int8_layers=(1,))
     with turbo_hf.patch(model, config) as handle:
         report = handle.report()
         assert str(report).splitlines() == [
@@ -157,7 +158,7 @@ def test_report() -> None:
             f"  layer 0: 1 x 4 bit + 1 x 3 bit, window {WINDOW}",
             "  layer 1: 8 bit; asked for by int8_layers",
             "  3-bit heads: chosen by each row's first 64 tokens (no calibration beside the checkpoint)",
-            "  prompts: fp16 (auto, without a GPU)",
+            "  prompts: native (auto, without a GPU)",
             "  decode steps: CUDA graphs, once the model is on a GPU",
             f"  {report.serving}",
             "  last generate: none since the patch",
@@ -165,7 +166,7 @@ def test_report() -> None:
         assert report.serving.startswith("continuous batching: ")
     assert "Scores are capped" in report.notes
     assert report.config is config
-    with turbo_hf.patch(tiny("stablelm"), TurboConfig(value_bits=2, low_bits=3, low_heads=0.5)) as handle:
+    with turbo_hf.patch(tiny("stablelm"), flat_config(value_bits=2, low_bits=3, low_heads=0.5)) as handle:
         assert handle.report().family == "stablelm: generic path, no test of its own"
         assert "1 x 4/2 bit + 1 x 3/2 bit" in str(handle.report())
 
@@ -210,9 +211,9 @@ def test_a_handle_in_one_line_and_once_removed() -> None:
 
 def test_sas_threshold_falls_with_the_context() -> None:
     assert sas_threshold(TurboConfig(), 5000) is None
-    assert sas_threshold(TurboConfig(sas=True, sas_threshold=-4.0), 5000) == -4.0
-    assert sas_threshold(TurboConfig(sas=True), 100) == sas_threshold(TurboConfig(sas=True), 1024) == -6.0
-    long = sas_threshold(TurboConfig(sas=True), 2048)
+    assert sas_threshold(flat_config(sas=True, sas_threshold=-4.0), 5000) == -4.0
+    assert sas_threshold(flat_config(sas=True), 100) == sas_threshold(flat_config(sas=True), 1024) == -6.0
+    long = sas_threshold(flat_config(sas=True), 2048)
     assert long is not None
     assert long == pytest.approx(-6 - torch.tensor(2.0).log().item())
 

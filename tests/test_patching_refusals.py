@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
+from choices import flat_config
 from models import prompts, tiny_llama, tiny_mistral
 from patching_support import (
     EXACT,
@@ -245,7 +246,7 @@ def test_other_caches_give_the_models_own_logits(model_type: str, options: dict[
 )
 def test_dense_layers_are_not_rounded(model_type: str, options: dict[str, Any]) -> None:
     model = tiny(model_type, **options)
-    config = TurboConfig(block_size=32, attention="fp16", bits=8, dense_layers=(0,))
+    config = flat_config(block_size=32, attention="native", bits=8, dense_layers=(0,))
     cache = TurboCache(model.config, config, attention_mask=padded()["attention_mask"])
     oracle = generate(model, **{CACHE: cache})
     with turbo_hf.patch(model, config) as handle:
@@ -255,8 +256,8 @@ def test_dense_layers_are_not_rounded(model_type: str, options: dict[str, Any]) 
         assert "dense_layers are kept in float16, which rounds the float32" in handle.report().warnings[0]
     # whatever else rounds, they are those of bits=16
     model.bfloat16()
-    exact = TurboConfig(bits=16, attention="fp16", block_size=32)
-    rounds = TurboConfig(
+    exact = flat_config(bits=16, attention="native", block_size=32)
+    rounds = flat_config(
         low_heads=0.5, low_bits=3, recent_tokens=32, sas=True, smooth_k=True, block_size=32, dense_layers=(0, 1)
     )
     answers = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from choices import EVERY_PRESET
+from choices import EVERY_PRESET, flat_config
 from families_support import CHUNKED, EXPERTS, FAMILY_CASES, FULL, GENERIC_CASES, LATENT, LINEAR, Case, build
 from models import LAB_MODEL, lab_model, prompts, tiny_llama
 from plan_support import SMALL, costs, sealed_bytes
@@ -81,8 +81,8 @@ def test_figures_are_those_of_a_real_cache(case: Case) -> None:
     [
         pytest.param(TurboConfig(bits=2, int8_layers=(0,), dense_layers=(2,)), id="layers"),
         pytest.param(TurboConfig(layer_bits=(2, (8, 4), 3)), id="layers-by-hand"),
-        pytest.param(TurboConfig(bits=16, low_bits=4, low_heads=0.5, block_size=32), id="full"),
-        pytest.param(TurboConfig(block_size=32, recent_tokens=64), id="recent"),
+        pytest.param(flat_config(bits=16, low_bits=4, low_heads=0.5, block_size=32), id="full"),
+        pytest.param(flat_config(block_size=32, recent_tokens=64), id="recent"),
     ],
 )
 def test_figures_of_other_configs(config: TurboConfig) -> None:

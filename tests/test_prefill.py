@@ -70,7 +70,7 @@ def test_scores_of_any_size(size: float, mode: str, device: torch.device) -> Non
         check_prefill(size * q, k, v, mode, scaling=1.0)
         check_prefill(size * q, k, v, mode, **options)
         return
-    exact = check_prefill(size * q, k, v, "fp16", **options)
+    exact = check_prefill(size * q, k, v, "native", **options)
     out = prefill(size * q, k, v, mode=mode, **options)
     wild = (exact.lse.abs() > SCORE_LIMIT).any(-1)
     # at 1e3 some heads pass the limit, beyond it all do
@@ -237,7 +237,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (past(2, 2, 4, 16), PAST),
     (past(1, 1, 4, 16), PAST),
     (past(1, 2, 4, 32), PAST),
-    ({"mode": "fast"}, "mode must be one of turbo, int8, half, fp8, fp16; got 'fast'"),
+    ({"mode": "fast"}, "mode must be one of turbo, int8, half, fp8, native; got 'fast'"),
     ({"block": 16}, "block must be one of 32, 64, 128 tokens; got 16"),
     ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[B\] = \[1\]; got \(2,\)"),
     ({"sinks": torch.zeros(3)}, r"sinks must be \[Hq\] = \[2\]; got \(3,\)"),

@@ -30,9 +30,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"window": 70, "softcap": 5.0, "sinks": True},
 }
 # modes differ in how they round and in nothing else
-CASES = [*product(("turbo", "fp16"), OPTIONS), *product(("int8", "half", "fp8"), ["all"])]
+CASES = [*product(("turbo", "native"), OPTIONS), *product(("int8", "half", "fp8"), ["all"])]
 NOT_FINITE = [
-    *product(("q", "k", "v"), (torch.nan, torch.inf), ("turbo", "fp16")),
+    *product(("q", "k", "v"), (torch.nan, torch.inf), ("turbo", "native")),
     *product(("k", "v"), (torch.inf,), ("int8", "half", "fp8")),
 ]
 
@@ -45,7 +45,7 @@ def inputs(
     dtype = dtype or (torch.float16 if mode == "half" else torch.float32)
     if mode == "fp8" and not has_fp8(device):
         pytest.skip(NO_FP8)
-    multiplied = {"fp16": dtype, "half": half_type(dtype)}.get(mode)
+    multiplied = {"native": dtype, "half": half_type(dtype)}.get(mode)
     if multiplied == torch.bfloat16 and device.type == "cpu":
         pytest.skip(NO_BFLOAT16)
     q = tokens(batch, heads, m, dim, device=device, dtype=dtype)
@@ -67,7 +67,7 @@ def test_over_a_ragged_past(mode: str, options: str, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("options", ["full", "all"])
-@pytest.mark.parametrize("mode", ["turbo", "fp16"])
+@pytest.mark.parametrize("mode", ["turbo", "native"])
 def test_over_a_past_that_programs_share(
     mode: str, options: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
@@ -88,7 +88,7 @@ def test_a_past_of_any_bits_and_blocks(block: int, bits: Width, device: torch.de
 
 @pytest.mark.parametrize(
     ("mode", "dim"),
-    [*product(("turbo", "fp16"), (16, 64, 80, 96, 128, 256)), *product(("int8", "half", "fp8"), [128])],
+    [*product(("turbo", "native"), (16, 64, 80, 96, 128, 256)), *product(("int8", "half", "fp8"), [128])],
 )
 def test_head_dims(dim: int, mode: str, device: torch.device) -> None:
     q, k, v = inputs(70, device, mode, batch=1, heads=2, kv_heads=1, dim=dim)
@@ -150,7 +150,7 @@ def test_smoothing_changes_nothing_but_the_rounding(device: torch.device) -> Non
     k = k + 30.0
     past = random_past([70, 40], k)
     options: dict[str, Any] = {"scaling": 0.2, "past": past, "softcap": 50.0, "sinks": torch.ones(4, device=device)}
-    truth = prefill(q.double(), k.double(), v.double(), mode="fp16", backend="reference", **options)
+    truth = prefill(q.double(), k.double(), v.double(), mode="native", backend="reference", **options)
     error = {}
     for on in (False, True):
         options["smooth_k"] = on
@@ -168,7 +168,7 @@ def test_nan_and_inf_reach_the_rows_that_see_them(which: str, value: float, mode
     x: dict[str, Any] = dict(zip("qkv", inputs(70, device, mode), strict=True))
     x[which][0, 1, 50, 3] = 0
     options: dict[str, Any] = {"scaling": 0.2, "block": 64, "backend": "triton"}
-    own, exact = (prefill(**x, mode=name, **options).out.double() for name in (mode, "fp16"))
+    own, exact = (prefill(**x, mode=name, **options).out.double() for name in (mode, "native"))
     plain = exact_attention(**x)
     x[which][0, 1, 50, 3] = value
     got = prefill(**x, mode=mode, **options)
@@ -194,7 +194,7 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
     return torch.stack([attend(*row, scaling=0.2, causal=True).out for row in zip(q, k, v, strict=True)])
 
 
-@pytest.mark.parametrize("mode", ["turbo", "fp16"])
+@pytest.mark.parametrize("mode", ["turbo", "native"])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_sas_swallows_no_nan(which: str, mode: str, device: torch.device) -> None:
     q, k, v = inputs(100, device, mode)
@@ -208,7 +208,7 @@ def test_sas_swallows_no_nan(which: str, mode: str, device: torch.device) -> Non
     assert bool(((~got.out.isfinite()).any(-1) == broken).all())
 
 
-@pytest.mark.parametrize("mode", ["turbo", "fp16"])
+@pytest.mark.parametrize("mode", ["turbo", "native"])
 def test_sas_is_the_references(mode: str, device: torch.device) -> None:
     q, k, v = inputs(100, device, mode)
     options: dict[str, Any] = {"scaling": 0.2, "mode": mode, "sas_threshold": -6.0, "past": random_past([70, 40], k)}

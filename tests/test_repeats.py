@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from models import prompts, tiny_llama, tiny_mistral
 
 import turbo_hf
@@ -64,7 +65,7 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"turbo_hf.ops.{name}.launch.launch", launch)
 
 
-TRITON: dict[str, Any] = {"backend": "triton", "cuda_graphs": False, "attention": "fp16"}
+TRITON: dict[str, Any] = {"backend": "triton", "cuda_graphs": False, "attention": "native"}
 PLAIN: dict[str, Any] = {"backend": "reference"}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -93,7 +94,7 @@ def test_repeated_steps_are_those_made_anew(
 ) -> None:  # fmt: skip
     """The same bits, over sealed blocks, room that grows, and blocks that leave a window; a copy goes on by itself."""
     falls = "turbo_hf.attention.turbo_attention.sas_threshold"
-    monkeypatch.setattr(falls, lambda config, tokens: -3 - tokens / 64 if config.sas else None)
+    monkeypatch.setattr(falls, lambda config, tokens: -3 - tokens / 64 if config.expert.sas else None)
     # several parts of a row are summed
     monkeypatch.setattr("turbo_hf.ops.decode.reference_products.CODES", 1 << 10)
     calls, decode = list[None](), RepeatedDecode.__call__
@@ -111,7 +112,7 @@ def test_repeated_steps_are_those_made_anew(
     mask = torch.stack([(torch.arange(last, device=device) >= count).long() for count in padding])
     seen: list[list[torch.Tensor]] = []
     made: list[int] = []
-    with turbo_hf.patch(model, TurboConfig(block_size=32, **options)) as handle, torch.no_grad():
+    with turbo_hf.patch(model, flat_config(block_size=32, **options)) as handle, torch.no_grad():
         for kept in (True, False):
             if not kept:
                 monkeypatch.setattr(LayerStorage, "to_repeat", lambda self, key: (self.kv_store(), None))
@@ -136,7 +137,7 @@ def test_a_step_with_nan_is_refused_before_it_is_stored() -> None:
     """Also one that would be repeated: the cache goes on as if it had not been tried."""
     model = tiny_llama(num_hidden_layers=1)
     ids = prompts(1, 20)
-    with turbo_hf.patch(model, TurboConfig(backend="reference")) as handle, torch.no_grad():
+    with turbo_hf.patch(model, flat_config(backend="reference")) as handle, torch.no_grad():
         caches = [handle.new_cache() for _ in range(2)]
         for step in range(4):
             part = ids[:, :16] if step == 0 else ids[:, 15 + step : 16 + step]
@@ -152,7 +153,7 @@ def test_steps_repeat_outside_of_inference_mode() -> None:
     """What the first repeated step makes in inference mode is written again outside it."""
     model = tiny_llama(num_hidden_layers=1)
     ids = prompts(1, 24)
-    with turbo_hf.patch(model, TurboConfig(backend="reference")) as handle:
+    with turbo_hf.patch(model, flat_config(backend="reference")) as handle:
         seen = []
         for modes in ((True, False), (False, False)):
             cache = handle.new_cache()

@@ -18,7 +18,7 @@ from turbo_hf.ops.reference_flash import sas_exp
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-DROPS = [(-4.0, "fp16"), (-6.0, "turbo"), (-9.0, "fp16"), (-20.0, "turbo")]
+DROPS = [(-4.0, "native"), (-6.0, "turbo"), (-9.0, "native"), (-20.0, "turbo")]
 
 
 def test_error_is_the_cubics(device: torch.device) -> None:
@@ -71,7 +71,7 @@ def test_decode_drops_no_more_than_the_threshold_says(threshold: float, mode: st
 def test_prefill_drops_no_more_than_the_threshold_says(threshold: float, mode: str, device: torch.device) -> None:
     q, k, v = tokens(1, 4, 130, 64, device=device), *(tokens(1, 2, 130, 64, device=device) for _ in range(2))
     got = prefill(q, k, v, scaling=0.05, mode=mode, sas_threshold=threshold)
-    if mode == "fp16":
+    if mode == "native":
         one = torch.ones(2, 130, dtype=torch.float64)
         row = Codes(k[0].double().cpu(), one, v[0].double().cpu(), one, torch.arange(130) // 128)
         check_sas(got, q, [row], threshold, rounds_p=False, scaling=0.05)
@@ -117,6 +117,6 @@ def test_a_threshold_below_the_peak_keeps_the_rest(mode: str, device: torch.devi
 
 def test_without_a_threshold_the_exponential_is_exact(device: torch.device) -> None:
     q, k, v = peaked(device)
-    got = decode(q, make_store(k, v, [200], groups=((8, 1),)), scaling=1.0, mode="fp16")
+    got = decode(q, make_store(k, v, [200], groups=((8, 1),)), scaling=1.0, mode="native")
     lse = torch.tensor(8 + math.log(1 + 199 * math.exp(-8)), dtype=torch.float64)
     check("lse", got.lse[0, 0, 0], lse, SLACK * EPS * 8)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from graphs_support import watch_runners
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ KINDS: list[Any] = [
     pytest.param(llama(value_bits=2, recent_tokens=64), id="values-at-2-bit"),
     pytest.param(llama(bits=2), id="turbo2"),
     pytest.param(llama(layer_bits=(2, (8, 4))), id="depths"),
-    pytest.param(llama(bits=16, attention="fp16"), id="16-bit"),
+    pytest.param(llama(bits=16, attention="native"), id="16-bit"),
     pytest.param(llama(backend="triton", low_bits=2, low_heads=0.5), id="kernels"),
     pytest.param(windows, id="windows"),
     pytest.param(by_bucket, id="sparse"),
@@ -167,6 +168,7 @@ def other_config(model: Any) -> None:
         (None, {"bits": 8}, "layers.0.config.bits is 4, and should be 8"),
         (None, {"layer_bits": (4, 8)}, "layers.1.config.bits is 4, and should be 8"),
         (None, {"dense_layers": (0,)}, "layers.0.config.bits is 4, and should be 16"),
+        (None, {"block_size": 64}, "layers.0.config.block_size is 32, and should be 64"),
     ],
 )
 def test_what_differs_is_named(change: Any, options: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_what_differs_is_named(change: Any, options: dict[str, Any], said: str, 
 def test_another_version_and_another_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved_in(tmp_path)
     # the same pages, said in another way
-    for said in ({"value_bits": 4}, {"layer_bits": (4, 4)}, {"layer_bits": ((4, 4), 4)}):
+    for said in ({"backend": "reference"}, {"value_bits": 4}, {"layer_bits": (4, 4)}, {"layer_bits": ((4, 4), 4)}):
         TurboCache.from_pretrained(tmp_path, llama(**said)()[0])
     cache = TurboCache.from_pretrained(tmp_path, model)
     run(model, cache, prompts(1, 1))
@@ -235,12 +237,12 @@ def test_a_damaged_file_is_refused(whole: Any, data: st.DataObject) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"low_bits": 2, "low_heads": 0.5}, {"bits": 16, "attention": "fp16"}])
+@pytest.mark.parametrize("options", [{}, {"low_bits": 2, "low_heads": 0.5}, {"bits": 16, "attention": "native"}])
 def test_on_a_gpu_under_captured_steps(options: dict[str, Any], tmp_path: Path) -> None:
     model = tiny_llama(head_dim=64, hidden_size=256).to("cuda", torch.bfloat16).requires_grad_(False)
     run_of: dict[str, Any] = {"max_new_tokens": 150, "do_sample": False}
     ids = prompts(2, 300).cuda()
-    with turbo_hf.patch(model, TurboConfig(bits=4) if not options else TurboConfig(**options)) as handle:
+    with turbo_hf.patch(model, TurboConfig(bits=4) if not options else flat_config(**options)) as handle:
         cache = handle.new_cache()
         reply = model.generate(ids, **{CACHE: cache}, **run_of)
         # pages are reserved, and blocks wait for the next step

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from models import prompts, tiny_llama
 from tiny_families import build, mistral4
 
@@ -235,12 +236,12 @@ def test_a_persistent_manager_ends_with_the_patch() -> None:
 @pytest.mark.parametrize(
     ("family", "config", "reason"),
     [
-        ("llama", TurboConfig(buffer_scale="universal"), "whose scale is that of a whole prompt"),
+        ("llama", flat_config(buffer_scale="universal"), "whose scale is that of a whole prompt"),
         ("llama", TurboConfig(recent_tokens=64), "recent_tokens cannot be served"),
         ("llama", EXACT, "16-bit pages"),
         ("llama", TurboConfig(dense_layers=(0,)), r"16-bit pages beside others.*layer 1: 2 x 4 bit"),
         ("llama", TurboConfig(bits=16, int8_layers=(1,)), r"16-bit pages beside others.*layer 1: 8 bit"),
-        ("llama", TurboConfig(sas=True), "SAS without a given sas_threshold"),
+        ("llama", flat_config(sas=True), "SAS without a given sas_threshold"),
         ("kimi_linear", EXACT, "layer 0 is not compressed"),
         ("deepseek_v3", TurboConfig(bits=16, int8_layers=(1,)), r"16-bit pages beside others.*layer 1: latent 8 bit"),
     ],

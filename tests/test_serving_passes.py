@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from budgets import check, float_budget, largest
+from choices import flat_config
 from graphs_support import Again
 from models import prompts, tiny_llama, tiny_mistral
 from op_calls import ops_like
@@ -290,7 +291,7 @@ def apart(config: Any, qkv: Any, edges: torch.Tensor, longest: int, window: Any,
         return torch.cat([expanded_attention(None, part, None, None, scoring) for part in parts], 2)
     return torch.cat(
         [
-            prompt_attention(config, ops_like(part.query, config.backend), part, None, None, window, scoring)
+            prompt_attention(config, ops_like(part.query, config.expert.backend), part, None, None, window, scoring)
             for part in parts
         ],
         2,
@@ -347,7 +348,7 @@ def test_kernels_give_the_same_tokens(kind: str, runners: Any) -> None:
     inputs, tokens = requests((5, 110 if kind == "llama" else 62)), {}
     widths: dict[str, Any] = {"low_bits": 2, "low_heads": 0.5} if kind == "llama" else {"int8_layers": (1,)}
     for backend in ("reference", "triton"):
-        with turbo_hf.patch(model, TurboConfig(bits=4, **widths, backend=backend)):
+        with turbo_hf.patch(model, flat_config(bits=4, **widths, backend=backend)):
             outputs = model.generate_batch(inputs, max_new_tokens=4, continuous_batching_config=options())
             tokens[backend] = [output.generated_tokens for output in outputs.values()]
         assert (runners[-1].captures > 0) == (backend == "triton")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from calibration_support import SMALL, lab
+from choices import flat_config
 from models import LAB_MODEL
 from typer.testing import CliRunner
 
@@ -21,14 +22,14 @@ from turbo_hf.eval.methods import method_named
         ("saap", TurboConfig(sparse=SparseConfig())),
         ("turbo4@window", TurboConfig(sparse=SparseConfig(selector="window"))),
         (
-            "int8/fp16@saap:probes=16:window_tokens=511:read_all_layers=0+2",
+            "int8/native@saap:probes=16:window_tokens=511:read_all_layers=0+2",
             TurboConfig(
-                bits=8, attention="fp16", sparse=SparseConfig(probes=16, window_tokens=511, read_all_layers=(0, 2))
+                bits=8, attention="native", sparse=SparseConfig(probes=16, window_tokens=511, read_all_layers=(0, 2))
             ),
         ),
         (
             "turbo4+block_size=32@saap:probes=64",
-            TurboConfig(block_size=32, sparse=SparseConfig(probes=64)),
+            flat_config(block_size=32, sparse=SparseConfig(probes=64)),
         ),
         ("turbo4@window:read_all_layers=", TurboConfig(sparse=SparseConfig(selector="window", read_all_layers=()))),
     ],
@@ -42,7 +43,6 @@ def test_names_of_sparse_methods(name: str, config: TurboConfig) -> None:
     [
         ("turbo5@saap", "unknown method turbo5@saap; methods are fp16"),
         ("turbo4@best", "SparseConfig.selector must be one of 'saap', .*; got 'best'"),
-        ("turbo4@means", 'SparseConfig.selector "means" left the package'),
         ("turbo4@saap:probe=3", "expected choices like probes=16, of .*; got 'probe=3'"),
         ("turbo4@saap:probes=x", "expected a number for probes; got 'x'"),
         ("turbo4@saap+block_size=32", "SparseConfig.selector must be one of .*; got 'saap.block_size=32'"),

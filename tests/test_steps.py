@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from choices import flat_config
 from models import SHAPE
 from steps_support import (
     CONFIGS,
@@ -46,7 +47,7 @@ def settle(cache: TurboCache) -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 175], ids=["open-end", "limit"])
-@pytest.mark.parametrize("config", [*CONFIGS, pytest.param(TurboConfig(block_size=32, low_heads=0.5), id="mixed")])
+@pytest.mark.parametrize("config", [*CONFIGS, pytest.param(flat_config(block_size=32, low_heads=0.5), id="mixed")])
 def test_steps_store_what_the_host_stores(config: TurboConfig, limit: int | None) -> None:
     replayed, plain = filled(config), filled(config)
     run = ReplayableSteps(replayed, limit)
@@ -64,21 +65,21 @@ def test_steps_store_what_the_host_stores(config: TurboConfig, limit: int | None
 
 def test_no_page_is_reserved_for_tokens_that_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "AHEAD", 1)
-    cache = filled(TurboConfig(block_size=32, recent_tokens=128), lengths=[150, 150])
+    cache = filled(flat_config(block_size=32, recent_tokens=128), lengths=[150, 150])
     run = ReplayableSteps(cache, None)
     for _ in range(80):
         by_steps(run, new_tokens(2))
         for layer in cache.turbo_layers():
             assert layer.pool.reserved <= [sealed + 1 for sealed in layer.state.sealed]
     # what will have been sealed at the end: 120 + 160 tokens, of which 128 stay
-    cache = filled(TurboConfig(block_size=32, recent_tokens=128), lengths=[120])
+    cache = filled(flat_config(block_size=32, recent_tokens=128), lengths=[120])
     ReplayableSteps(cache, 280)
     assert cache.turbo_layers()[0].pool.reserved == [1]
 
 
 def test_a_window_drops_its_blocks_when_pages_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "AHEAD", 2)
-    replayed, plain = filled(TurboConfig(block_size=32), window=40), filled(TurboConfig(block_size=32), window=40)
+    replayed, plain = filled(flat_config(block_size=32), window=40), filled(flat_config(block_size=32), window=40)
     run = ReplayableSteps(replayed, None)
     for _ in range(230):
         new = new_tokens()
@@ -110,7 +111,7 @@ def test_a_window_drops_its_blocks_when_pages_are_reserved(monkeypatch: pytest.M
 )
 @pytest.mark.parametrize("count", [26, 31, 60])
 def test_other_changes_between_steps(change: Callable[[TurboCache], None], count: int) -> None:
-    config = TurboConfig(block_size=32, low_heads=0.5, sparse=KMEANS)
+    config = flat_config(block_size=32, low_heads=0.5, sparse=KMEANS)
     replayed, plain = filled(config), filled(config)
     run = ReplayableSteps(replayed, None)
     for _ in range(2):
@@ -165,7 +166,7 @@ def test_rows_of_equal_lengths_are_reordered_in_place(config: TurboConfig) -> No
 
 
 def test_rows_of_other_lengths_end_the_steps() -> None:
-    cache = filled(TurboConfig(block_size=32), lengths=EQUAL)
+    cache = filled(flat_config(block_size=32), lengths=EQUAL)
     run = ReplayableSteps(cache, None)
     for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
         held = [layer.buffer.k.clone() for layer in cache.turbo_layers()]
@@ -177,7 +178,7 @@ def test_rows_of_other_lengths_end_the_steps() -> None:
 
 
 def test_a_copy_goes_its_own_way() -> None:
-    cache = filled(TurboConfig(block_size=32))
+    cache = filled(flat_config(block_size=32))
     run = ReplayableSteps(cache, None)
     for _ in range(20):
         by_steps(run, new_tokens())
@@ -194,7 +195,7 @@ def test_a_copy_goes_its_own_way() -> None:
 
 
 def test_a_token_whose_bucket_is_not_known_is_noted_as_such() -> None:
-    cache = filled(TurboConfig(block_size=32, sparse=KMEANS))
+    cache = filled(flat_config(block_size=32, sparse=KMEANS))
     run = ReplayableSteps(cache, None)
     run.mark_unfinished()
     with run.running():
@@ -209,7 +210,7 @@ def test_a_token_whose_bucket_is_not_known_is_noted_as_such() -> None:
 
 @pytest.mark.parametrize("change", [TurboCache.reset, TurboCache.activate_past_recording])
 def test_a_reset_and_recording_end_the_steps(change: Callable[[TurboCache], None]) -> None:
-    cache = filled(TurboConfig(block_size=32))
+    cache = filled(flat_config(block_size=32))
     run = ReplayableSteps(cache, None)
     assert run.intact()
     change(cache)
@@ -217,7 +218,7 @@ def test_a_reset_and_recording_end_the_steps(change: Callable[[TurboCache], None
 
 
 def test_layers_that_hold_the_same_share_one_count() -> None:
-    cache = filled(TurboConfig(block_size=32))
+    cache = filled(flat_config(block_size=32))
     run = ReplayableSteps(cache, None)
     by_steps(run, new_tokens())
     first, second = cache.turbo_layers()
@@ -255,7 +256,7 @@ def test_new_steps_of_a_cache_replace_the_earlier_ones(config: TurboConfig) -> N
 
 
 def test_nan_is_told_by_the_layer_before_its_block_is_sealed() -> None:
-    cache = filled(TurboConfig(block_size=32), lengths=[30])
+    cache = filled(flat_config(block_size=32), lengths=[30])
     run = ReplayableSteps(cache, None)
     new = new_tokens(1)
     new[1][0][0, 1, 0, 3] = torch.nan
@@ -301,7 +302,7 @@ def dequantized() -> TurboCache:
         pytest.param(dequantized, "computed in full precision", id="dequantized"),
         pytest.param(lambda: TurboCache(LlamaConfig(**SHAPE)), "layer 0 holds no tokens", id="empty"),
         pytest.param(recording, "blocks of a prompt wait for a crop", id="recording"),
-        pytest.param(lambda: short_prompt(TurboConfig(low_heads=0.5)), "heads without a rank", id="unranked"),
+        pytest.param(lambda: short_prompt(flat_config(low_heads=0.5)), "heads without a rank", id="unranked"),
     ],
 )
 def test_what_cannot_be_replayed_says_why(make: Callable[[], TurboCache], reason: str) -> None:
@@ -344,7 +345,7 @@ def test_nothing_moves_between_two_reservations(config: TurboConfig, monkeypatch
 
 
 def test_the_index_has_room_for_the_blocks_that_are_reserved() -> None:
-    cache = filled(TurboConfig(block_size=32, sparse=KMEANS), lengths=[70, 33])
+    cache = filled(flat_config(block_size=32, sparse=KMEANS), lengths=[70, 33])
     run = ReplayableSteps(cache, None)
     room = [layer.bucket_index.buckets for layer in cache.turbo_layers()]
     # 2 blocks sealed, 8 reserved, one more that is open when those are sealed; a grain is 64
@@ -355,7 +356,7 @@ def test_the_index_has_room_for_the_blocks_that_are_reserved() -> None:
     assert all(layer.bucket_index.buckets is x for layer, x in zip(cache.turbo_layers(), room, strict=True))
     run.close()
     assert [layer.bucket_index.buckets.shape[-1] for layer in cache.turbo_layers()] == [384, 384]
-    cache = filled(TurboConfig(block_size=32, sparse=KMEANS), lengths=[70, 33])
+    cache = filled(flat_config(block_size=32, sparse=KMEANS), lengths=[70, 33])
     plain = copy.deepcopy(cache)
     ReplayableSteps(cache, None).close()
     assert [layer.bucket_index.buckets.shape[-1] for layer in cache.turbo_layers()] == [128, 128]
@@ -369,7 +370,7 @@ def test_the_index_has_room_for_the_blocks_that_are_reserved() -> None:
     "name", ["order", "universal", "nonfinite", "buffer.k", "pool.paged", "bucket_index.buckets", "bucket_index.spans"]
 )
 def test_what_launches_refer_to_is_told_when_it_is_replaced(name: str) -> None:
-    cache = filled(TurboConfig(bits=2, block_size=32, buffer_scale="universal", sparse=KMEANS))
+    cache = filled(flat_config(bits=2, block_size=32, buffer_scale="universal", sparse=KMEANS))
     run = ReplayableSteps(cache, None)
     before = run.tensors()
     assert all(map(operator.is_, before, run.tensors()))
@@ -381,27 +382,27 @@ def test_what_launches_refer_to_is_told_when_it_is_replaced(name: str) -> None:
 
 def test_pages_reserved_beyond_need_are_bounded() -> None:
     rows = 64
-    cache = filled(TurboConfig(block_size=32), lengths=[320] * rows)
+    cache = filled(flat_config(block_size=32), lengths=[320] * rows)
     ReplayableSteps(cache, None)
     for layer in cache.turbo_layers():
         assert layer.pool.pages <= 640 + max(steps.SLACK, rows, 640 // 8)
-    cache = filled(TurboConfig(block_size=32), lengths=[320] * rows)
+    cache = filled(flat_config(block_size=32), lengths=[320] * rows)
     ReplayableSteps(cache, 330)
     for layer in cache.turbo_layers():
         assert layer.pool.pages == 640
     # a limit that leaves out what the cache held before says nothing
-    cache = filled(TurboConfig(block_size=32), lengths=[320])
+    cache = filled(flat_config(block_size=32), lengths=[320])
     ReplayableSteps(cache, 100)
     assert all(layer.pool.pages == 10 + steps.AHEAD for layer in cache.turbo_layers())
     # of many rows a twentieth of the pages in use, where that is more than a block a row
     rows, blocks = steps.SLACK + 1, 40
-    cache = filled(TurboConfig(block_size=32), lengths=[32 * blocks] * rows)
+    cache = filled(flat_config(block_size=32), lengths=[32 * blocks] * rows)
     ReplayableSteps(cache, None)
     assert all(layer.pool.pages == rows * (blocks + blocks // 20) for layer in cache.turbo_layers())
 
 
 def test_pages_that_are_reserved_again_and_again_are_the_same() -> None:
-    layer = filled(TurboConfig(block_size=32)).turbo_layers()[0]
+    layer = filled(flat_config(block_size=32)).turbo_layers()[0]
     pool, sealed = layer.pool, layer.state.sealed
     assert sealed == [2, 1, 0]
     for _ in range(50):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from calibration_support import SMALL as SETTINGS
 from calibration_support import TEXTS
+from choices import flat_config
 from graphs_support import an_index
 from models import lab_model, prompts, tiny_llama
 from patching_support import EXACT, SMALL, changes, generate, snapshot, tiny
@@ -43,7 +44,7 @@ from turbo_hf.patching import other_threads
 from turbo_hf.patching.doctor import diagnose
 from turbo_hf.sparse.selectors import Centroids
 
-PLAIN = TurboConfig(bits=16, block_size=32, attention="fp16")
+PLAIN = flat_config(bits=16, block_size=32, attention="native")
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_autocast_does_not_reach_products_of_codes(narrow: torch.dtype) -> None:
     times = len(layer.q_proj.weight) // len(layer.k_proj.weight)
     layer.q_proj.weight.data.copy_(layer.k_proj.weight.repeat(times, 1))
     ids = torch.tensor([[7, 7, 9] * 20])
-    with turbo_hf.patch(model, TurboConfig(bits=8, block_size=32, backend="reference")) as handle:
+    with turbo_hf.patch(model, flat_config(bits=8, block_size=32, backend="reference")) as handle:
         exact = logits(model, ids, handle.new_cache())
         with torch.autocast("cpu", dtype=narrow):
             ours = logits(model, ids, handle.new_cache())
@@ -126,7 +127,7 @@ def test_the_doctors_report_is_of_the_default() -> None:
 
 
 def test_low_heads_of_less_than_one_head_are_told() -> None:
-    config = TurboConfig(bits=4, low_bits=2, low_heads=0.25)
+    config = flat_config(bits=4, low_bits=2, low_heads=0.25)
     with pytest.warns(UserWarning, match=r"low_heads=0.25 is less than one KV head of each layer: all keep 4 bit"):
         handle = turbo_hf.patch(tiny_llama(), config)
     assert "2-bit heads" not in str(handle.report())
@@ -157,7 +158,7 @@ PROMPT, CHUNK = 40, DECODE_TOKENS + 1
         pytest.param("int8", [PROMPT, CHUNK], "prefill", {**ROUNDING, "mode": "int8"}, id="chunk"),
         pytest.param("int8", [PROMPT, 1], "decode", {**THRESHOLD, "mode": "turbo"}, id="step"),
         # short prompts are not rounded
-        pytest.param("auto", [PROMPT], "prefill", {**ROUNDING, "mode": "fp16", "smooth_k": False}, id="exact"),
+        pytest.param("auto", [PROMPT], "prefill", {**ROUNDING, "mode": "native", "smooth_k": False}, id="exact"),
     ],
 )
 @torch.no_grad()
@@ -181,7 +182,7 @@ def test_options_reach_the_ops(
     for name in ("prefill", "decode"):
         monkeypatch.setattr(LayerOps, name, spied(name))
     model = tiny_llama(num_hidden_layers=1)
-    with turbo_hf.patch(model, TurboConfig(attention=mode, block_size=32, **CHOSEN)) as handle:
+    with turbo_hf.patch(model, flat_config(attention=mode, block_size=32, **CHOSEN)) as handle:
         cache = handle.new_cache()
         for count in tokens:
             asked.clear()

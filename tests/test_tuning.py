@@ -28,15 +28,15 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_auto_computes_in_8_bit_where_that_was_measured_faster() -> None:
-    assert mode("auto", 4095, 128) == "fp16"
+    assert mode("auto", 4095, 128) == "native"
     assert mode("auto", 4096, 128) == "turbo"
-    assert mode("auto", 1 << 17, 64) == "fp16"
-    assert mode("auto", 1 << 17, 128, torch.float32) == "fp16"
+    assert mode("auto", 1 << 17, 64) == "native"
+    assert mode("auto", 1 << 17, 128, torch.float32) == "native"
     # a chunk: twice as many pairs of a query and a key
-    assert mode("auto", 1024, 128, past=15871) == "fp16"
+    assert mode("auto", 1024, 128, past=15871) == "native"
     assert mode("auto", 1024, 128, past=15872) == "turbo"
     assert mode("auto", 512, 128, past=1 << 17) == "turbo"
-    assert mode("auto", 1024, 64, past=1 << 17) == "fp16"
+    assert mode("auto", 1024, 64, past=1 << 17) == "native"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_the_kernel_for_hopper_runs_where_it_was_tried(
     gpu.hopper.cache_clear()
     gpu.why_no_kernels_on.cache_clear()
     assert gpu.hopper(torch.device("cuda")) == faster
-    assert mode("auto", 1 << 17, 128) == ("turbo" if faster else "fp16")
+    assert mode("auto", 1 << 17, 128) == ("turbo" if faster else "native")
     said = describe_prefill("auto", torch.device("cuda"), {128})
     assert ("needs triton 3.6.x" in said) == (capability == (9, 0) and not faster)
     gpu.hopper.cache_clear()
@@ -61,17 +61,17 @@ def test_the_kernel_for_hopper_runs_where_it_was_tried(
 
 def test_a_named_mode_is_itself() -> None:
     assert mode("fp8", 10, 64) == "fp8"
-    assert prefill_mode("auto", torch.zeros(1, 1, 10, 64)) == "fp16"
+    assert prefill_mode("auto", torch.zeros(1, 1, 10, 64)) == "native"
 
 
 @pytest.mark.usefixtures("h200")
 def test_report_says_what_auto_does() -> None:
     here = torch.device("cuda")
-    text = "head dim 64: fp16 (8 bit was not measured faster here); head dim 128: fp16, from 4096 tokens up turbo"
+    text = "head dim 64: native (8 bit was not measured faster here); head dim 128: native, from 4096 tokens up turbo"
     text += ", fewer over a long past"
     assert describe_prefill("auto", here, {128, 64}) == f"prompts (auto): {text}"
     assert describe_prefill("half", here, {64}) == "prompts: half"
-    assert describe_prefill("auto", torch.device("cpu"), {64}) == "prompts: fp16 (auto, without a GPU)"
+    assert describe_prefill("auto", torch.device("cpu"), {64}) == "prompts: native (auto, without a GPU)"
 
 
 SHARED = [H200_SHARED, 163 << 10, 99 << 10]
@@ -86,12 +86,12 @@ def test_tiles_fit_shared_memory() -> None:
         if kind == "half" and itemsize == 4 and dim == 256 and shared < WIDE_HALF:
             continue  # refused
         tiles = prefill_tiles(kind, dim, itemsize, 128, shared)
-        wide = {"fp16": (itemsize, itemsize), "half": (1, itemsize)}.get(kind, (1, 1))
+        wide = {"native": (itemsize, itemsize), "half": (1, itemsize)}.get(kind, (1, 1))
         # elsewhere the tile at work has left shared memory: as compiled
         waiting = tiles.stages if shared == H200_SHARED else max(1, tiles.stages - 1)
         fits = tiles.block_n * dim * sum(wide) * waiting <= shared
         # only a mode without scales of P may take shorter tiles than the block that shares one
-        if not (fits and (tiles.block_n == 128 or kind == "fp16")):
+        if not (fits and (tiles.block_n == 128 or kind == "native")):
             wrong.append((case, tiles))
     assert not wrong
 

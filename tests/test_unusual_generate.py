@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from choices import flat_config
 from graphs_support import watch_runners
 from models import SHAPE, left_padded, prompts, tiny_llama
 from patching_support import tiny
@@ -30,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 1, 0]},
     "lfm2": {"layer_types": ["conv", FULL, FULL]},
 }
-EXACT = TurboConfig(bits=16, block_size=32, attention="fp16")
+EXACT = flat_config(bits=16, block_size=32, attention="native")
 
 
 def model_of(kind: str, **options: Any) -> Any:
@@ -68,8 +69,8 @@ def test_drafts_give_the_greedy_tokens(kind: str) -> None:
     # several times what 8 bits for 32 do to a logit
     ids = settled(model, [80], 0.1, max_new_tokens=8)["input_ids"]
     want = tokens(model, ids)
-    mixed = TurboConfig(bits=16, block_size=32, attention="fp16", dense_layers=(0, 2), int8_layers=(1,))
-    for config in (EXACT, mixed, TurboConfig(bits=8, block_size=32, attention="fp16")):
+    mixed = flat_config(bits=16, block_size=32, attention="native", dense_layers=(0, 2), int8_layers=(1,))
+    for config in (EXACT, mixed, flat_config(bits=8, block_size=32, attention="native")):
         with turbo_hf.patch(model, config, strict="warn") as handle:
             own = handle.new_cache()
             for options in ({}, {CACHE: own}):
@@ -226,9 +227,9 @@ def test_a_cache_of_ones_own_is_the_one_that_is_filled() -> None:
 def test_replayed_steps_go_on_after_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     runners = watch_runners(monkeypatch)
     model, ids = long_phi(), prompts(2, SWITCH - 20)
-    config = TurboConfig(block_size=32)
+    config = flat_config(block_size=32)
     options: dict[str, Any] = {"max_new_tokens": 60}
-    with turbo_hf.patch(model, TurboConfig(block_size=32, cuda_graphs=False)):
+    with turbo_hf.patch(model, flat_config(block_size=32, cuda_graphs=False)):
         want = answer(model, ids, **options).sequences
     with turbo_hf.patch(model, config):
         assert torch.equal(answer(model, ids, **options).sequences, want)

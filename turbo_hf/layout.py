@@ -237,10 +237,10 @@ MODES = {
     "int8": AttentionMode("token", torch.int8),
     "half": AttentionMode("token", None),
     "fp8": AttentionMode("block", torch.float8_e4m3fn),
-    "fp16": AttentionMode(None, None),
+    "native": AttentionMode(None, None),
 }
 """The attention modes of prompts. A tile's product with FP8 is accumulated in float32. Heads with scores beyond
-`SCORE_LIMIT` are computed as in "fp16"."""
+`SCORE_LIMIT` are computed as in "native"."""
 
 QUANTIZED_MODES = tuple(name for name, mode in MODES.items() if mode.k_scale is not None)
 

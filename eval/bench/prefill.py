@@ -70,7 +70,7 @@ def run_case(
         rows.append(row)
         if call is not None:
             calls[mode] = call
-            if mode != "fp16":
+            if mode != "native":
                 calls[_apart(mode)] = partial(_quantized(ops, mode), k, v, rounding, None)
     how.tell(f"{case}: timing")
     times = side_by_side(calls, how.stopwatch, how.seconds) if calls else {}
@@ -87,8 +87,8 @@ def _quantized(ops: LayerOps, mode: str) -> Callable[..., object]:
 
 
 def options_of(mode: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of `options` that the mode has: "fp16" rounds nothing, so nothing is prepared for rounding."""
-    return {name: x for name, x in options.items() if mode != "fp16" or name != "smooth_k"}
+    """Those of `options` that the mode has: "native" rounds nothing, so nothing is prepared for rounding."""
+    return {name: x for name, x in options.items() if mode != "native" or name != "smooth_k"}
 
 
 def inputs(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from choices import flat_config
 from models import SHAPE, prompts, tiny_llama, tiny_mistral
 from torch import Tensor
 
@@ -183,8 +184,8 @@ def hybrid_model(**options: Any) -> Any:
     return build(case.model_type, **{**case.options, **options})
 
 
-SMALL = TurboConfig(block_size=BLOCK)
-MIXED = TurboConfig(block_size=BLOCK, low_bits=2, low_heads=0.5, buffer_scale="universal")
+SMALL = flat_config(block_size=BLOCK)
+MIXED = flat_config(block_size=BLOCK, low_bits=2, low_heads=0.5, buffer_scale="universal")
 
 
 def unpatched(name: str, model: Any = None, dense: tuple[int, ...] = ()) -> Route:

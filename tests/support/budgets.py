@@ -96,7 +96,7 @@ def check_exact(
     unpacked: bool = False,
     **options: Any,
 ) -> None:
-    """Assert that an op in mode "fp16" is attention of q over these keys and values, to eager's own precision.
+    """Assert that an op in mode "native" is attention of q over these keys and values, to eager's own precision.
 
     units: largest |log2| of a scale of the values, which an op may carry as its log2 in float32.
     unpacked: some keys and values are numbers of pages, which are float32 for q of any dtype.

@@ -4,11 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from choices import flat_config
 from models import LAB_MODEL, lab_model
 from typer.testing import CliRunner
 
 import turbo_hf
-from turbo_hf import Calibration, TurboConfig
+from turbo_hf import Calibration
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.calibration.settings import Settings
 from turbo_hf.cli.main import app
@@ -18,7 +19,7 @@ PROSE = PROSE_FILE.read_text()
 TEXTS = [PROSE] * 8
 SMALL = Settings(window=256, windows=3, queries=48, hidden=32, clusters=16, steps=8, batch=16, local=31, far=16)
 HEADS = replace(SMALL, index=False)
-MIXED = TurboConfig(block_size=32, low_heads=0.5, low_bits=3)
+MIXED = flat_config(block_size=32, low_heads=0.5, low_bits=3)
 
 
 def lab(**options: Any) -> Calibration:

@@ -17,7 +17,7 @@ def flat_config(**options: Any) -> TurboConfig:
 
 
 MODES = [pytest.param(mode, id=mode) for mode in ATTENTION_MODES]
-TWO_MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
+TWO_MODES = [pytest.param(mode, id=mode) for mode in ("native", "turbo")]
 """Nothing rounded but what the cache holds, and all of it in INT8."""
 
 

@@ -158,11 +158,11 @@ def nearest(capability: str) -> None:
     if capability == "12.0":
         # the rest takes as much shared memory as on 8.9
         return
-    for mode, past in (("half", None), ("fp16", pasts[256])):
+    for mode, past in (("half", None), ("native", pasts[256])):
         case[0] = f"{mode}, d = 256"
         prefill(mode, 256, torch.bfloat16, past)
-    case[0] = "fp16 with SAS, d = 256"
-    prefill("fp16", 256, torch.bfloat16, pasts[256], sas_threshold=-6.0)
+    case[0] = "native with SAS, d = 256"
+    prefill("native", 256, torch.bfloat16, pasts[256], sas_threshold=-6.0)
     for width, dim, block in ((16, 128, 64), (4, 256, 64), (3, 64, 128), ((8, 3), 128, 64)):
         case[0] = f"decode, {width} bit, d = {dim}, blocks of {block}"
         k, v = (torch.zeros(1, 2, 2 * block, dim, dtype=torch.bfloat16) for _ in range(2))
@@ -174,7 +174,7 @@ def nearest(capability: str) -> None:
 
 def main(everything: bool) -> None:
     """The quick cases, or every mode, head dim and type; every option once; each width of a page."""
-    modes, types = ("turbo", "int8", "half", "fp8", "fp16"), (torch.bfloat16, torch.float32)
+    modes, types = ("turbo", "int8", "half", "fp8", "native"), (torch.bfloat16, torch.float32)
     cases = [(d, t, m) for d in (64, 80, 128, 256) for t in types for m in modes] if everything else QUICK
     pasts = {}
     for dim in {64, *(dim for dim, _, _ in cases)}:
@@ -196,7 +196,7 @@ def main(everything: bool) -> None:
     prefill("turbo", 64, torch.bfloat16, pasts[64], own=False)
     case[0] = "a past that programs share"
     few, vars(gpu)["sms"] = gpu.sms, lambda device: 132
-    prefill("fp16", 128 if everything else 64, torch.bfloat16, _long(pasts[128 if everything else 64]))
+    prefill("native", 128 if everything else 64, torch.bfloat16, _long(pasts[128 if everything else 64]))
     vars(gpu)["sms"] = few
     case[0] = "exchange open tokens"
     exchange()

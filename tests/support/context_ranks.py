@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from choices import flat_config
 from models import LAB_MODEL, prompts, tiny_llama, tiny_mistral
 from patching_support import tiny
 from ranks_support import error_of, run_rank, stand_ins
@@ -28,12 +29,12 @@ from turbo_hf.models.versions import CACHE
 
 NEW = 16
 KEYS = [f"{one}-{other}" for one in ("wild", "calm", "icy") for other in ("fox", "lake", "moss")]
-SMALL = TurboConfig(block_size=32)
+SMALL = flat_config(block_size=32)
 CONFIGS = {
     "turbo4": SMALL,
-    "int8": TurboConfig(bits=8, block_size=32),
-    "16 bit": TurboConfig(bits=16, block_size=32),
-    "turbo-mixed": TurboConfig(low_bits=2, low_heads=0.5, block_size=32, sas=True),
+    "int8": flat_config(bits=8, block_size=32),
+    "16 bit": flat_config(bits=16, block_size=32),
+    "turbo-mixed": flat_config(low_bits=2, low_heads=0.5, block_size=32, sas=True),
 }
 CHUNKED = ("int8", "turbo-mixed")
 """Configs whose prompts come in chunks, too; `logits` are of chunks at 4 and 16 bit."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from choices import flat_config
 from models import SHAPE, VOCABULARY, left_padded, prompts
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -160,7 +161,7 @@ def padded(seed: int = 0) -> dict[str, Tensor]:
 
 def exact(bits: int) -> TurboConfig:
     """Attention on the dequantised cache; blocks of 32, so that all prompts seal some."""
-    return TurboConfig(attention="fp16", bits=bits, block_size=32)
+    return flat_config(attention="native", bits=bits, block_size=32)
 
 
 def generate(model: Any, batch: dict[str, Tensor], **options: Any) -> GenerateDecoderOnlyOutput:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from choices import flat_config
 from families_modes import (
     EVEN,
     MODES,
@@ -38,9 +39,9 @@ from tiny_multimodal import MODELS, build_multimodal, medium, prompt
 from torch import Tensor
 
 import turbo_hf
-from turbo_hf import TurboCache, TurboConfig
+from turbo_hf import TurboCache
 
-CONFIG = TurboConfig(bits=16, attention="fp16", block_size=32)
+CONFIG = flat_config(bits=16, attention="native", block_size=32)
 SEEDS = 5
 """How many prompts are tried."""
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from choices import flat_config
 from models import lab_model, left_padded, prompts, tiny_mistral
 from torch import Tensor
 
@@ -11,16 +12,16 @@ from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.models.versions import CACHE
 
 EXACT = [
-    pytest.param(TurboConfig(attention="fp16", bits=8), id="8bit"),
-    pytest.param(TurboConfig(attention="fp16", bits=4), id="4bit"),
-    pytest.param(TurboConfig(attention="fp16", bits=4, low_bits=2, low_heads=0.5), id="mixed"),
-    pytest.param(TurboConfig(attention="fp16", bits=3, block_size=32), id="3bit-block32"),
-    pytest.param(TurboConfig(attention="fp16", bits=4, value_bits=2), id="k4v2"),
-    pytest.param(TurboConfig(attention="fp16", layer_bits=(2, (8, 4)), recent_tokens=64), id="depths"),
-    pytest.param(TurboConfig(attention="fp16", bits=2, buffer_scale="universal"), id="2bit-universal"),
+    pytest.param(TurboConfig(attention="native", bits=8), id="8bit"),
+    pytest.param(TurboConfig(attention="native", bits=4), id="4bit"),
+    pytest.param(flat_config(attention="native", bits=4, low_bits=2, low_heads=0.5), id="mixed"),
+    pytest.param(flat_config(attention="native", bits=3, block_size=32), id="3bit-block32"),
+    pytest.param(TurboConfig(attention="native", bits=4, value_bits=2), id="k4v2"),
+    pytest.param(TurboConfig(attention="native", layer_bits=(2, (8, 4)), recent_tokens=64), id="depths"),
+    pytest.param(flat_config(attention="native", bits=2, buffer_scale="universal"), id="2bit-universal"),
 ]
-EXACT4 = TurboConfig(attention="fp16", bits=4)
-MODES = ["turbo", "fp16"]
+EXACT4 = TurboConfig(attention="native", bits=4)
+MODES = ["turbo", "native"]
 RAGGED = [60, 125, 1, 64]
 """Lengths of a batch: open tokens only, a seal while decoding, a single token, exactly one block."""
 

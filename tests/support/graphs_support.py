@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from models import SHAPE, left_padded, prompts
 from torch import Tensor
 
@@ -21,8 +22,8 @@ from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods as generation
 from turbo_hf.patching.handle import Report
 
-SMALL = TurboConfig(block_size=32)
-PLAIN = TurboConfig(block_size=32, cuda_graphs=False)
+SMALL = flat_config(block_size=32)
+PLAIN = flat_config(block_size=32, cuda_graphs=False)
 LENGTHS = [60, 33, 5]
 NEW = 40
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from choices import flat_config
 from families_support import DELTA_NET, EXPERTS, FULL, LINEAR, SLIDING, build
 from torch import Tensor
 from transformers import DynamicCache
@@ -38,13 +39,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 LINEAR_FAMILIES = ("lfm2", "qwen3_next")
 WINDOWED = ("gemma3_text", "gpt_oss")
 CONFIGS = {
-    "exact": TurboConfig(bits=16, attention="fp16", block_size=32),
-    "int8": TurboConfig(bits=8, attention="fp16", block_size=32),
-    "turbo4": TurboConfig(bits=4, attention="fp16", block_size=32),
-    "turbo4-rounded-prompts": TurboConfig(bits=4, block_size=32),
-    "turbo-mixed": TurboConfig(bits=4, low_bits=2, low_heads=0.5, attention="fp16", block_size=32),
-    "turbo-k4v2": TurboConfig(bits=4, value_bits=2, attention="fp16", block_size=32, recent_tokens=32),
-    "turbo4-beside-dense": TurboConfig(bits=4, attention="fp16", block_size=32, dense_layers=(0,)),
+    "exact": flat_config(bits=16, attention="native", block_size=32),
+    "int8": flat_config(bits=8, attention="native", block_size=32),
+    "turbo4": flat_config(bits=4, attention="native", block_size=32),
+    "turbo4-rounded-prompts": flat_config(bits=4, block_size=32),
+    "turbo-mixed": flat_config(bits=4, low_bits=2, low_heads=0.5, attention="native", block_size=32),
+    "turbo-k4v2": flat_config(bits=4, value_bits=2, attention="native", block_size=32, recent_tokens=32),
+    "turbo4-beside-dense": flat_config(bits=4, attention="native", block_size=32, dense_layers=(0,)),
 }
 MARGIN = 8
 """How many times the float32 model's own largest error, seen on a few prompts, a float64 answer may be off."""

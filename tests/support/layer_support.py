@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from choices import flat_config
 from op_calls import quantize_tokens, seal_blocks
 from torch import Tensor
 
@@ -20,12 +21,12 @@ CONFIGS = [
     pytest.param(TurboConfig(bits=4), id="4bit"),
     pytest.param(TurboConfig(bits=3), id="3bit"),
     pytest.param(TurboConfig(bits=2), id="2bit"),
-    pytest.param(TurboConfig(bits=4, low_bits=2, low_heads=0.5), id="mixed"),
-    pytest.param(TurboConfig(bits=8, low_bits=3, low_heads=0.5, head_metric="entropy", block_size=32), id="mixed8-3"),
-    pytest.param(TurboConfig(bits=4, block_size=32), id="block32"),
-    pytest.param(TurboConfig(bits=8, value_bits=3, low_bits=4, low_heads=0.5), id="pairs"),
-    pytest.param(TurboConfig(bits=4, block_size=128), id="block128"),
-    pytest.param(TurboConfig(value_bits=2, block_size=32, recent_tokens=64), id="recent"),
+    pytest.param(flat_config(bits=4, low_bits=2, low_heads=0.5), id="mixed"),
+    pytest.param(flat_config(bits=8, low_bits=3, low_heads=0.5, head_metric="entropy", block_size=32), id="mixed8-3"),
+    pytest.param(flat_config(bits=4, block_size=32), id="block32"),
+    pytest.param(flat_config(bits=8, value_bits=3, low_bits=4, low_heads=0.5), id="pairs"),
+    pytest.param(flat_config(bits=4, block_size=128), id="block128"),
+    pytest.param(flat_config(value_bits=2, block_size=32, recent_tokens=64), id="recent"),
 ]
 HEADS = 3
 """Three, so that an order of heads differs from its inverse."""
@@ -61,14 +62,14 @@ class NaiveRow:
 
     def commit(self) -> None:
         """Seal whole blocks, one after the other; then drop those that no later query sees."""
-        block = self.config.block_size
+        block = self.config.expert.block_size
         while len(self.open) >= block + self.config.recent_tokens:
             k, k_scale, v, v_scale = (torch.stack(x, 1) for x in zip(*self.open[:block], strict=True))
             self.open = self.open[block:]
             groups = self.config.head_groups(k.shape[0])
             if self.order is None:
                 keys, values = ((x * scale[..., None])[None] for x, scale in ((k, k_scale), (v, v_scale)))
-                score = head_scores(keys, values, self.config.head_metric)
+                score = head_scores(keys, values, self.config.expert.head_metric)
                 ranked = sorted(range(k.shape[0]), key=lambda head: -float(score[0, head]))
                 self.order = ranked if len(groups) > 1 else list(range(k.shape[0]))
             page, slot = [], 0
@@ -83,7 +84,7 @@ class NaiveRow:
 
     def held(self) -> int:
         """Tokens that the row can still give."""
-        return len(self.pages) * self.config.block_size + len(self.open)
+        return len(self.pages) * self.config.expert.block_size + len(self.open)
 
     def can_crop(self, columns: int) -> bool:
         """Whether the window is still whole with the newest `columns` columns gone."""

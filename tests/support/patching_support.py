@@ -3,19 +3,18 @@
 from typing import Any
 
 import torch
+from choices import flat_config
 from models import SHAPE, left_padded, prompts
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-from turbo_hf import TurboConfig
-
 LENGTHS = (90, 70, 31)
 NEW = 8
 WINDOW = 24
-SMALL = TurboConfig(block_size=32)
-EXACT = TurboConfig(block_size=32, attention="fp16")
+SMALL = flat_config(block_size=32)
+EXACT = flat_config(block_size=32, attention="native")
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 
 

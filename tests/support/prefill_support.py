@@ -77,7 +77,7 @@ def past_codes(past: KVStore, mode: str, dtype: torch.dtype, backend: str) -> li
 
     As the op unpacks them, which has a test of its own, for the reason that `check_prefill` gives."""
     rows, block = store_codes(past), past.block
-    if mode == "fp16":
+    if mode == "native":
         return rows
     if uses_triton(backend, past.table.device, None):
         from turbo_hf.ops.prefill.launch import unpack_past  # noqa: PLC0415 - needs Triton
@@ -128,7 +128,7 @@ def check_prefill(
     given = None if starts is None else torch.tensor(first, device=q.device)
     choices: dict[str, Any] = {"mode": mode, "block": block, "v_scale": v_scale}
     got = prefill(q, k, v, past=past, starts=given, backend=backend, **choices, **options)
-    if mode == "fp16":
+    if mode == "native":
         rows: list[KeyValue] = []
         for row, start in enumerate(first):
             before, new = held[row].values(), (x[row, :, start:].cpu().double() for x in (k, v))

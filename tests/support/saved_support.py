@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+from choices import flat_config
 from graphs_support import an_index
 from models import tiny_llama, tiny_mistral
 from sparse_cache_support import sparse
 from tiny_families import build
 
 import turbo_hf
-from turbo_hf import TurboCache, TurboConfig
+from turbo_hf import TurboCache
 
 Made = tuple[Any, TurboCache]
 Make = Callable[[], Made]
@@ -23,7 +24,7 @@ def made(model: Any, config: Any, **options: Any) -> Made:
 
 def llama(**options: Any) -> Make:
     """Of a Llama with these options."""
-    return lambda: made(tiny_llama(), TurboConfig(**{"bits": 4, "block_size": 32, **options}))
+    return lambda: made(tiny_llama(), flat_config(**{"bits": 4, "block_size": 32, **options}))
 
 
 def family(name: str) -> Make:
@@ -35,7 +36,7 @@ def windows() -> Made:
     """A window in every layer, of which one is not compressed."""
     model = tiny_mistral(24)
     model.model.layers[1].self_attn.is_cross_attention = True
-    return made(model, TurboConfig(block_size=32), strict="fallback")
+    return made(model, flat_config(block_size=32), strict="fallback")
 
 
 def by_bucket() -> Made:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import flat_config
 from graphs_support import Again
 from models import LAB_MODEL, VOCABULARY, prompts, tiny_llama, tiny_mistral
 from patching_support import biased
@@ -52,7 +53,7 @@ MODELS = {
     "lab": lambda: lab_latent().double(),
     "uneven": lambda: biased().double(),
 }
-ONE_WIDER = TurboConfig(bits=4, low_bits=2, low_heads=0.5, int8_layers=(1,))
+ONE_WIDER = flat_config(bits=4, low_bits=2, low_heads=0.5, int8_layers=(1,))
 """Layers whose pages differ in size: of one all heads are in 8 bit."""
 BY_DEPTH = TurboConfig(layer_bits=(2, (8, 4)))
 EXACT = TurboConfig(bits=16)

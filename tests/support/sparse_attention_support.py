@@ -64,7 +64,7 @@ def check_sparse(
     **options: Any,
 ) -> AttentionOutput:
     """Assert that `sparse_decode` is attention in float64 over the kept keys, and counts them."""
-    choice = CHOICE | {"spans": spans_of(store, index), "mode": "fp16"} | options
+    choice = CHOICE | {"spans": spans_of(store, index), "mode": "native"} | options
     if choice.get("sinks") is True:
         choice["sinks"] = torch.randn(q.shape[1], device=q.device) * 3
     read = torch.full((1,), 5, dtype=torch.int64, device=q.device)

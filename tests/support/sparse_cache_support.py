@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from choices import flat_config
 from graphs_support import an_index
 from models import left_padded, prompts
 from torch import Tensor
@@ -27,7 +28,7 @@ TRAINED: dict[str, Any] = {"probes": 4, "window_tokens": 31}
 def sparse(selector: str, **options: Any) -> TurboConfig:
     """4 bit with a sparse decode."""
     chosen: dict[str, Any] = {"selector": selector, **options}
-    return TurboConfig(sparse=SparseConfig(**chosen), block_size=32, attention="fp16")
+    return flat_config(sparse=SparseConfig(**chosen), block_size=32, attention="native")
 
 
 def bucketed(config: SparseConfig, buckets: int = 16, layer: int = 0) -> Centroids:

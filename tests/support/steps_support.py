@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from choices import flat_config
 from models import SHAPE
 from op_calls import ops_like
 from stores import tokens
@@ -18,12 +19,12 @@ HEADS, DIM, LAYERS = 2, 16, 2
 LENGTHS = [70, 33, 5]
 KMEANS = SparseConfig(selector="kmeans-rotated", probes=2)
 CONFIGS = [
-    pytest.param(TurboConfig(block_size=32), id="4bit"),
-    pytest.param(TurboConfig(bits=8, block_size=32), id="8bit"),
-    pytest.param(TurboConfig(block_size=32, int8_layers=(1,)), id="4bit-8bit"),
-    pytest.param(TurboConfig(bits=2, block_size=32, buffer_scale="universal"), id="2bit-universal"),
-    pytest.param(TurboConfig(value_bits=2, block_size=32, recent_tokens=64), id="recent"),
-    pytest.param(TurboConfig(block_size=32, sparse=KMEANS), id="sparse"),
+    pytest.param(flat_config(block_size=32), id="4bit"),
+    pytest.param(flat_config(bits=8, block_size=32), id="8bit"),
+    pytest.param(flat_config(block_size=32, int8_layers=(1,)), id="4bit-8bit"),
+    pytest.param(flat_config(bits=2, block_size=32, buffer_scale="universal"), id="2bit-universal"),
+    pytest.param(flat_config(value_bits=2, block_size=32, recent_tokens=64), id="recent"),
+    pytest.param(flat_config(block_size=32, sparse=KMEANS), id="sparse"),
 ]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from calibration_support import PROSE_FILE, SMALL
+from choices import flat_config
 from models import LAB_MODEL, SHAPE, prompts, tiny_llama
 from ranks_support import COUNT, error_of, run_rank, stand_ins
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,14 +37,14 @@ from turbo_hf.models.versions import CACHE
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
 CONFIGS = {
-    "int8": TurboConfig(bits=8, block_size=32),
-    "turbo4": TurboConfig(block_size=32),
-    "turbo-mixed": TurboConfig(low_bits=2, low_heads=0.5, block_size=32),
-    "turbo2": TurboConfig(bits=2, block_size=32),
-    "turbo-k4v3": TurboConfig(value_bits=3, block_size=32),
-    "turbo-k4v2": TurboConfig(value_bits=2, block_size=32),
-    "calibrated": TurboConfig(layer_bits="calibrated", block_size=32),
-    "saap": TurboConfig(block_size=32, sparse=SparseConfig(sink_tokens=4, window_tokens=16, probes=2)),
+    "int8": flat_config(bits=8, block_size=32),
+    "turbo4": flat_config(block_size=32),
+    "turbo-mixed": flat_config(low_bits=2, low_heads=0.5, block_size=32),
+    "turbo2": flat_config(bits=2, block_size=32),
+    "turbo-k4v3": flat_config(value_bits=3, block_size=32),
+    "turbo-k4v2": flat_config(value_bits=2, block_size=32),
+    "calibrated": flat_config(layer_bits="calibrated", block_size=32),
+    "saap": flat_config(block_size=32, sparse=SparseConfig(sink_tokens=4, window_tokens=16, probes=2)),
 }
 NEW = 24
 
@@ -103,7 +104,7 @@ class Rank:
         return [tokens, error_of(self._too_coarse)]
 
     def _too_coarse(self) -> Any:
-        return turbo_hf.patch(self.llama, TurboConfig(cuda_graphs=True, backend="reference"), check=True)
+        return turbo_hf.patch(self.llama, flat_config(cuda_graphs=True, backend="reference"), check=True)
 
     def families(self) -> Any:
         """Plans of other kinds: fused keys that are split, and plans that gather heads again."""

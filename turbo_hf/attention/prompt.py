@@ -62,17 +62,17 @@ def prompt_attention(
     """
     q, k, v = qkv
     known = 0
-    plain = config.v_scale == "block" and not config.smooth_k
+    plain = config.expert.v_scale == "block" and not config.expert.smooth_k
     if past is not None and window is None and scoring.is_plain and not context and plain and in_tiles(past):
         known = past.table.shape[1] * past.block if held is None else max(held)
     mode = prefill_mode(config.prompt_attention, q, known)
-    if balance is not None and (past is not None or mode != "fp16"):
+    if balance is not None and (past is not None or mode != "native"):
         # like the stored ones, and as well rounded
         q, k = balanced_queries(q, balance), narrowed(balanced_keys(k, balance), k.dtype)
-    if mode == "fp16" and config.backend == "auto" and past is None and _is_plain(q, starts, window, scoring):
+    if mode == "native" and config.expert.backend == "auto" and past is None and _is_plain(q, starts, window, scoring):
         return _sdpa(q, k, v, scoring.scaling)
-    # "fp16" rounds nothing, so nothing needs preparing
-    rounding = Rounding(mode, v_scale=config.v_scale, smooth_k=config.smooth_k and mode != "fp16")
+    # "native" rounds nothing, so nothing needs preparing
+    rounding = Rounding(mode, v_scale=config.expert.v_scale, smooth_k=config.expert.smooth_k and mode != "native")
     if past is None:
         context = WHOLE
     past, scoring = context.own_part(past, scoring)
@@ -95,7 +95,7 @@ def packed_attention(
     channels than keys (latent attention, expanded): the output then has as many.
     """
     mode = prefill_mode(config.prompt_attention, qkv.query[:, :, :longest])
-    plain = mode == "fp16" and config.backend == "auto"
+    plain = mode == "native" and config.expert.backend == "auto"
     if not plain or not _is_plain(qkv.query[:, :, :longest], None, window, scoring):
         return None
     channels, missing = qkv.value.shape[3], qkv.key.shape[3] - qkv.value.shape[3]

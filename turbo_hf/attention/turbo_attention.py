@@ -333,8 +333,8 @@ def sas_threshold(config: TurboConfig, tokens: int) -> float | None:
     The default falls with the length, so that the total dropped stays below its bound at 1,024 tokens: 1024 e^-6 of the
     largest weight. It is that of the next power of two, so that captured steps seldom change.
     """
-    if not config.sas or config.sas_threshold is not None:
-        return config.sas_threshold
+    if not config.expert.sas or config.expert.sas_threshold is not None:
+        return config.expert.sas_threshold
     return _threshold_up_to(power_of_two(max(tokens, SHORT)))
 
 

@@ -179,7 +179,7 @@ class TurboLayer(DequantizedLayer):
         if not self.is_initialized:
             return 0
         channels = self.dim + (self.dim if self.rotary_dim is None else self.rotary_dim)
-        tokens = self.config.block_size * sum(self.state.pages()) + sum(self.state.open)
+        tokens = self.config.expert.block_size * sum(self.state.pages()) + sum(self.state.open)
         return self.heads * channels * self.dtype.itemsize * tokens
 
     def nbytes(self) -> dict[str, int]:

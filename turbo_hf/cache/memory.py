@@ -146,7 +146,7 @@ def turbo_cost(
     window: tokens that a query sees. index_bytes: per token and KV head, of a sparse layer. rotary_dim: as in
     `layout.page_bytes`, of a layer of latent attention, whose `head_dim` is the latent's.
     """
-    block = config.block_size
+    block = config.expert.block_size
     page = sum(heads * page_bytes(head_dim, width, block, rotary_dim) for width, heads in groups)
     # a block leaves when its newest token has left the window of the next query
     most = None if window is None else -(-(window - 1) // block) * block

@@ -30,7 +30,7 @@ def ranked_heads(first: Tokens, config: TurboConfig, balance: torch.Tensor | Non
     keys = k * k_scale[..., None]
     # the metrics compare channels
     keys = keys if balance is None else keys * balance[:, None]
-    score = head_scores(keys, v * v_scale[..., None], config.head_metric)
+    score = head_scores(keys, v * v_scale[..., None], config.expert.head_metric)
     return score.argsort(dim=-1, descending=True, stable=True)
 
 
@@ -104,7 +104,7 @@ class OpenBuffer:
         self, rows: torch.Tensor | slice, config: TurboConfig, balance: torch.Tensor | None
     ) -> torch.Tensor:
         """Heads of `rows`, ranked by their first block, the one that needs its bits most first, int64 [rows, H]."""
-        return ranked_heads(self.first_block(rows, config.block_size), config, balance)
+        return ranked_heads(self.first_block(rows, config.expert.block_size), config, balance)
 
     def reorder(self, row: int, first: int, order: torch.Tensor) -> None:
         """Permute n tokens of a row: place `first + i` gets token `first + order[head, i]`; order: int64 [H, n]."""

@@ -92,7 +92,7 @@ def require_layer(layer: Any, held: Any, rows: int, columns: int) -> None:
 
 def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
     """What a saved compressed layer consists of, and what its numbers must be by themselves."""
-    block, codes = layer.config.block_size, (rows, None, None, None)
+    block, codes = layer.config.expert.block_size, (rows, None, None, None)
     tokens, blocks = [Whole(0, columns)] * rows, [Whole(0, columns // block)] * rows
     state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, False, WHOLE, layer.config.recent_tokens)
     opened = OneOf((Stored(codes, torch.int8), Stored(codes, None)))
@@ -110,7 +110,7 @@ def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
 def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int) -> dict[str, Any]:
     """What a saved compressed layer must be, by what `_counts` has found right."""
     config, dtype, state, opened = layer.config, held["dtype"], RowState(**held["state"]), held["open"]
-    block, (heads, dim), lengths = config.block_size, opened[0].shape[1::2], state.lengths()
+    block, (heads, dim), lengths = config.expert.block_size, opened[0].shape[1::2], state.lengths()
     rotary = opened[1].shape[2] if layer.latent else None
     if not heads or not dim or dim % HEAD_DIM_MULTIPLE or (rotary or HEAD_DIM_MULTIPLE) % HEAD_DIM_MULTIPLE:
         raise ValueError(f"it has {heads} heads of {dim} channels; heads have a multiple of {HEAD_DIM_MULTIPLE}")
@@ -136,7 +136,9 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int) -> dict[str, A
         # by their first block, which may have left the window
         "ranked": [ranked or sealed + gone > 0 for sealed, gone in zip(state.sealed, state.dropped, strict=True)],
         "valid": OneOf((None, Stored((rows, None), torch.bool))),
-        "universal": Stored((*by_head, 2), torch.float32, 0, largest) if config.buffer_scale == "universal" else None,
+        "universal": Stored((*by_head, 2), torch.float32, 0, largest)
+        if config.expert.buffer_scale == "universal"
+        else None,
         "pages": [page(*group) for group in groups],
         "table": Stored((rows, max(state.sealed)), torch.int64, 0, max(0, count - 1)),
         "open": [like(x, ends) for x, ends in zip(buffer.tensors(), in_open, strict=True)],

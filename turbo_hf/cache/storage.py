@@ -118,7 +118,7 @@ class LayerStorage:
         self.mark, self.name = PassMark(1), f"layer {index}"
         self.is_sliding = window is not None
         self.state, self.states = (
-            RowState(config.block_size, [], [], [], [], recent=config.recent_tokens),
+            RowState(config.expert.block_size, [], [], [], [], recent=config.recent_tokens),
             SharedStates(),
         )
         # bool [B, columns], which of the first columns hold a token; None: all of them
@@ -155,7 +155,7 @@ class LayerStorage:
             )
         self.balance = None if self.balance is None else self.balance.to(self.device)
         groups = self.config.head_groups(self.heads)
-        block, dtype_16bit = self.config.block_size, type_16bit(self.dtype)
+        block, dtype_16bit = self.config.expert.block_size, type_16bit(self.dtype)
         self.pool = PagePool(rows, groups, self.dim, block, self.device, dtype_16bit, self.rotary_dim)
         self.bucket_index = BucketIndex(rows, self.heads, block, self.selector, self.device)
         opened = dtype_16bit if UNQUANTIZED in dict(groups) else torch.int8
@@ -166,7 +166,7 @@ class LayerStorage:
         # heads need no ranking: they have one width, or their order was given
         self.preranked = len(groups) == 1 or self.head_order is not None
         self.ranked = [self.preranked] * rows
-        ranged = self.config.buffer_scale == "universal"
+        ranged = self.config.expert.buffer_scale == "universal"
         self.universal = torch.zeros(rows, self.heads, 2, dtype=torch.float32, device=self.device) if ranged else None
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.state = self.state.with_rows(rows)
@@ -379,7 +379,7 @@ class LayerStorage:
         room = max(after.open)
         if decoding and self.in_place:
             # a block, so that not every sixteenth step makes room
-            room = max(room, self.config.block_size + state.recent)
+            room = max(room, self.config.expert.block_size + state.recent)
         self.buffer.reserve(room, state.open)
         # a prompt's tokens have their own scales, whose range is noted; later tokens take the scale of that range
         given_scale, max_scale = (self.universal, None) if decoding else (None, self.universal)
@@ -423,7 +423,7 @@ class LayerStorage:
         """Seal a first prompt but for its last block or two, also while `recording`: no draft reaches further back."""
         state = self.state
         if state.waits() and self.selector is None and max(state.open) > 2 * state.block + state.recent:
-            self._commit(check_later=True, kept=self.config.block_size)
+            self._commit(check_later=True, kept=self.config.expert.block_size)
 
     def _row_blocks(self, whole_prompt: bool, kept: int) -> list[RowBlocks]:
         """What to commit of each row, whose newest `kept` tokens stay open; []: nothing."""
@@ -443,7 +443,7 @@ class LayerStorage:
 
     @storing
     def _commit(self, check_later: bool = False, whole_prompt: bool = False, kept: int = 0) -> None:
-        block, pool, buffer, index = self.config.block_size, self.pool, self.buffer, self.bucket_index
+        block, pool, buffer, index = self.config.expert.block_size, self.pool, self.buffer, self.bucket_index
         rows = self._row_blocks(whole_prompt, kept)
         if not rows:
             return

@@ -54,7 +54,7 @@ class HeadChoice(NamedTuple):
 def uses_calibration(config: TurboConfig) -> bool:
     """Whether a calibration decides anything under this config."""
     sparse = config.sparse
-    by_heads = bool(config.low_heads) or config.layer_bits == BY_CALIBRATION
+    by_heads = bool(config.expert.low_heads) or config.layer_bits == BY_CALIBRATION
     return by_heads or (sparse is not None and sparse.selector in CALIBRATED)
 
 
@@ -93,8 +93,8 @@ def _looked_up(
     revision: str | None,
 ) -> HeadChoice:
     """`load_calibration`, without widths."""
-    low = f"{config.low_bits}-bit heads" if config.low_heads else ""
-    by_prompt = f"{low}: chosen by each row's first {config.block_size} tokens" if low else ""
+    low = f"{config.expert.low_bits}-bit heads" if config.expert.low_heads else ""
+    by_prompt = f"{low}: chosen by each row's first {config.expert.block_size} tokens" if low else ""
     wanted = uses_calibration(config)
     checkpoint = checkpoint_of(model, revision) if revision is not None else None
     if calibration is None or (calibration == "auto" and not wanted):
@@ -128,7 +128,7 @@ def _looked_up(
     if not low:
         unused = others if wanted else "not used, for all heads of this config have the same bits"
         return HeadChoice(config, {}, unused and f"calibration: {unused}", found)
-    orders = found.head_orders(config.head_metric)
+    orders = found.head_orders(config.expert.head_metric)
     missing = [layer.index for layer in found.layers if layer.index not in orders]
     rest = f"; layers {', '.join(map(str, missing))} by each row's first block" if missing else ""
     words = f"{low}: by calibration over {found.tokens:,} tokens ({found.source or 'this process'}){rest}"

@@ -108,7 +108,7 @@ def why_no_replay_under(config: TurboConfig, latent: bool = False) -> str | None
 
     latent: of layers of latent attention.
     """
-    if config.backend == "reference":
+    if config.expert.backend == "reference":
         return 'backend "reference" has no kernels'
     if config.bits == UNQUANTIZED and config.sparse is not None and not latent:
         return "16-bit pages of sparse layers"

@@ -65,7 +65,7 @@ class Choice:
         block: tokens per block.
         bits: the widest bits of its pages.
         mode: of decode steps: "turbo" computes on the INT8 values with queries in INT8, one scale per token and head;
-            "fp16" on the dequantized ones. What is stored in 16 bit is computed in 16 bit in both.
+            "native" on the dequantized ones. What is stored in 16 bit is computed in 16 bit in both.
         universal: whether open tokens may have given scales.
     """
 
@@ -101,7 +101,7 @@ class Choice:
         """Whether kernels attend in prompts of this mode. ValueError as in `uses_triton`."""
         return uses_triton(self.backend, self.device, self.why_no_kernel(mode))
 
-    def why_no_kernel(self, mode: str = "fp16") -> str | None:
+    def why_no_kernel(self, mode: str = "native") -> str | None:
         """Why no kernel serves such keys in this mode of prompts; None if one does."""
         if self.dtype == torch.float64:
             return "float64 has no kernel"
@@ -113,11 +113,11 @@ class Choice:
             return reason
         fp8 = MODES[mode].v_type == torch.float8_e4m3fn
         if fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            return f"{torch.cuda.get_device_name(device)} has no FP8; modes turbo, int8, half and fp16 run"
+            return f"{torch.cuda.get_device_name(device)} has no FP8; modes turbo, int8, half and native run"
         if mode == "half" and self.dtype == torch.float32 and self.dim > 128 and gpu.shared_memory(device) < WIDE_HALF:
             return (
                 f'mode "half" takes {WIDE_HALF >> 10} KiB of shared memory in float32 above head dim 128, and this '
-                f"GPU has {gpu.shared_memory(device) >> 10}; modes turbo, int8 and fp16 run"
+                f"GPU has {gpu.shared_memory(device) >> 10}; modes turbo, int8 and native run"
             )
         return None
 
@@ -127,7 +127,7 @@ class Choice:
         if reason is not None:
             return reason
         numbers, shared = power_of_two(self.dim) * self.block, gpu.shared_memory(self.device)
-        exact = self.mode == "fp16" or self.bits == UNQUANTIZED
+        exact = self.mode == "native" or self.bits == UNQUANTIZED
         if exact and (numbers > 128 * 64 if self.dtype == torch.float32 else numbers * 4 > shared):
             return (
                 f"blocks of {self.block} tokens of {self.dim} channels do not fit in {str(self.dtype)[6:]}; smaller "

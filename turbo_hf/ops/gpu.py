@@ -103,7 +103,7 @@ def explain_out_of_resources(x: torch.Tensor) -> Iterator[None]:
             raise
         raise ValueError(
             f"The kernel for head dim {x.shape[-1]} in {x.dtype} does not fit this GPU: {error} Take a smaller "
-            'TurboConfig.block_size, another TurboConfig.attention, or backend="reference" (plain torch, slow).'
+            'Expert.block_size, another TurboConfig.attention, or backend="reference" (plain torch, slow).'
         ) from error
 
 

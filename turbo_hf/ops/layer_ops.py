@@ -21,13 +21,13 @@ def ops_of(config: TurboConfig, like: torch.Tensor, groups: HeadGroups, rotary_d
     groups: width and number of heads of each width. rotary_dim: as of `Choice`.
     """
     return LayerOps(
-        config.backend,
+        config.expert.backend,
         like.device,
         like.dtype,
         like.shape[-1],
         rotary_dim,
-        block=config.block_size,
+        block=config.expert.block_size,
         bits=max(widths_of(width)[0] for width, _ in groups),
         mode=config.decode_attention,
-        universal=config.buffer_scale == "universal",
+        universal=config.expert.buffer_scale == "universal",
     )

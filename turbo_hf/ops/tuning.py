@@ -30,12 +30,12 @@ def prefill_tiles(
 
     Args:
         dim: channels, padded. itemsize: bytes of one of the model's own numbers. block: keys that share a scale of P;
-            without such scales ("fp16") a tile is as long as shared memory allows. shared: bytes of it per program.
+            without such scales ("native") a tile is as long as shared memory allows. shared: bytes of it per program.
             past: whether there is a compressed past.
     """
-    if shared < H200_SHARED and (mode == "fp16" or (mode, itemsize) == ("half", 2)):
+    if shared < H200_SHARED and (mode == "native" or (mode, itemsize) == ("half", 2)):
         return _small_tiles(mode, dim, itemsize, block, past)
-    if mode == "fp16":
+    if mode == "native":
         if itemsize > 2:
             # products in float32 are unrolled: taller tiles take minutes to compile
             return PrefillTiles(64 if dim <= 64 else 32, min(block, 32), 8, 1 if dim > 128 else 2)
@@ -111,14 +111,14 @@ def prefill_mode(attention: str, q: torch.Tensor, past: int = 0) -> str:
     if attention != "auto":
         return attention
     if q.device.type != "cuda":
-        return "fp16"
+        return "native"
     fast = _fast_from(q.device, q.shape[3])
     narrow = q.dtype in (torch.float16, torch.bfloat16)
     if not narrow or fast is None:
-        return "fp16"
+        return "native"
     tokens, (least, mode) = q.shape[2], fast
     enough = tokens >= least or (tokens * (past + tokens // 2) >= least**2 and fills_sms(q, past))
-    return mode if enough else "fp16"
+    return mode if enough else "native"
 
 
 def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> str:
@@ -127,16 +127,16 @@ def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> st
         return f"prompts: {attention}"
     reason = gpu.why_no_kernels_on(device)
     if reason is not None:
-        return f"prompts: fp16 (auto; {reason})"
+        return f"prompts: native (auto; {reason})"
     if device.type != "cuda":
-        return "prompts: fp16 (auto, without a GPU)"
+        return "prompts: native (auto, without a GPU)"
     parts = []
     for dim in sorted(dims):
         fast = _fast_from(device, dim)
         if fast is None:
-            how = f"fp16 ({_why_slow(device)})"
+            how = f"native ({_why_slow(device)})"
         else:
-            how = f"fp16, from {fast[0]} tokens up {fast[1]}, fewer over a long past"
+            how = f"native, from {fast[0]} tokens up {fast[1]}, fewer over a long past"
         parts.append(f"head dim {dim}: {how}")
     return "prompts (auto): " + "; ".join(parts)
 
@@ -178,7 +178,7 @@ def decode_tiles(
     Args:
         codes: numbers of K per block, padding included.
         bits: bits per number of K, and of V.
-        unpacks: whether codes are converted to the query's type, as in mode "fp16"; memory then suffices for one block.
+        unpacks: whether codes are converted to the query's type, as in "native"; memory then suffices for one block.
         many: whether there are at least twice as many outputs as SMs: small CTAs compute whole outputs, few are merged.
         itemsize: bytes per number of the queries.
         shared: bytes of shared memory per program; an SM has 1 KiB more.

@@ -101,10 +101,10 @@ def why_not_served(
         return "the model is spread over several devices. Use generate"
     for reason, found in (
         ("sparse steps", config.sparse is not None),
-        ('buffer_scale="universal", whose scale is that of a whole prompt,', config.buffer_scale == "universal"),
+        ('buffer_scale="universal", whose scale is that of a whole prompt,', config.expert.buffer_scale == "universal"),
         ("recent_tokens", config.recent_tokens > 0),
         ("16-bit pages", bool(wide) and not latent),
-        ("SAS without a given sas_threshold", config.sas and config.sas_threshold is None),
+        ("SAS without a given sas_threshold", config.expert.sas and config.expert.sas_threshold is None),
     ):
         if found:
             return f"{reason} cannot be served to requests that come and go. Choose another config, use generate"
@@ -162,7 +162,7 @@ def serving_of(maker: Maker, model: Any) -> Any:
     shape = Shape(
         maker.groups,
         sizes.dim,
-        config.block_size,
+        config.expert.block_size,
         sizes.rotary_dim,
         sizes.expanded,
         type_16bit(model.dtype) if wide else torch.int8,

@@ -210,10 +210,11 @@ def _plan(
     words = loaded.words
     widths = [at.groups for at in layers if at.groups and not at.kept_int8 and at.index not in config.dense_layers]
     found = {widths_of(width)[0] for groups in widths for width, _ in groups}
-    if config.low_heads and widths and config.low_bits not in found:
+    if config.expert.low_heads and widths and config.expert.low_bits not in found:
         each = " on each rank" if split else ""
         notices.note(
-            f"low_heads={config.low_heads:g} is less than one KV head of each layer{each}: all keep {config.bits} bit."
+            f"low_heads={config.expert.low_heads:g} is less than one KV head of each layer{each}: "
+            f"all keep {config.bits} bit."
         )
         words = ""
     whole = sorted({at.index for at in layers if at.groups} - split) if sharing else []
@@ -224,7 +225,7 @@ def _plan(
             "GPU."
         )
     digest = loaded.found.digest() if ranks and loaded.found is not None else "none"
-    loaded = loaded.of_heads({index: sharing.heads(heads[index][1]) for index in split}, config.head_metric)
+    loaded = loaded.of_heads({index: sharing.heads(heads[index][1]) for index in split}, config.expert.head_metric)
     unread = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     unread |= {index: "by TurboConfig.dense_layers" for index in unread if index in config.dense_layers}
     selectors, sparse = choose_selectors(config, unread, loaded, len(layers), notices)

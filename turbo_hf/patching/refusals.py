@@ -242,10 +242,10 @@ def refuse_latent_options(layers: list[LayerReport], config: TurboConfig, shared
         )
     wrong = {
         "sparse": config.sparse is not None,
-        "sas": config.sas,
-        f"attention={config.attention!r}": config.attention not in ("auto", "fp16"),
-        "smooth_k": config.smooth_k,
-        "buffer_scale='universal'": config.buffer_scale != "token",
+        "sas": config.expert.sas,
+        f"attention={config.attention!r}": config.attention not in ("auto", "native"),
+        "smooth_k": config.expert.smooth_k,
+        "buffer_scale='universal'": config.expert.buffer_scale != "token",
         "recent_tokens": config.recent_tokens > 0,
         "compile": config.compile,
     }
@@ -294,11 +294,11 @@ def forecast(
     """
     if config.dense_layers and type_16bit(dtype) != dtype:
         notices.note(f"dense_layers are kept in float16, which rounds the {str(dtype)[6:]} of this model to 11 bits.")
-    if config.backend == "reference":
+    if config.expert.backend == "reference":
         return
     lines = [line for device in devices if device.type == "cuda" for line in _lines(config, device, dtype, dims)]
     for line in dict.fromkeys(lines):
-        if config.backend == "triton":
+        if config.expert.backend == "triton":
             raise Unsupported(f'backend "triton": {line} Choose backend "auto" or "reference", or another attention.')
         notices.note(line)
 
@@ -316,12 +316,12 @@ def forecast_latent(
         )
     sizes = {(module.kv_lora_rank, module.qk_rope_head_dim) for module in modules}
     cuda = [device for device in devices if device.type == "cuda"]
-    if config.backend == "reference":
+    if config.expert.backend == "reference":
         return
     for rank, rotary in sorted(sizes) if cuda else ():
-        shape = (cuda[0], dtype, rank, rotary, config.block_size, config.bits)
-        why = Choice(config.backend, *shape).why_no_latent_kernel()
-        if why is not None and config.backend == "triton":
+        shape = (cuda[0], dtype, rank, rotary, config.expert.block_size, config.bits)
+        why = Choice(config.expert.backend, *shape).why_no_latent_kernel()
+        if why is not None and config.expert.backend == "triton":
             raise Unsupported(f'backend "triton": {why}. Choose backend "auto" or "reference".')
         if why is not None:
             notices.note(f"decode steps over latents run in plain torch, which is slow: {why}.")
@@ -332,9 +332,9 @@ def _lines(config: TurboConfig, device: torch.device, dtype: torch.dtype, dims: 
     if why_not is not None:
         yield f"attention runs in plain torch, which is slow: {why_not}."
         return
-    mode = "fp16" if config.bits == UNQUANTIZED or config.dense_layers else config.decode_attention
+    mode = "native" if config.bits == UNQUANTIZED or config.dense_layers else config.decode_attention
     for dim in sorted(dims):
-        ops = Choice(config.backend, device, dtype, dim, block=config.block_size, mode=mode)
+        ops = Choice(config.expert.backend, device, dtype, dim, block=config.expert.block_size, mode=mode)
         prompts = None if config.prompt_attention == "auto" else ops.why_no_kernel(config.prompt_attention)
         steps = ops.why_no_step_kernel()
         for part, why in (("prompts", prompts), ("decode steps", steps)):

@@ -9,7 +9,7 @@ from turbo_hf.ops.decode.reference_repeat import repeated_decode
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
 from turbo_hf.ops.repeat import Repeat
 
-DECODE_MODES = ("turbo", "fp16")
+DECODE_MODES = ("turbo", "native")
 """On the INT8 values, or on dequantized ones."""
 
 

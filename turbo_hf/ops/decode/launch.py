@@ -144,7 +144,7 @@ def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False)
     padded = max(32, power_of_two(q.shape[3]))
     widths = {pages.bits for pages in store.paged}
     turbo = mode == "turbo" and widths != {UNQUANTIZED}
-    unpacks = widths != {UNQUANTIZED} if mode == "fp16" else max(widths) == UNQUANTIZED and q.element_size() > 2
+    unpacks = widths != {UNQUANTIZED} if mode == "native" else max(widths) == UNQUANTIZED and q.element_size() > 2
     tiles = decode_tiles(
         padded * store.block,
         (max(widths), max(pages.value_bits for pages in store.paged)),

@@ -72,8 +72,8 @@ class PrefillOps(Choice):
             _check_past(past, k, mode)
         elif not own:
             raise ValueError("own=False leaves the past to attend to; got none.")
-        if mode == "fp16" and rounding.smooth_k:
-            raise ValueError('smooth_k prepares keys for rounding; mode "fp16" rounds none. Leave it out.')
+        if mode == "native" and rounding.smooth_k:
+            raise ValueError('smooth_k prepares keys for rounding; mode "native" rounds none. Leave it out.')
         if not self.prompt_kernels(mode):
             return reference_prefill(q, k, v, scoring, rounding, past, starts, causal, window, own)
         from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
@@ -89,8 +89,8 @@ def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:
             f"past must hold B, Hkv and D of k {tuple(k.shape)} on {k.device}; it holds {held.shape[0]} rows of "
             f"{held.shape[1]} heads of {held.shape[3]} channels on {held.device}."
         )
-    if held.dtype != torch.int8 and mode != "fp16":
-        raise ValueError(f'a past with heads of 16 bit is read in mode "fp16", which rounds nothing; got {mode!r}.')
+    if held.dtype != torch.int8 and mode != "native":
+        raise ValueError(f'a past with heads of 16 bit is read in mode "native", which rounds nothing; got {mode!r}.')
 
 
 def check_rounding(rounding: Rounding) -> None:

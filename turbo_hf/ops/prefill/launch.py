@@ -143,7 +143,7 @@ def unpack_past(
 
 def _held(past: KVStore, dtype: torch.dtype, mode: str, *, tiled: bool) -> Past:
     """A past for queries of `dtype`. tiled: as the kernel for Hopper reads it."""
-    values, precise = MODES[mode].v_type, mode == "fp16"
+    values, precise = MODES[mode].v_type, mode == "native"
     if tiled and values is not None:
         return unpack_tiles(past, values)
     # codes serve INT8 and FP8, which the kernel rounds them to
@@ -196,7 +196,7 @@ def launch_prefill(
     padded_dim, block = _padded_dim(dim), rounding.block
 
     def tiles_of(name: str) -> PrefillTiles:
-        tile = SAS_TILE if name == "fp16" and scoring.sas_threshold is not None else block
+        tile = SAS_TILE if name == "native" and scoring.sas_threshold is not None else block
         return prefill_tiles(
             name, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device), past=past is not None
         )
@@ -208,7 +208,7 @@ def launch_prefill(
     found = first = _outputs(q, starts is not None and parts == 1)
     if parts > 1:
         first = AttentionOutput(*(torch.empty(parts, *x.shape, device=q.device) for x in found))
-    flags = torch.empty if rounding.mode == "fp16" else torch.zeros
+    flags = torch.empty if rounding.mode == "native" else torch.zeros
     broken = flags(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
     held = None if past is None else _held(past, q.dtype, rounding.mode, tiled=hopper)
     kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
@@ -221,7 +221,7 @@ def launch_prefill(
         *,
         repair: bool = False,
     ) -> None:
-        mode, precise, tiles = MODES[name], name == "fp16", tiles_of(name)
+        mode, precise, tiles = MODES[name], name == "native", tiles_of(name)
         split = parts > 1 and not repair
         past_block = 64 if past is None else past.block
         past_tile = min(past_block, tiles.block_n) if precise else past_block
@@ -236,7 +236,7 @@ def launch_prefill(
             heads=heads, group=heads // kv_heads, dim=dim, padded_dim=padded_dim, block_m=tiles.block_m,
             block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0, causal=causal,
             p_type=TL_TYPES[mode.p_type(q.dtype) or q.dtype], p_log2=math.log2(mode.v_top), wide=TL_TYPES[q.dtype],
-            k_token=mode.k_scale == "token", own=own, split=split, in_time=rounding.mode == "fp16",
+            k_token=mode.k_scale == "token", own=own, split=split, in_time=rounding.mode == "native",
         )  # fmt: skip
         programs = -(-tokens // tiles.block_m) * pairs * (1 if repair else parts)
         to = PrefillResult(
@@ -251,8 +251,8 @@ def launch_prefill(
 
     precise_parts = Operands(k, k)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
-        if rounding.mode == "fp16":
-            run(precise_parts, "fp16")
+        if rounding.mode == "native":
+            run(precise_parts, "native")
         else:
             operands, v_log2 = _quantize(k, v, rounding, starts, broken[pairs:])
             if hopper:
@@ -265,9 +265,9 @@ def launch_prefill(
                 run(operands, rounding.mode, v_log2, bias)
         if parts > 1:
             _merge_parts(*first, starts, found)
-        if rounding.mode != "fp16":
+        if rounding.mode != "native":
             # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
-            run(precise_parts, "fp16", repair=True)
+            run(precise_parts, "native", repair=True)
     return found
 
 

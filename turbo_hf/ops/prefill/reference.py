@@ -42,7 +42,7 @@ def reference_prefill(
     count = torch.full((batch, 1), tokens, device=q.device) if starts is None else tokens - starts[:, None]
     length = 0 if past is None else (past.sealed * past.block + past.open_len)[:, None]
     place = torch.where(column < count, column + length, -1)
-    mode, precise, block = MODES[rounding.mode], rounding.mode == "fp16", rounding.block
+    mode, precise, block = MODES[rounding.mode], rounding.mode == "native", rounding.block
     asking = _queries(queries, place, precise)
 
     sas_tile = SAS_TILE if precise and scoring.sas_threshold is not None else None
@@ -67,7 +67,7 @@ def reference_prefill(
         lse = torch.gather(lse, 2, back[:, None].expand_as(lse)).masked_fill(padding, -torch.inf)
     out, lse = out.to(q.dtype), lse.float()
     if not precise and bool(too_large.any()):
-        exact = reference_prefill(q, k, v, scoring, Rounding("fp16"), past, starts, causal, window, own)
+        exact = reference_prefill(q, k, v, scoring, Rounding("native"), past, starts, causal, window, own)
         out = torch.where(too_large[..., None, None], exact.out, out)
         lse = torch.where(too_large[..., None], exact.lse, lse)
     return AttentionOutput(out, lse)
