@@ -51,26 +51,6 @@ def test_numbers_come_back_as_they_were(layers: list[int], share: float, thresho
     assert TurboConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_older_configs_come_back_or_are_refused() -> None:
-    config = TurboConfig(sparse=SparseConfig(probes=64))
-    nothing: dict[str, Any] = {"mass": None, "most_dropped": None}
-    older = config.to_dict() | {"sparse_prompt": None, "sparse": config.to_dict()["sparse"] | nothing}
-    assert TurboConfig.from_dict(older) == config
-    left = r" left the package: no real checkpoint gained \(eval/results/sparse-log.md\)\. "
-    for named, options in (
-        ("TurboConfig.sparse_prompt", {"sparse_prompt": {"mass": 0.98}}),
-        ("TurboConfig.sparse_prompt", {"sparse_prompt": {}}),
-        ("SparseConfig.mass", {"sparse": {"selector": "means", "mass": 0.05}}),
-        ("SparseConfig.most_dropped", {"sparse": {"selector": "saap", "most_dropped": 0.1}}),
-        ('SparseConfig.selector "means"', {"sparse": {"selector": "means", **nothing}}),
-        ("preset turbo4-long .sparse prompts.", {"preset": "turbo4-long"}),
-    ):
-        with pytest.raises(ValueError, match=named + left):
-            TurboConfig.from_dict(options)
-    with pytest.raises(ValueError, match="turbo4-long .sparse prompts." + left):
-        resolve_config("turbo4-long")
-
-
 def test_layers_may_be_lists() -> None:
     given: Any = {"dense_layers": [0, 2], "int8_layers": [1]}
     config = flat_config(**given)
