@@ -178,7 +178,7 @@ def test_a_turbo_cache_serves_the_unpatched_model() -> None:
         {"buffer_scale": "universal"},
         {"compile": True},
         {"value_bits": 2},
-        {"layer_bits": (2, 4)},
+        {"layer_bits": (2, 4, 2, 4)},
         {"recent_tokens": 64},
         {"sparse": turbo_hf.SparseConfig(selector="window")},
     ],
