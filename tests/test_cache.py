@@ -390,7 +390,7 @@ def begin(make: Make, mode: str) -> Made:
 
 
 @makes
-@pytest.mark.parametrize(("mode", "way"), zip(MODES, WAYS, strict=True), ids=MODES)
+@pytest.mark.parametrize(("mode", "way"), [*zip(MODES, WAYS, strict=True)], ids=MODES)
 def test_a_copy_goes_on_in_any_mode_beside_the_original(make: Any, mode: str, way: Callable[[Any], Any]) -> None:
     model, cache = begin(make, mode)
     _, same = begin(make, "no_grad")

@@ -58,7 +58,7 @@ BEAMS: list[dict[str, Any]] = [
     "config",
     [SMALL, with_options(SMALL, low_heads=0.5, low_bits=2), with_options(SMALL, bits=2, buffer_scale="universal")],
 )
-@pytest.mark.parametrize(("call", "lengths"), zip(BEAMS, (LENGTHS, [60], LENGTHS), strict=True))
+@pytest.mark.parametrize(("call", "lengths"), [*zip(BEAMS, (LENGTHS, [60], LENGTHS), strict=True)])
 def test_beams_are_reordered_between_replays(
     call: dict[str, Any], lengths: list[int], config: TurboConfig, runners: list[StepRunner], device: torch.device
 ) -> None:

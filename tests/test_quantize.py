@@ -256,7 +256,7 @@ def slow_score(x: list[list[float]], metric: str) -> float:
     return float(scores[metric])
 
 
-@pytest.mark.parametrize(("metric", "dtype"), zip(HEAD_METRICS, FLOATS, strict=True))
+@pytest.mark.parametrize(("metric", "dtype"), [*zip(HEAD_METRICS, FLOATS, strict=True)])
 def test_head_scores_are_their_formulas(metric: str, dtype: torch.dtype, device: torch.device) -> None:
     k, v = tokens(2, 3, 20, 16, dtype=dtype, device=device), tokens(2, 3, 20, 16, dtype=dtype, device=device)
     got = head_scores(k, v, metric)
@@ -309,7 +309,7 @@ def test_kernel_gives_the_references_pages(dim: int, block: int, width: Width, d
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("width", permutations(BITS, 2))
+@pytest.mark.parametrize("width", [*permutations(BITS, 2)])
 def test_kernel_gives_the_references_pages_of_a_pair(width: Width, device: torch.device) -> None:
     test_kernel_gives_the_references_pages(80, 32, width, device)
 
