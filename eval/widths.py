@@ -3,6 +3,7 @@ least within a budget: `turbo-hf calibrate --budget`."""
 
 import copy
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from transformers import DynamicCache
 
 from turbo_hf.calibration.artifacts import FACTS, Calibration, LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import checkpoint_of
-from turbo_hf.calibration.run import LOCK, CalibrationPlan, read_windows, refuse_folder
+from turbo_hf.calibration.run import LOCK, CalibrationPlan, on_cpu_by_default, read_windows, refuse_folder
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.widths import Choice, Widths, choices
 from turbo_hf.config.turbo_config import BY_CALIBRATION, TurboConfig, resolve_config
@@ -26,9 +27,10 @@ from turbo_hf.errors import Strict
 from turbo_hf.eval.fidelity import Case, Fidelity, measure
 from turbo_hf.eval.methods import Method
 from turbo_hf.layout import BITS, BLOCK_SIZES, page_bytes
-from turbo_hf.models.model_layers import require_model
+from turbo_hf.models.model_layers import module_head_dim, require_model
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.host_device import input_device
+from turbo_hf.patches.layers import BESIDES, LEFT_ALONE, attention_layers
 from turbo_hf.patching.divergence import BOUNDS, LIKE, divergences
 from turbo_hf.patching.patch_model import patch
 from turbo_hf.ranks import ranks_of
@@ -39,6 +41,10 @@ compared; texts, of which a quarter is held out."""
 
 SAMPLES = 32
 """Draws of next tokens per text: with six texts a cost is known to a tenth."""
+
+ROUNDS = 5
+"""Choices that are read on held-out texts until one is like 16 bit there."""
+INSTEAD = "Name a budget in bytes, or keep layers at 16 bit (TurboConfig.dense_layers)."
 
 BUDGET = re.compile(r"(\d+(?:\.\d+)?)( ?bits?)?")
 
@@ -86,31 +92,40 @@ class Measured(NamedTuple):
 
 def require_budget(budget: str) -> None:
     """ValueError unless it is one that `choose` takes."""
-    if budget != LIKE and not BUDGET.fullmatch(budget):
+    if not isinstance(budget, str) or (budget != LIKE and not BUDGET.fullmatch(budget)):
         raise ValueError(
             f'a budget is bytes per token and KV head ("104"), bits per number ("3.25 bit"), or "{LIKE}"; got '
             f"{budget!r}."
         )
 
 
-def choose(measured: Measured, budget: str) -> Widths:
+def required_settings(budget: str, count: int, tokens: int) -> Settings:
+    """Those that the texts of `calibrate_widths` are cut by. ValueError: an option that it refuses for any model."""
+    require_budget(budget)
+    if type(tokens) is not int or tokens < 1 or tokens % max(BLOCK_SIZES):
+        raise ValueError(f"tokens must be a multiple of {max(BLOCK_SIZES)}, whole pages; got {tokens!r}.")
+    return Settings(window=tokens + TAIL, windows=count, index=False)
+
+
+def choose(measured: Measured, budget: str, bound: float = BOUNDS[0][0]) -> Widths:
     """The widths with the least predicted KL within a budget.
 
     budget: bytes per token and KV head ("104"), bits per stored number ("3.25 bit"), both with sizes and ranges, on the
         mean of all layers; or "like 16 bit": the fewest bytes whose predicted KL has that verdict.
+    bound: the predicted KL that is like 16 bit, in nats.
 
     Raises:
         ValueError: another word, or a budget that no choice keeps.
     """
     require_budget(budget)
-    parts, bound = measured.parts, BOUNDS[0][0]
+    parts = measured.parts
     found = choices([part.costs for part in parts], [part.sizes for part in parts])
     if budget == LIKE:
         good = next((each for each in found if measured.base + each.cost <= bound), None)
         if good is None:
             raise ValueError(
-                f'no widths of this model are predicted to be "{LIKE}" (up to {bound:g} nats): 8 bit has '
-                f"{measured.base:.4f}. Name a budget in bytes, or keep layers at 16 bit (TurboConfig.dense_layers)."
+                f'no widths below 8 bit were found that are "{LIKE}": that takes a predicted KL of up to {bound:.4f} '
+                f"nats, and 8 bit has {measured.base:.4f}. {INSTEAD}"
             )
         return measured.widths(good)
     number, in_bits = BUDGET.fullmatch(budget).groups()  # type: ignore[union-attr] # as required above
@@ -126,6 +141,9 @@ def choose(measured: Measured, budget: str) -> Widths:
     return measured.widths(fitting[-1])
 
 
+@on_cpu_by_default
+@torch.inference_mode(False)
+@torch.enable_grad()
 def measure_widths(
     model: Any,
     windows: torch.Tensor,
@@ -150,23 +168,24 @@ def measure_widths(
         advance: called with 1 after each draw.
 
     Raises:
-        ValueError: a model that cannot be patched, or has latent attention.
+        ValueError: a model that cannot be patched, or has latent attention, sliding windows or recurrent states.
         torch.OutOfMemoryError: the model itself does not fit.
     """
-    ids, config = windows.to(input_device(model)), TurboConfig(bits=8)
+    parts, layers = _open_parts(model)
+    # a copy: what was made in inference mode has no gradients
+    ids, config = windows.clone().to(input_device(model)), TurboConfig(bits=8)
     prompt, rest = ids[:, :-tail], ids[:, -tail:]
     held: Any = DynamicCache(config=model.config)
     with torch.no_grad():
         model(prompt, use_cache=True, **{CACHE: held})
-        stored, layers = _stored(model, held)
+        stored = _stored(model, held, dict.fromkeys(part.layer for part in parts))
     changed = copy.deepcopy(held)
     exact = [x.requires_grad_() for n in stored for x in (changed.layers[n].keys, changed.layers[n].values)]
     errors = [
         [(y - x).detach().float() for y in widths]
         for x, widths in zip(exact, chain.from_iterable(stored.values()), strict=True)
     ]
-    with torch.enable_grad():
-        log_p = _log_probabilities(model, rest, changed)
+    log_p = _log_probabilities(model, rest, changed)
     costs, seeded = (
         torch.zeros(len(exact), len(BITS), dtype=torch.float64),
         torch.Generator(log_p.device).manual_seed(0),
@@ -192,12 +211,9 @@ def measure_widths(
         beyond = (torch.stack(together) - together[0]).clamp(min=0).cpu()
         alone = costs[side::2].sum(0)
         costs[side::2] *= torch.where(alone > 0, beyond / alone, 1.0)
-    parts = []
-    for at, (x, own) in enumerate(zip(exact, costs.tolist(), strict=True)):
-        _, heads, _, dim = x.shape
-        sizes = {bits: heads * page_bytes(dim, bits, config.expert.block_size) // 2 for bits in BITS}
-        numbers = heads * dim * config.expert.block_size
-        parts.append(Part([*stored][at // 2], at % 2, dict(zip(BITS, own, strict=True)), sizes, numbers, heads))
+    parts = [
+        part._replace(costs=dict(zip(BITS, own, strict=True))) for part, own in zip(parts, costs.tolist(), strict=True)
+    ]
     case = Case(prompt.shape[1], "steps")
     (base,) = measure(model, windows, [case], [Method("int8", config)], tail=tail - 1, noise=False)
     if base.figures is None:
@@ -205,28 +221,55 @@ def measure_widths(
     return Measured(parts, base.figures.kl, layers, windows.numel(), config.expert.block_size)
 
 
-def _stored(model: Any, held: Any) -> tuple[dict[int, list[list[torch.Tensor]]], int]:
-    """For each layer whose width is open, what pages of each width make of its keys, and of its values; the number of
-    the model's layers."""
-    stored: dict[int, list[list[torch.Tensor]]] = {}
-    for bits in BITS:
+def _open_parts(model: Any) -> tuple[list[Part], int]:
+    """Keys and values of each layer whose width is open, without costs; the number of the model's layers.
+
+    ValueError: a model that cannot be patched, or measured.
+    """
+    parts, block = [], TurboConfig().expert.block_size
+    for bits in (8, 2):
         # the first one tells what cannot be compressed
         strict: Strict = "raise" if bits == 8 else "fallback"
         with patch(model, TurboConfig(bits=bits), calibration=None, strict=strict) as handle:
-            report, pages = handle.report(), handle.new_cache()
-        if any(at.latent for at in report.layers):
-            raise ValueError("latent attention (MLA) has one latent for keys and values, and one width for all layers.")
-        for at in report.layers:
-            if at.groups and not at.kept_int8:
-                own = held.layers[at.index]
-                pages.layers[at.index].update(own.keys, own.values)
-                for part, x in enumerate(pages.layers[at.index].dequantized(own.keys.shape[2])):
-                    stored.setdefault(at.index, [[], []])[part].append(x)
-    # a layer that is kept at 8 bit was stored once
-    stored = {n: both for n, both in stored.items() if len(both[0]) == len(BITS)}
-    if not stored:
+            layers = handle.report().layers
+            modules = {at.index: at.module for at in attention_layers(handle._model)}
+        for at in layers:
+            why = "it has a sliding window, whose newest tokens stay at 8 bit at every width" if at.window else ""
+            if at.reason in (LEFT_ALONE["linear_attention"], BESIDES):
+                why = "it has a recurrent state, through which no gradients can be read"
+            if at.latent:
+                raise ValueError(
+                    "latent attention (MLA) has one latent for keys and values, and one width for all layers."
+                )
+            if why:
+                raise ValueError(
+                    f"what widths cost cannot be measured on this model: layer {at.index}: {why}. Name them by hand "
+                    "(TurboConfig.layer_bits), and judge them with turbo-hf fidelity."
+                )
+    for at in layers:
+        if at.groups and not at.kept_int8:
+            heads, dim = sum(count for _, count in at.groups), module_head_dim(modules[at.index]) or 0
+            sizes = {bits: heads * page_bytes(dim, bits, block) // 2 for bits in BITS}
+            parts += [
+                Part(at.index, side, dict.fromkeys(BITS, 0.0), sizes, heads * dim * block, heads) for side in (0, 1)
+            ]
+    if not parts:
         raise ValueError("every layer of this model is kept at 8 bit: there is nothing to choose. Patch it without.")
-    return stored, len(report.layers)
+    return parts, len(layers)
+
+
+def _stored(model: Any, held: Any, layers: Iterable[int]) -> dict[int, list[list[torch.Tensor]]]:
+    """For each of these layers, what pages of each width make of its keys, and of its values."""
+    stored: dict[int, list[list[torch.Tensor]]] = {n: [[], []] for n in layers}
+    for bits in BITS:
+        with patch(model, TurboConfig(bits=bits), calibration=None, strict="fallback") as handle:
+            pages = handle.new_cache()
+        for n, both in stored.items():
+            own = held.layers[n]
+            pages.layers[n].update(own.keys, own.values)
+            for part, x in zip(both, pages.layers[n].dequantized(own.keys.shape[2]), strict=True):
+                part.append(x)
+    return stored
 
 
 def _log_probabilities(model: Any, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
@@ -236,6 +279,9 @@ def _log_probabilities(model: Any, ids: torch.Tensor, cache: DynamicCache) -> to
     return found
 
 
+@on_cpu_by_default
+@torch.inference_mode(False)
+@torch.enable_grad()
 def calibrate_widths(
     model: Any,
     tokenizer: Any,
@@ -275,32 +321,50 @@ def calibrate_widths(
     if ranks_of(model):
         raise ValueError("widths are measured in one process: start it without torchrun. Every rank reads the result.")
     folder = None if out is None else Path(out)
-    require_budget(budget)
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    settings = resolve_settings(Settings(window=tokens + TAIL, windows=count, index=False), positions)
-    if tokens % max(BLOCK_SIZES):
-        raise ValueError(f"tokens must be a multiple of {max(BLOCK_SIZES)}, whole pages; got {tokens}.")
+    settings = resolve_settings(required_settings(budget, count, tokens), positions)
+    parts, number = _open_parts(model)
+    if budget != LIKE:
+        # too small a one is refused before the measurement
+        choose(Measured(parts, 0.0, number, 0, TurboConfig().expert.block_size), budget)
     with ExitStack() as held:
         kept = None
         if folder is not None:
             kept = _kept(folder, overwrite, model)
-            held.enter_context(one_writer(folder, LOCK))
         checkpoint = checkpoint_of(model, revision)
         carried = held.enter_context(resources.as_file(resources.files("turbo_hf").joinpath("texts")))
         plan = CalibrationPlan(settings, (), {}, 0)
         windows, own = read_windows(model, tokenizer, carried if texts is None else texts, plan, checkpoint)
+        if folder is not None:
+            held.enter_context(one_writer(folder, LOCK))
         learned = len(windows) - max(1, len(windows) // 4)
         measured = measure_widths(model, windows[:learned], advance=advance)
-        widths = choose(measured, budget)
         if kept is None:
             said = settings.as_dict() | {"budget": budget}
             said["texts_sha256"] = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
             layers = tuple(LayerCalibration(n, {}) for n in range(measured.layers))
             kept = Calibration(fingerprint(model, checkpoint, own), said, layers, windows[:learned].numel())
-        found = replace(kept, widths=widths)
         methods = [Method("int8", TurboConfig(bits=8)), Method(BY_CALIBRATION, resolve_config(BY_CALIBRATION))]
         case = Case(tokens, "steps")
-        rows = measure(model, windows[learned:], [case], methods, tail=TAIL - 1, noise=False, calibration=found)
+        like = bound = BOUNDS[0][0]
+        for _ in range(ROUNDS):
+            widths = choose(measured, budget, bound)
+            found = replace(kept, widths=widths)
+            rows = measure(model, windows[learned:], [case], methods, tail=TAIL - 1, noise=False, calibration=found)
+            for row in rows:
+                if row.figures is None or not math.isfinite(row.figures.kl):
+                    raise ValueError(f"the texts held out could not be read: {row.method}: {row.verdict}.")
+                held_out = row.figures.kl
+            found = replace(kept, widths=replace(widths, held_out=held_out))
+            if budget != LIKE or held_out <= like:
+                break
+            # what was predicted too small will be again
+            bound = like * widths.kl / held_out
+        else:
+            raise ValueError(
+                f'no widths below 8 bit were found that are "{LIKE}": on texts held out the last of {ROUNDS} choices '
+                f"has {held_out:.4f} nats. {INSTEAD}"
+            )
         if folder is not None:
             found.save_pretrained(folder)
     return found, measured, rows

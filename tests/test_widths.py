@@ -5,19 +5,22 @@ import itertools
 import json
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from calibration_support import HEADS, MIXED, TEXTS, lab
-from models import LAB_MODEL, lab_model, prompts, tiny_llama
+from models import LAB_MODEL, lab_model, prompts, tiny_llama, tiny_mistral
+from tiny_families import build
 from typer.testing import CliRunner
 
 import turbo_hf
 from turbo_hf import Calibration, TurboCache, TurboConfig
-from turbo_hf.calibration.artifacts import FACTS
+from turbo_hf.calibration.artifacts import FACTS, LayerCalibration
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.calibration.widths import Widths, choices
 from turbo_hf.cli.main import app
@@ -29,7 +32,7 @@ from turbo_hf.patching.divergence import divergences
 
 PAIRS = ((8, 2), (4, 4), (3, 3), (2, 4), (4, 3), (8, 8))
 """Of the lab model's six layers."""
-WIDTHS = Widths(PAIRS, 4.5, 0.002, 640)
+WIDTHS = Widths(PAIRS, 4.5, 0.002, 640, 0.003)
 
 
 def with_widths(widths: Widths | None = WIDTHS) -> Calibration:
@@ -101,15 +104,16 @@ def test_like_16_bit_takes_the_fewest_bytes() -> None:
         ("2 bit", "a budget of 2 bit is too small"),
         ("much", "a budget is bytes per token and KV head .* or \"like 16 bit\"; got 'much'"),
         ("-3", "a budget is bytes"),
+        (104, "a budget is bytes per token .*; got 104"),
     ],
 )
-def test_a_budget_that_is_none_is_refused(budget: str, message: str) -> None:
+def test_a_budget_that_is_none_is_refused(budget: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         choose(measured(), budget)
 
 
 def test_what_no_widths_keep_is_told() -> None:
-    with pytest.raises(ValueError, match=r'predicted to be "like 16 bit".*8 bit has 0\.0040'):
+    with pytest.raises(ValueError, match=r'no widths below 8 bit .*"like 16 bit".*8 bit has 0\.0040'):
         choose(measured(base=0.004), "like 16 bit")
 
 
@@ -162,6 +166,66 @@ def test_the_model_stays_as_it_is_and_layers_at_8_bit_stay_there(monkeypatch: py
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tiny_mistral(64), "layer 0: it has a sliding window, .* judge them with turbo-hf fidelity"),
+        (lambda: build("qwen3_next"), "layer 0: it has a recurrent state"),
+        (lambda: build("deepseek_v3"), "latent attention"),
+    ],
+)
+def test_models_that_would_be_measured_wrongly_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        measure_widths(make(), torch.ones(1, TEXT, dtype=torch.long), tail=TEXT - PROMPT, samples=1)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
+def test_the_callers_modes_change_nothing(mode: Callable[[], Any]) -> None:
+    with mode():
+        ids = torch.arange(TEXT, device="cpu")[None] * 7 % 1000
+        found = measure_widths(lab_model()[0], ids, tail=TEXT - PROMPT, samples=1)
+    assert any(part.costs[2] for part in found.parts)
+
+
+def lab_parts() -> list[Part]:
+    """As `measured`, of six layers."""
+    return [part._replace(layer=2 * n + part.layer) for n in range(3) for part in measured().parts]
+
+
+@pytest.mark.parametrize(("off", "rounds"), [(1, 1), (3, 2), (1e5, 0)])
+def test_like_16_bit_holds_on_texts_held_out(off: float, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """off: how many times the prediction texts held out lose."""
+    model, tokenizer = lab_model()
+    monkeypatch.setattr("turbo_hf.eval.widths.measure_widths", lambda *_, **__: Measured(lab_parts(), 1e-4, 6, 100, 64))
+    asked = []
+
+    def read(*_: Any, calibration: Calibration, **__: Any) -> Any:
+        assert calibration.widths is not None
+        asked.append(calibration.widths.kl)
+        return [SimpleNamespace(method="calibrated", figures=SimpleNamespace(kl=off * calibration.widths.kl))]
+
+    monkeypatch.setattr("turbo_hf.eval.widths.measure", read)
+    if not rounds:
+        with pytest.raises(ValueError, match='no widths below 8 bit were found that are "like 16 bit"'):
+            calibrate_widths(model, tokenizer, "like 16 bit", count=2, tokens=128)
+        return
+    found = calibrate_widths(model, tokenizer, "like 16 bit", count=2, tokens=128)[0].widths
+    assert found is not None
+    assert found.held_out is not None
+    assert found.held_out == pytest.approx(off * found.kl)
+    assert found.held_out <= 0.003
+    assert len(asked) == rounds
+
+
+def test_texts_held_out_that_cannot_be_read_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = lab_model()
+    monkeypatch.setattr("turbo_hf.eval.widths.measure_widths", lambda *_, **__: Measured(lab_parts(), 1e-4, 6, 100, 64))
+    failed = SimpleNamespace(method="calibrated", figures=None, verdict="out of memory")
+    monkeypatch.setattr("turbo_hf.eval.widths.measure", lambda *_, **__: [failed])
+    with pytest.raises(ValueError, match="the texts held out could not be read: calibrated: out of memory"):
+        calibrate_widths(model, tokenizer, "1000", count=2, tokens=128)
+
+
 # --- the file -------------------------------------------------------------------------------------------------------
 
 
@@ -174,13 +238,15 @@ def test_widths_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": [[8, 5]] * 6}, r"widths is a mapping, and should be None or a mapping"),
-        ({"layers": [[8, 4, 2]] * 6}, "widths is a mapping"),
+        ({"layers": [[8, 5]] * 6}, r"widths\.layers\.0\.1 is 5, and should be"),
+        ({"layers": [[8, 4, 2]] * 6}, r"widths\.layers\.0 has 3 entries, and should have 2"),
         ({"layers": [[8, 4]] * 5}, "it has widths of 5 layers, and 6 layers"),
-        ({"kl": float("nan")}, "widths.kl is nan, and should be a number of at least 0"),
-        ({"bits_per_number": -1.0}, r"widths.bits_per_number is -1\.0, and should be"),
-        ({"tokens": "many"}, "widths is a mapping"),
-        ({"more": 1}, "widths is a mapping"),
+        ({"kl": float("nan")}, "widths.kl is nan, and should be a number from 0 to 1e"),
+        ({"held_out": float("inf")}, "widths.held_out is inf, and should be"),
+        ({"bits_per_number": -1.0}, r"widths.bits_per_number is -1\.0, and should be a number from 0 to 16"),
+        ({"bits_per_number": 17.0}, r"widths.bits_per_number is 17\.0"),
+        ({"tokens": "many"}, r"widths\.tokens is 'many'"),
+        ({"more": 1}, "widths has 'more'"),
     ],
 )
 def test_widths_that_are_none_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -206,7 +272,8 @@ def test_a_patch_takes_the_widths(tmp_path: Path) -> None:
         with turbo_hf.patch(model, config, calibration=tmp_path) as handle:
             assert handle.report().config == same
             assert [at.groups for at in handle.report().layers][:2] == [(((8, 2), 2),), ((4, 2),)]
-            assert f"widths: by calibration over 640 tokens ({tmp_path}): 4.50 bits" in str(handle.report())
+            said = f"widths: by calibration over 640 tokens ({tmp_path}): 4.50 bits per number, predicted KL 0.0020"
+            assert f"{said} nats to 16 bit, 0.0030 on texts held out" in str(handle.report())
             assert not handle.report().warnings
     with turbo_hf.patch(model, calibration=with_widths()) as handle:
         assert torch.equal(model.generate(ids, max_new_tokens=8, num_beams=2), want)
@@ -227,7 +294,7 @@ def test_widths_beside_the_checkpoint_are_taken_by_name(tmp_path: Path) -> None:
         assert handle.report().config.layer_bits == TurboConfig(layer_bits=PAIRS).layer_bits
     with turbo_hf.patch(model) as handle:
         assert handle.report().config == TurboConfig()
-    with pytest.raises(ValueError, match="needs a calibration of this model with widths, and there is none"):
+    with pytest.raises(ValueError, match=r"model with widths, and calibration=None was passed\. Make one"):
         turbo_hf.patch(model, "calibrated", calibration=None)
 
 
@@ -249,8 +316,37 @@ def test_widths_and_other_bits_exclude_each_other() -> None:
 
 
 def test_widths_that_lose_much_are_told() -> None:
-    with pytest.warns(UserWarning, match=r"not like 16 bit: 4\.50 bits per number, predicted KL 0\.0500"):
-        turbo_hf.patch(lab_model()[0], calibration=with_widths(replace(WIDTHS, kl=0.05))).remove()
+    for lossy in (replace(WIDTHS, kl=0.05), replace(WIDTHS, held_out=0.05)):
+        with pytest.warns(UserWarning, match=r"not like 16 bit: 4\.50 bits per number, predicted .*0\.0500"):
+            turbo_hf.patch(lab_model()[0], calibration=with_widths(lossy)).remove()
+
+
+@pytest.mark.parametrize(
+    ("others", "alike"),
+    [
+        *(({"expert": {name: x}}, False) for name, x in (("block_size", 32), ("buffer_scale", "universal"))),
+        *(({name: x}, False) for name, x in (("dense_layers", [0]), ("int8_layers", [0]), ("recent_tokens", 64))),
+        ({"sparse": {"selector": "window", "window_tokens": 100}}, False),
+        ({"cuda_graphs": False, "expert": {"backend": "reference"}}, True),
+    ],
+)
+def test_figures_are_those_of_the_options_that_were_measured(others: dict[str, Any], alike: bool) -> None:
+    with turbo_hf.patch(lab_model()[0], {"preset": "calibrated", **others}, calibration=with_widths()) as handle:
+        assert ("predicted KL" in handle.report().heads) is alike
+        assert handle.report().heads.endswith("with other options than were measured") is not alike
+
+
+def test_heads_are_not_said_to_be_ranked_by_a_calibration_that_ranks_none(tmp_path: Path) -> None:
+    model = copy.deepcopy(lab_model()[0])
+    bare = with_widths()
+    bare = replace(bare, layers=tuple(LayerCalibration(n, {}) for n in range(len(bare.layers))))
+    with pytest.raises(ValueError, match="low_heads needs a calibration that ranks heads, and that of 'this process'"):
+        turbo_hf.patch(model, MIXED, calibration=bare)
+    assert "nothing, for widths alone were chosen" in bare.card()
+    bare.save_pretrained(tmp_path)
+    model.config._name_or_path = str(tmp_path)
+    with turbo_hf.patch(model, MIXED) as handle:
+        assert handle.report().heads.endswith("32 tokens (the calibration beside the checkpoint ranks no heads)")
 
 
 def test_bits_of_another_number_of_layers_are_refused() -> None:
@@ -304,6 +400,8 @@ def test_widths_join_a_calibration_that_is_there(tmp_path: Path) -> None:
     assert found.widths is not None
     kept = Calibration.from_pretrained(tmp_path)
     assert (kept.widths, kept.head_orders("priority")) == (found.widths, former.head_orders("priority"))
+    again = calibrate(model, tokenizer, TEXTS, settings=HEADS, out=tmp_path, overwrite=True)
+    assert again.widths == Calibration.from_pretrained(tmp_path).widths == found.widths
     replace(former, fingerprint={**former.fingerprint, "vocab_size": 5}).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="does not fit this model: it was made for a model with vocab_size 5"):
         calibrate_widths(model, tokenizer, "50", count=2, tokens=128, out=tmp_path)
@@ -316,6 +414,9 @@ def test_widths_join_a_calibration_that_is_there(tmp_path: Path) -> None:
         (["--budget", "50", "--heads-only"], "--heads-only. Leave that out"),
         ([], "--texts names what to calibrate with"),
         (["--budget", "50", "--window", "100"], "tokens must be a multiple of 128, whole pages; got 100"),
+        (["--budget", "50", "--window", "0"], "tokens must be a multiple of 128, whole pages; got 0"),
+        (["--budget", "50", "--windows", "0"], "windows must be a whole number of at least 2; got 0"),
+        (["--budget", "30"], "a budget of 30 is too small: 2 bit everywhere takes"),
         (["--budget", "50", "--texts", "nowhere"], "no file or folder 'nowhere'"),
     ],
 )
@@ -323,3 +424,4 @@ def test_mistakes_get_one_sentence(words: list[str], message: str, tmp_path: Pat
     printed = " ".join(command("--out", str(tmp_path / "out"), *words, code=1).split())
     assert re.search(message, printed), printed
     assert "Traceback" not in printed
+    assert not (tmp_path / "out").exists()

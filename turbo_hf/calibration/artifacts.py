@@ -211,13 +211,16 @@ class Calibration:
 
     def card(self) -> str:
         """What this is and how it was made, in Markdown."""
+        kinds = {"scores": "head priorities", "centroids": "centroids", "weight_1": "query classifiers"}
+        names = {part for layer in self.layers for name in layer.tensors() for part in name.split(".")}
+        held = [words for part, words in kinds.items() if part in names]
         lines = [
             f"# Calibration of {self.fingerprint.get('model') or 'a model'} for turbo_hf",
             "",
             f"Made from {self.tokens:,} tokens. `turbo_hf.patch(model, ...)` finds these files beside the checkpoint.",
             "",
             f"- `{FACTS}`: fingerprint, settings, quality, bits of each layer",
-            f"- `{TENSORS}`: head priorities, centroids, query classifiers",
+            f"- `{TENSORS}`: {', '.join(held) or 'nothing, for widths alone were chosen'}",
             "",
             "| layer | keys/values | priorities | centroids | note |",
             "|---|---|---|---|---|",
@@ -306,6 +309,8 @@ def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
         raise ValueError(f"{damaged}{TENSORS} is not the file that {FACTS} was written with.{AGAIN}")
     try:
         require(facts, WRITTEN, "")
+        if facts["widths"] is not None:
+            require(facts["widths"], WIDTHS, "widths")
         fingerprint, settings = facts["fingerprint"], facts["settings"]
         require(fingerprint, {**dict.fromkeys(fingerprint, object), **_known(fingerprint, FINGERPRINT)}, "fingerprint")
         require(settings, {**dict.fromkeys(settings, object), **_known(settings, SETTINGS)}, "settings")
@@ -338,7 +343,7 @@ SETTINGS = {"local": OneOf((Whole(0, 2**31), None)), "architecture": str}
 WRITTEN = {
     **{"format": str, "schema": int, "fingerprint": dict, "settings": dict, "tokens": Whole(0, 2**63)},
     "layers": Each({"index": Whole(0, 2**16), "note": str, "quality": dict}),
-    "widths": OneOf((None, WIDTHS)),
+    "widths": object,
     **{"sha256": str, CALIBRATED.digest: str},
 }
 

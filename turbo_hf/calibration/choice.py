@@ -14,16 +14,18 @@ from turbo_hf.config.turbo_config import (
     BY_CALIBRATION,
     CALIBRATED,
     DEFAULT_PRESET,
+    NAMED,
     ConfigLike,
     TurboConfig,
     not_recommended,
     resolve_config,
+    with_options,
 )
 from turbo_hf.errors import Notices
 from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Classifier, Selector
 
 LARGE = 0.01
-"""Predicted mean KL in nats above which `patch` warns, as its `check` does."""
+"""Mean KL in nats, predicted or on texts held out, above which `patch` warns, as its `check` does."""
 
 
 class HeadChoice(NamedTuple):
@@ -33,14 +35,14 @@ class HeadChoice(NamedTuple):
     orders: KV heads ordered by their need of bits, for each layer that a calibration covers.
     words: what decided, for the report; "" if all heads have the same width.
     found: the calibration, if one was wanted.
-    refused: why the one that "auto" found is not used.
+    missing: why there is none, in words.
     """
 
     config: TurboConfig
     orders: Mapping[int, tuple[int, ...]]
     words: str
     found: Calibration | None = None
-    refused: str = ""
+    missing: str = ""
 
     def of_heads(self, heads: Mapping[int, range], metric: str) -> "HeadChoice":
         """The same for a rank that holds these KV heads of the layers named here. metric: as in `head_orders`."""
@@ -98,12 +100,13 @@ def _looked_up(
     wanted = uses_calibration(config)
     checkpoint = checkpoint_of(model, revision) if revision is not None else None
     if calibration is None or (calibration == "auto" and not wanted):
-        return HeadChoice(config, {}, by_prompt)
+        return HeadChoice(config, {}, by_prompt, missing="calibration=None was passed")
     checkpoint = checkpoint or checkpoint_of(model)
     try:
         found = calibration if isinstance(calibration, Calibration) else find(checkpoint)
         if found is None:
-            return HeadChoice(config, {}, f"{by_prompt} (no calibration beside the checkpoint)" if low else "")
+            words = f"{by_prompt} (no calibration beside the checkpoint)" if low else ""
+            return HeadChoice(config, {}, words, missing="there is none beside the checkpoint")
         # made with the tokenizer beside the checkpoint, or with one that is not available here
         wrong = found.mismatch(
             model, own_tokenizer(checkpoint, notices.note) if found.fingerprint.get("tokenizer") else None
@@ -115,7 +118,9 @@ def _looked_up(
         if calibration != "auto":
             raise
         notices.refuse(str(error), "To go without it, pass calibration=None.")
-        return HeadChoice(config, {}, by_prompt, refused=str(error))
+        return HeadChoice(
+            config, {}, by_prompt, missing=f"the one beside the checkpoint is refused: {str(error).rstrip('.')}"
+        )
     _note(notices, found.other_revision(checkpoint), _nearer(config, found))
     if not wanted and found.widths is not None:
         raise ValueError(
@@ -129,6 +134,14 @@ def _looked_up(
         unused = others if wanted else "not used, for all heads of this config have the same bits"
         return HeadChoice(config, {}, unused and f"calibration: {unused}", found)
     orders = found.head_orders(config.expert.head_metric)
+    if not orders and calibration != "auto":
+        raise ValueError(
+            f"low_heads needs a calibration that ranks heads, and that of {found.source or 'this process'!r} ranks "
+            "none. Make one with turbo-hf calibrate --texts, or pass calibration=None: each row's first block then "
+            "ranks them."
+        )
+    if not orders:
+        return HeadChoice(config, {}, f"{by_prompt} (the calibration beside the checkpoint ranks no heads)", found)
     missing = [layer.index for layer in found.layers if layer.index not in orders]
     rest = f"; layers {', '.join(map(str, missing))} by each row's first block" if missing else ""
     words = f"{low}: by calibration over {found.tokens:,} tokens ({found.source or 'this process'}){rest}"
@@ -140,20 +153,24 @@ def _with_widths(heads: HeadChoice, notices: Notices) -> HeadChoice:
     """The choice with the calibration's widths in its config. ValueError: there are none."""
     found = heads.found
     if found is None or found.widths is None:
-        of = "there is none beside the checkpoint"
-        if found is not None:
-            of = f"that of {found.source or 'this process'!r} has none"
+        why = heads.missing if found is None else f"that of {found.source or 'this process'!r} has none"
         raise ValueError(
-            f'layer_bits="{BY_CALIBRATION}" needs a calibration of this model with widths, and {heads.refused or of}. '
+            f'layer_bits="{BY_CALIBRATION}" needs a calibration of this model with widths, and {why}. '
             "Make one with turbo-hf calibrate --budget, and pass it as patch(calibration=...) or save it beside the "
             "checkpoint."
         )
     widths = found.widths
-    said = f"{widths.bits_per_number:.2f} bits per number, predicted KL {widths.kl:.4f} nats to 16 bit"
-    if widths.kl > LARGE:
-        notices.note(f"the calibration's widths are not like 16 bit: {said}. Evaluate on your tasks.")
+    if max(widths.kl, widths.held_out or 0) > LARGE:
+        notices.note(f"the calibration's widths are not like 16 bit: {widths}. Evaluate on your tasks.")
+    alike = _storing(heads.config) == _storing(NAMED[BY_CALIBRATION])
+    said = str(widths) if alike else "widths of a calibration, with other options than were measured"
     words = f"widths: by calibration over {widths.tokens:,} tokens ({found.source or 'this process'}): {said}"
     return heads._replace(config=replace(heads.config, layer_bits=widths.layers), words=words)
+
+
+def _storing(config: TurboConfig) -> TurboConfig:
+    """Without the options that only say how it is computed."""
+    return with_options(config, backend="auto", cuda_graphs="auto", compile=False)
 
 
 def _note(notices: Notices, *sentences: str | None) -> None:
@@ -204,9 +221,8 @@ def choose_selectors(
     if outside:
         raise ValueError(f"SparseConfig.read_all_layers names layer {outside[0]}; the last is {count - 1}.")
     if sparse.selector in CALIBRATED and heads.found is None:
-        why = f"the one beside the checkpoint is refused: {heads.refused}" if heads.refused else "there is none."
         raise ValueError(
-            f'selector "{sparse.selector}" needs a calibration of this model, and {why} Make one with '
+            f'selector "{sparse.selector}" needs a calibration of this model, and {heads.missing}. Make one with '
             "turbo-hf calibrate, and pass it as patch(calibration=...) or save it beside the checkpoint."
         )
     selectors: dict[int, Selector] = {}

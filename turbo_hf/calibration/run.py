@@ -22,6 +22,7 @@ from turbo_hf.calibration.query_model import train
 from turbo_hf.calibration.samples import Samples
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
+from turbo_hf.calibration.widths import Widths
 from turbo_hf.config.whole_files import one_writer
 from turbo_hf.errors import warn
 from turbo_hf.models.model_layers import require_model
@@ -39,7 +40,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _on_cpu_by_default(run: Callable[P, R]) -> Callable[P, R]:
+def on_cpu_by_default(run: Callable[P, R]) -> Callable[P, R]:
     """Seeded numbers, and tensors made without a device, are on the CPU, whatever `torch.set_default_device` says."""
 
     @functools.wraps(run)
@@ -128,7 +129,7 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Cali
     return CalibrationPlan(chosen, tuple(groups), notes, len(all_sources))
 
 
-@_on_cpu_by_default
+@on_cpu_by_default
 def calibrate(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -155,6 +156,7 @@ def calibrate(
         settings: "fast", "full", or `turbo_hf.calibration.settings.Settings`.
         out: where to write the result; None: nowhere.
         overwrite: replace the calibration in `out` once this one is done; if False, the presence of one is an error.
+            Widths that are there (`turbo-hf calibrate --budget`) are kept, if they are of this model.
         progress: called with a description and the share of all work done since the last call.
         revision: the Hub revision that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
 
@@ -182,7 +184,8 @@ def calibrate(
             checkpoint = checkpoint_of(model, revision)
             windows, own = read_windows(model, tokenizer, texts, plan, checkpoint)
         settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
-        ranks.require_same({"settings": str(settings_dict)})
+        widths = None if out is None else _widths_in(Path(out), model)
+        ranks.require_same({"settings": str(settings_dict), "widths": str(widths)})
         done: dict[int, LayerCalibration] = {}
         share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
         for group in plan.groups:
@@ -198,11 +201,20 @@ def calibrate(
             if index not in done
         }
         layers = tuple(layer for _, layer in sorted((done | rest).items()))
-        found = Calibration(fingerprint(model, checkpoint, own), settings_dict, layers, windows.numel())
+        found = Calibration(fingerprint(model, checkpoint, own), settings_dict, layers, windows.numel(), widths)
         with ranks.together():
             if folder is not None:
                 found.save_pretrained(folder)
         return found
+
+
+def _widths_in(folder: Path, model: PreTrainedModel) -> Widths | None:
+    """The widths in a folder whose calibration will be replaced; None: there are none of this model."""
+    try:
+        found = Calibration.from_pretrained(folder) if (folder / FACTS).exists() else None
+    except (OSError, ValueError):
+        return None
+    return None if found is None or found.mismatch(model) is not None else found.widths
 
 
 def refuse_folder(out: Path, overwrite: bool) -> None:

@@ -1,6 +1,5 @@
 """Which bits keys and values of each layer get within a budget, from what each of them was measured to cost."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -9,8 +8,11 @@ from turbo_hf.config.expected import Each, OneOf, Whole
 from turbo_hf.layout import BITS
 
 PAIR = [OneOf(BITS), OneOf(BITS)]
-WRITTEN = {"layers": Each(PAIR), "bits_per_number": float, "kl": float, "tokens": Whole(0, 2**63)}
+WRITTEN = {"layers": Each(PAIR), **dict.fromkeys(("bits_per_number", "kl"), float), "tokens": Whole(0, 2**63)}
+WRITTEN |= {"held_out": OneOf((None, float))}
 """What a file holds of `Widths`."""
+MOST_KL = 1e6
+"""Nats; one that is not finite is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +25,27 @@ class Widths:
         bits_per_number: mean bits of a stored number, sizes and ranges included.
         kl: predicted mean KL to 16 bit, in nats.
         tokens: number of tokens that were run.
+        held_out: mean KL to 16 bit on texts held out, in nats; None: it was not measured.
 
     Raises:
-        ValueError: figures that are not finite, or below 0.
+        ValueError: figures that are not finite, or below 0; more than 16 bits per number.
     """
 
     layers: tuple[tuple[int, int], ...]
     bits_per_number: float
     kl: float
     tokens: int
+    held_out: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("bits_per_number", "kl"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"widths.{name} is {getattr(self, name)}, and should be a number of at least 0")
+        for name, most in (("bits_per_number", 16), ("kl", MOST_KL), ("held_out", MOST_KL)):
+            found = getattr(self, name)
+            if not (found is None or 0 <= found <= most):
+                raise ValueError(f"widths.{name} is {found}, and should be a number from 0 to {most:g}")
+
+    def __str__(self) -> str:
+        held = "" if self.held_out is None else f", {self.held_out:.4f} on texts held out"
+        return f"{self.bits_per_number:.2f} bits per number, predicted KL {self.kl:.4f} nats to 16 bit{held}"
 
     def facts(self) -> dict[str, Any]:
         """For JSON."""

@@ -27,7 +27,7 @@ from turbo_hf.console import (
     remark,
     show_table,
 )
-from turbo_hf.eval.widths import COUNT, PROMPT, SAMPLES, calibrate_widths, require_budget
+from turbo_hf.eval.widths import COUNT, PROMPT, SAMPLES, calibrate_widths, required_settings
 
 
 def calibrate_command(
@@ -81,8 +81,8 @@ def calibrate_command(
         if budget is not None:
             given = {**of_index, "seed": seed or None, "preset": None if preset == "fast" else preset}
             _refuse_beside_budget(given | {"heads_only": heads_only or None})
-            require_budget(budget)
-            sizes = {"count": windows or COUNT, "tokens": window or PROMPT}
+            sizes = {"count": COUNT if windows is None else windows, "tokens": PROMPT if window is None else window}
+            required_settings(budget, **sizes)
             place = {"out": out_folder, "overwrite": overwrite, "revision": revision}
             loaded, tokenizer = load(model, device, revision, gguf_file)
             facts = _widths(loaded, tokenizer, budget, texts, **sizes, **place)
@@ -121,8 +121,8 @@ def _widths(model: Any, tokenizer: Any, budget: str, texts: str | None, **option
     headings = ("layer", "K/V", *(f"{side} {bits}" for side in ("keys", "values") for bits in (4, 3, 2)))
     show_table(title, headings, cells, words=2, box=SIMPLE)
     remark("Keys and values of one layer alone at 4, 3 and 2 bit: mean KL to 16 bit, thousandths of a nat.")
-    held = {row.method: row.figures.kl if row.figures is not None else None for row in rows}
-    kl = " and ".join(f"{name} {'failed' if x is None else f'{x:.5f}'}" for name, x in held.items())
+    held = {row.method: row.figures.kl for row in rows if row.figures is not None}
+    kl = " and ".join(f"{name} {x:.5f}" for name, x in held.items())
     said = f"{widths.bits_per_number:.3f} bits per number; predicted KL {widths.kl:.5f} nats; on texts held out: {kl}."
     out.print(said, markup=False, highlight=False)
     folder = options["out"]
@@ -196,6 +196,8 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
             "Of C buckets; recall: long-range attention mass in 4 % of the keys, on text held out, by what chooses "
             "them: the selectors saap, kmeans and kmeans-rotated, and chance (random)."
         )
+    if found.widths is not None:
+        out.print(f"Kept the widths that were there: {found.widths}.", markup=False, highlight=False)
     for layer in found.layers:
         if layer.note:
             out.print(f"Layer {layer.index}: {layer.note}", markup=False, highlight=False)
