@@ -65,7 +65,11 @@ def calibrate_command(
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub, instead of main.")] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the calibration in --out at the end.")
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace the calibration in --out at the end: with --budget its widths alone, else all but these.",
+        ),
     ] = False,
     gguf_file: GgufFile = None,
     device: Device = "auto",
