@@ -279,10 +279,12 @@ class TurboConfig(Options):
         given: Any = self.layer_bits
         if given is None:
             return
+        named = isinstance(given, str) and given == BY_CALIBRATION
         widths = [tuple(x) if isinstance(x, list) else x for x in given] if isinstance(given, list | tuple) else []
         numbers = [n for x in widths for n in (x if isinstance(x, tuple) else (x,))]
-        known = all(x in (*BITS, *product(BITS, BITS)) for x in widths) and all(type(n) is int for n in numbers)
-        if given != BY_CALIBRATION and not (widths and known):
+        # types first: numpy's arrays are not compared to one truth
+        known = all(type(n) is int for n in numbers) and all(x in (*BITS, *product(BITS, BITS)) for x in widths)
+        if not named and not (widths and known):
             raise ValueError(
                 f"TurboConfig.layer_bits must be numbers of {', '.join(map(str, BITS))}, or pairs of them for keys and "
                 f'values, first layers first, or "{BY_CALIBRATION}"; got {given!r}.'
@@ -295,7 +297,7 @@ class TurboConfig(Options):
         if any(others.values()):
             name = next(name for name, set_ in others.items() if set_)
             raise ValueError(f"TurboConfig.layer_bits does not go with {name}: it gives all bits. Leave {name} out.")
-        if given != BY_CALIBRATION:
+        if not named:
             # what means the same is written the same: (2, 2) is 2
             object.__setattr__(self, "layer_bits", tuple(_width(*widths_of(x)) for x in widths))
 
