@@ -106,7 +106,8 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     other.save_pretrained(tmp_path / "index")
     again = CliRunner().invoke(app, [*words, "--calibration", str(tmp_path / "index")])
     assert again.exit_code == 1
-    assert f"calibration was {index}, now " in " ".join(again.output.split())
+    assert f"calibration was {index!r}, now " in " ".join(again.output.split())
+    assert "fp16 (1 of" not in again.output, "refused before the first method runs"
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,8 @@ def logits(model: Any, ids: torch.Tensor, held: Any) -> torch.Tensor:
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
 def test_autocast(family: str, narrow: torch.dtype) -> None:
-    model, ids = tiny_llama(attn_implementation="sdpa") if family == "llama" else build(family), prompts(2, 80) % 90
+    model: Any = tiny_llama(attn_implementation="sdpa") if family == "llama" else build(family)
+    ids = prompts(2, 80) % 90
     exact = logits(model, ids, DynamicCache())
     with torch.autocast("cpu", dtype=narrow):
         plain = logits(model, ids, DynamicCache())
