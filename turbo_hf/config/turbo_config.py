@@ -392,6 +392,10 @@ NAMED = {**PRESETS, **ABLATIONS, BY_CALIBRATION: TurboConfig(layer_bits=BY_CALIB
 """Every config that has a name. "calibrated" needs a calibration with widths."""
 
 
+ADVISED = (*PRESETS, BY_CALIBRATION)
+"""Names that errors give."""
+
+
 def not_recommended(config: TurboConfig) -> str | None:
     """Why a config is not recommended, as a sentence with figures; None: nothing of it has 2 bits, or a calibration
     decides, which tells its own figures."""
@@ -421,7 +425,7 @@ def resolve_preset(name: object) -> TurboConfig:
     """`preset_named`. ValueError names the presets."""
     found = preset_named(name)
     if found is None:
-        raise ValueError(f"unknown preset {name!r}; presets are {', '.join(PRESETS)}.")
+        raise ValueError(f"unknown preset {name!r}; presets are {', '.join(ADVISED)}.")
     return found
 
 
@@ -448,7 +452,7 @@ def resolve_config(config: ConfigLike) -> TurboConfig:
             raise ValueError(f"the config file {config}: {error}") from error
     raise ValueError(
         f"config must be a TurboConfig, a dict of its options, a {', '.join(SUFFIXES)} file, or one of the presets "
-        f"{', '.join(PRESETS)}; got {config!r}."
+        f"{', '.join(ADVISED)}; got {config!r}."
     )
 
 
