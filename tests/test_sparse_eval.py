@@ -82,6 +82,7 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     # the folder may begin with methods that take no calibration: one is compared with that of the same method alone
     began = CliRunner().invoke(app, words[:-4])
     assert began.exit_code == 0, began.output
+    assert "fp16 (1 of" in began.output
     result = CliRunner().invoke(app, [*words, "--calibration", str(tmp_path / "index")])
     assert result.exit_code == 0, result.output
 
