@@ -7,13 +7,19 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lm_eval.api.model import CachingLM
+from lm_eval.api.model import CachingLM, hash_args
 
 from turbo_hf.config.whole_files import append_line, read_lines
 from turbo_hf.eval.run_identity import differences
 
 Answer = str | float | tuple[float, bool]
 """A reply, the log-likelihood of a text, or that of a continuation and whether greedy decoding gives it."""
+
+KINDS: dict[str, Any] = {"generate_until": str, "loglikelihood": tuple, "loglikelihood_rolling": float | int}
+"""What answers each kind of request."""
+
+NAMED = 5
+"""Differences between two runs that an error names."""
 
 REMEDY = "Delete it, and the same command asks its items anew; do not use one whose origin you do not know."
 
@@ -67,9 +73,11 @@ class Answers(dict[str, Answer]):
                 "changed. Choose another --out."
             )
         elif changed := differences(was, about):
+            more = [f"and {len(changed) - NAMED} more"] if len(changed) > NAMED else []
             raise ValueError(
-                f"{str(path)!r} is of a run that cannot be continued by this one: {'; '.join(changed)}. Results of "
-                "different runs are not merged: choose another --out, or restore what it was."
+                f"{str(path)!r} is of a run that cannot be continued by this one: "
+                f"{'; '.join([*changed[:NAMED], *more])}. Results of different runs "
+                "are not merged: choose another --out, or restore what it was."
             )
         for line in lines[1:]:
             match line:
@@ -78,7 +86,11 @@ class Answers(dict[str, Answer]):
                 case {"batch": own} if len(line) == 1 and (batch := _batch(own)) is not None:
                     self.batches.append(batch)
                 case _:
-                    raise ValueError(f"{str(path)!r} was changed: {str(line)[:80]} is no answer. {REMEDY}")
+                    raise self.damaged(line)
+
+    def damaged(self, what: object) -> ValueError:
+        """The error of a file that holds `what` in an answer's place."""
+        return ValueError(f"{str(self.path)!r} was changed: {repr(what)[:80]} is no answer. {REMEDY}")
 
     def __setitem__(self, key: str, answer: Answer) -> None:
         # the harness sets each one when it comes, and again at the end of its call
@@ -125,3 +137,17 @@ class AnsweredLM(CachingLM):  # type: ignore[misc]
         # not the harness's, which opens that file
         self.lm, self.dbdict, self.cache_db = lm, answers, str(answers.path)
         lm.set_cache_hook(self.get_cache_hook())
+
+    def __getattr__(self, attr: str) -> Any:
+        answer = super().__getattr__(attr)
+        if attr not in KINDS:
+            return answer
+
+        def checked(requests: list[Any]) -> Any:
+            for request in requests:
+                kept = self.dbdict.get(hash_args(attr, request.args))
+                if not isinstance(kept, KINDS[attr] | None):
+                    raise self.dbdict.damaged(kept)
+            return answer(requests)
+
+        return checked

@@ -163,12 +163,12 @@ def _run(
 ) -> dict[str, Any]:
     """asked: without the model's context."""
     # the harness takes seconds to import, and is an extra
-    from turbo_hf.eval.evaluate import SEED, load_tasks, quiet, run_method  # noqa: PLC0415
+    from turbo_hf.eval.evaluate import SEED, answers_of, load_tasks, quiet, run_method  # noqa: PLC0415
     from turbo_hf.eval.report import report  # noqa: PLC0415
 
     quiet()
     loaded, tokenizer = load(model, device, gguf_file=gguf_file)
-    made = _calibration(loaded, wanted, calibration)
+    made, configs = _calibration(loaded, wanted, calibration)
     positions = getattr(loaded.config.get_text_config(decoder=True), "max_position_embeddings", None)
     room = asked.longest + REPLY_ROOM
     limits = replace(asked, context=min(positions or room, room))
@@ -187,20 +187,26 @@ def _run(
     ranks = ranks_of(loaded)
     options = {"suite": suite, **asdict(limits), "seed": SEED, "batch": batch, "batch_tokens": batch_tokens}
     about = identity(loaded, tokenizer, tasks, {**options, "ranks": ranks.count if ranks else 1})
-    configs = {method.name: method.config and method.config.to_dict() for method in wanted}
-    meta = {"identity": about, "commit": facts(loaded.device)["commit"], "argv": sys.argv, "configs": configs}
     digest = None if made is None else made.digest()
+    meta = {"identity": about, "commit": facts(loaded.device)["commit"], "argv": sys.argv, "configs": configs}
+    meta["calibration"] = digest
     folder = _own_folder(folder, ranks)
     with one_writer(folder, LOCK):
         base = known.method_named(known.BASELINE)
         runs = {known.BASELINE: base, known.AGAIN: base, **{method.name: method for method in wanted}}
+        # all of them, so that a run which cannot go on ends before its first method
+        answers = {
+            label: answers_of(
+                label, method, folder, {**about, "calibration": digest if _uses_calibration(method) else None}
+            )
+            for label, method in runs.items()
+        }
         outcomes: dict[str, Any] = {}
         result: dict[str, Any] = {}
         for number, (label, method) in enumerate(runs.items(), 1):
             err.print(f"{label} ({number} of {len(runs)})", style="bold", highlight=False)
             outcomes[label] = run_method(
-                label, method, loaded, tokenizer, tasks, folder,
-                {**about, "calibration": digest if _uses_calibration(method) else None},
+                label, method, loaded, tokenizer, tasks, folder, answers[label],
                 batch=batch, batch_tokens=batch_tokens, limits=limits, calibration=made,
             )  # fmt: skip
             left = list(runs)[number:]
@@ -222,19 +228,23 @@ def _uses_calibration(method: known.Method) -> bool:
     return method.config is not None and uses_calibration(method.config)
 
 
-def _calibration(model: Any, wanted: list[known.Method], named: str) -> Calibration | None:
-    """The calibration, if one is used. It is tried with all methods first, so that errors appear early."""
+def _calibration(
+    model: Any, wanted: list[known.Method], named: str
+) -> tuple[Calibration | None, dict[str, dict[str, Any] | None]]:
+    """The calibration, if one is used, and each method's options with what it chooses. It is tried with all methods
+    first, so that errors appear early."""
     used = any(map(_uses_calibration, wanted))
     if named != "auto" and not used:
         raise ValueError(f"--calibration {named}: none of these methods takes anything from a calibration.")
     made = None if not used else find(checkpoint_of(model)) if named == "auto" else Calibration.from_pretrained(named)
+    configs: dict[str, dict[str, Any] | None] = {}
     for method in wanted:
         try:
-            with known.applied(model, method, made):
-                pass
+            with known.applied(model, method, made) as handle:
+                configs[method.name] = None if handle is None else handle.report().config.to_dict()
         except ValueError as error:
             raise ValueError(f"{method.name}: {error}") from error
-    return made
+    return made, configs
 
 
 def _write(

@@ -99,6 +99,18 @@ def _longest(task: Any, tokenizer: Any) -> int:
     return longest
 
 
+def answers_of(label: str, method: Method, folder: Path, about: dict[str, Any]) -> Answers:
+    """What an earlier run of a method has answered; arguments as of `run_method`.
+
+    about: the identity of the run.
+
+    Raises:
+        ValueError: the answers are of another run, or were changed; the message names the file.
+    """
+    options = None if method.config is None else method.config.to_dict()
+    return Answers(folder / folder_of(label) / "answers.jsonl", {**about, "method": label, "config": options})
+
+
 def run_method(
     label: str,
     method: Method,
@@ -106,7 +118,7 @@ def run_method(
     tokenizer: Any,
     tasks: dict[str, Any],
     folder: Path,
-    about: dict[str, Any],
+    answers: Answers,
     *,
     batch: int,
     batch_tokens: int | None = None,
@@ -121,19 +133,17 @@ def run_method(
         tasks: from `load_tasks`.
         folder: folder of the whole run. Below `folder/label`: answers.jsonl (as they come), and, when all is done,
             samples_TASK.jsonl and results.json.
-        about: the identity of the run.
+        answers: from `answers_of`.
         batch: maximum rows per batch. batch_tokens: maximum tokens per batch; None: no limit.
         limits: what the tasks were built with.
         calibration: for methods that need one.
 
     Raises:
-        ValueError: the answers of an earlier run are of another one, or were changed; the message names the file.
+        ValueError: the answers of an earlier run were changed; the message names the file.
         OSError: a file cannot be written.
     """
     own = folder / folder_of(label)
     torch.manual_seed(SEED)
-    options = None if method.config is None else method.config.to_dict()
-    answers = Answers(own / "answers.jsonl", {**about, "method": label, "config": options})
     if label == AGAIN:
         # of the same batches nothing would differ: other sums, as any change of the batch size makes
         batch, batch_tokens = max(1, batch * 5 // 8), batch_tokens and max(1, batch_tokens * 5 // 8)

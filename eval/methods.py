@@ -14,6 +14,7 @@ from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.config.file import names_a_file
 from turbo_hf.config.turbo_config import (
+    ADVISED,
     ATTENTION_MODES,
     BY_CALIBRATION,
     PRESETS,
@@ -71,7 +72,7 @@ SIMULATED: dict[str, Scheme] = {
 
 def method_names() -> str:
     """The names that methods begin with."""
-    return ", ".join((BASELINE, EAGER, *PRESETS, *SIMULATED, *_quantized()))
+    return ", ".join((BASELINE, EAGER, *ADVISED, *SIMULATED, *_quantized()))
 
 
 EXPLAINED = (

@@ -48,7 +48,7 @@ class EvalReport(NamedTuple):
 
     lines: to be read before the tables.
     notes: to be read after them.
-    meta: from `open_run`.
+    meta: what was run, for JSON.
     pictures: PNG files that exist.
     """
 

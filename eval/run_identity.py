@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import platform
-import textwrap
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -60,6 +59,12 @@ def differences(before: dict[str, Any], now: dict[str, Any], under: str = "") ->
         if isinstance(old, dict) and isinstance(new, dict):
             found += differences(old, new, f"{under}{key}.")
         elif old != new:
-            was, is_now = (textwrap.shorten(str(each), 200, placeholder=" [...]") for each in (old, new))
-            found.append(f"{under}{key} was {was}, now {is_now}")
+            # of a file that anyone may have written: no escape sequence reaches the terminal
+            name = _short(f"{under}{key}").strip("'\"")
+            found.append(f"{name} was {_short(old)}, now {_short(new)}")
     return found
+
+
+def _short(what: object) -> str:
+    text = repr(what)
+    return text if len(text) <= 200 else f"{text[:200]} [...]"

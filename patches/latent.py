@@ -24,7 +24,7 @@ def keep_latent(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tupl
     """
     # the name under which the patch registers its attention (`turbo_attention.NAME`)
     if module.config._attn_implementation != "turbo_hf":
-        return expanded(module, latent, rotary)
+        latent, rotary = getattr(type(module), EXPAND)(module, latent, rotary)
     return latent, rotary
 
 
@@ -34,9 +34,12 @@ def keeps_latent(module: Any) -> bool:
 
 
 def expanded(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [B, H, N, nope + R] and values [B, H, N, Dv] of latents, by the module's own class."""
-    keys, values = getattr(type(module), EXPAND)(module, latent, rotary)
-    return keys, values
+    """Keys [B, H, N, nope + R] and values [B, H, N, Dv] of latents, by the module's own class; dtype: theirs."""
+    up = module.kv_b_proj
+    # autocast, under which latents are narrower than weights, is off here
+    given = latent if is_fp8(up) else latent.to(up.weight.dtype)
+    keys, values = getattr(type(module), EXPAND)(module, given, rotary)
+    return keys.to(latent.dtype), values.to(latent.dtype)
 
 
 def why_not_absorbed(module: Any) -> str | None:

@@ -148,9 +148,16 @@ def test_layers_that_are_missing_are_told() -> None:
         turbo_hf.patch(model, "turbo-mixed", calibration=part)
 
 
-def test_a_missing_artifact_is_an_os_error(tmp_path: Path) -> None:
+def test_a_missing_artifact_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OSError, match=f"the folder has no {FACTS}"):
         Calibration.from_pretrained(tmp_path)
+    (tmp_path / "part").mkdir()
+    monkeypatch.chdir(tmp_path)
+    # the second could name a repository of the Hub
+    for file in (tmp_path / FACTS, Path("part") / FACTS):
+        file.write_text("{}")
+        with pytest.raises(OSError, match=rf"a calibration is a folder, and .* is a file. Name '{file.parent}'"):
+            Calibration.from_pretrained(file)
     with pytest.raises(OSError, match="there is no such folder"):
         Calibration.from_pretrained(tmp_path / "gone")
     with pytest.raises(OSError, match="no-such"):

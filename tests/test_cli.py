@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import typer.main
+from calibration_support import lab
 from choices import EVERY_PRESET, flat_config
 from models import LAB_MODEL, lab_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,6 +23,7 @@ from typer.testing import CliRunner
 
 import turbo_hf
 from turbo_hf import PRESETS, TurboConfig
+from turbo_hf.calibration.widths import Widths
 from turbo_hf.cli.generate import _continue, _sampling
 from turbo_hf.cli.main import LATER, app, load_command
 
@@ -89,6 +92,11 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
         (["generate", LAB, "hi", "--temperature", "nan"], "the temperature must be 0 .greedy. or .* above; got nan."),
         (["generate", LAB, "hi", "--preset", "turbo5"], "got 'turbo5'"),
         (["generate", LAB, "hi", "--preset", "saap"], 'selector "saap" needs a calibration'),
+        (
+            ["generate", LAB, "hi", "--calibration", "./nowhere"],
+            "no calibration in './nowhere': there is no such folder",
+        ),
+        (["generate", LAB, "hi", "--preset", "int8", "--calibration", "x"], "int8 takes nothing from a calibration"),
         (["generate", "./nowhere", "hi"], "there is no folder './nowhere', and no repository of the Hub can have this"),
     ],
 )
@@ -341,6 +349,10 @@ def test_a_prompt_is_continued(tmp_path: Path) -> None:
     )
     assert facts["config"] == flat_config(bits=8, block_size=32).to_dict()
     assert facts["dtype"] == "torch.float32"
+    widths = Widths(((4, 4), (8, 8), (3, 3), (4, 2), (4, 4), (8, 8)), 5.0, 0.002, 640)
+    replace(lab(), widths=widths).save_pretrained(tmp_path)
+    made = generated(LAB, PROMPT, "--calibration", str(tmp_path), "--max-new-tokens", "2", "--json")
+    assert last_json(made)["config"]["layer_bits"] == [4, 8, 3, [4, 2], 4, 8]
 
 
 def test_it_says_what_generate_says() -> None:

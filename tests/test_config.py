@@ -5,6 +5,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 from choices import EVERY_PRESET, flat_config
 from hypothesis import given
@@ -58,6 +59,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"bits": 5}, r"bits must be one of 16, 8, 4, 3, 2; got 5", id="bits"),
         pytest.param({"bits": 4.0}, r"bits must be one of 16, 8, 4, 3, 2; got 4.0", id="bits-float"),
         pytest.param({"bits": "4"}, r"bits must be one of 16, 8, 4, 3, 2; got '4'", id="bits-text"),
+        pytest.param({"bits": np.array([4, 8])}, r"bits must be one of 16, 8, 4, 3, 2; got array", id="bits-array"),
         pytest.param({"low_bits": 1}, r"low_bits must be one of 8, 4, 3, 2; got 1", id="low_bits"),
         pytest.param({"value_bits": 5}, r"value_bits must be one of 8, 4, 3, 2, None; got 5", id="value_bits"),
         pytest.param({"value_bits": 16}, r"value_bits must be one of 8, 4, 3, 2, None; got 16", id="value_bits-16"),
@@ -74,7 +76,17 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
             pytest.param(
                 {"layer_bits": given}, r"layer_bits must be numbers of 8, 4, 3, 2, or pairs .*; got ", id=str(given)
             )
-            for given in ((), 4, (16, 4), ((4, 5),), (True,), (4.0,), ((4, 2, 2),))
+            for given in (
+                (),
+                4,
+                (16, 4),
+                ((4, 5),),
+                (True,),
+                (4.0,),
+                ((4, 2, 2),),
+                np.array([4, 2]),
+                (np.array([4, 2]),),
+            )
         ),
         pytest.param({"layer_bits": (4,), "bits": 8}, r"layer_bits does not go with bits: .* bits out", id="depths-8"),
         pytest.param({"layer_bits": (4,), "value_bits": 2}, r"layer_bits does not go with value_bits", id="depths-v"),
@@ -224,7 +236,7 @@ def test_a_config_resolves_to_itself() -> None:
 
 @pytest.mark.parametrize("value", [pytest.param("turbo5", id="name"), pytest.param(["turbo4"], id="list")])
 def test_refuses_unknown_presets(value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"one of the presets {', '.join(PRESETS)}; got "):
+    with pytest.raises(ValueError, match=rf"one of the presets {', '.join(PRESETS)}, calibrated; got "):
         resolve_config(value)
 
 

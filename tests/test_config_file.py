@@ -118,7 +118,7 @@ def test_options_of_a_preset() -> None:
         ({"expert": None}, r"^TurboConfig.expert must be an Expert; got None"),
         (
             {"preset": "turbo5"},
-            r"^unknown preset 'turbo5'; presets are int8, turbo4, turbo-k4v3, saap\.$",
+            r"^unknown preset 'turbo5'; presets are int8, turbo4, turbo-k4v3, saap, calibrated\.$",
         ),
         ({"preset": {"bits": 4}}, r"^unknown preset {'bits': 4}; presets are "),
         ({"sparse": [1]}, r"^TurboConfig.sparse must be a SparseConfig or None; got \[1\]"),

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -15,11 +16,14 @@ from typer.testing import CliRunner
 pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
 pytest.importorskip("datasets", reason='datasets is not installed: pip install -e ".[eval]"')
 
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import hash_args
+
 from turbo_hf.cli.main import app
 from turbo_hf.config.whole_files import InUse, one_writer
-from turbo_hf.eval.answers import Answers, Batch
+from turbo_hf.eval.answers import AnsweredLM, Answers, Batch
 from turbo_hf.eval.eval_command import LOCK
-from turbo_hf.eval.evaluate import Outcome, load_tasks, run_method
+from turbo_hf.eval.evaluate import Outcome, answers_of, load_tasks, run_method
 from turbo_hf.eval.methods import method_named
 from turbo_hf.eval.model import TurboLM
 from turbo_hf.eval.run_identity import identity
@@ -79,11 +83,39 @@ def test_what_is_no_answer_is_refused(line: str, tmp_path: Path) -> None:
         Answers(path, ABOUT)
 
 
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong"),
+    [
+        ("generate_until", "a", 1.5),
+        ("generate_until", "a", (-1.0, True)),
+        ("loglikelihood", (-1.0, True), -1.0),
+        ("loglikelihood_rolling", -1.0, "\x1b[31m"),
+    ],
+)
+def test_an_answer_of_another_kind_is_refused(kind: Any, right: Any, wrong: Any, tmp_path: Path) -> None:
+    answers = Answers(tmp_path / "answers.jsonl", ABOUT)
+    asked = Instance(kind, {}, ("a", {}), 0)
+    lm = AnsweredLM(SimpleNamespace(set_cache_hook=lambda _: None, **{kind: lambda _: [right]}), answers)
+    for _ in range(2):
+        assert getattr(lm, kind)([asked]) == [right]
+    answers[hash_args(kind, asked.args)] = wrong
+    with pytest.raises(ValueError, match=r"answers.jsonl' was changed: .* is no answer. Delete it") as refused:
+        getattr(lm, kind)([asked])
+    assert str(refused.value).isprintable()
+
+
 def test_answers_of_another_run_are_not_merged(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     Answers(path, ABOUT)
-    with pytest.raises(ValueError, match=r"limit was None, now 3; versions.torch was 2.0, now 2.1. Results of differ"):
+    with pytest.raises(ValueError, match=r"limit was None, now 3; versions.torch was '2.0', now '2.1'. Results of"):
         Answers(path, {**ABOUT, "limit": 3, "versions": {"torch": "2.1"}})
+    # what a stranger wrote
+    strange = {**ABOUT, "model": "\x1b]0;b\7", **dict.fromkeys(map("\x1b[{}m".format, range(900)), 1)}
+    path.write_text(json.dumps({"identity": strange}) + "\n")
+    with pytest.raises(ValueError, match=r"and 897 more\. Results of") as refused:
+        Answers(path, {**ABOUT, "limit": 1})
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 1000
     # what an earlier version kept
     path.write_text('{"key": "a", "answer": "b"}\n')
     with pytest.raises(ValueError, match="does not begin with what its answers are of"):
@@ -122,7 +154,9 @@ def small_run(folder: Path) -> Outcome:
     model, tokenizer = lab_model()
     specs = [needle_task(tokenizer, [150], [0.0, 0.5, 1.0], [0]), prose_task("prose", carried_prose(2, 4))]
     tasks, _ = load_tasks(specs, tokenizer, LIMITS)
-    return run_method("int8", method_named("int8"), model, tokenizer, tasks, folder, {}, batch=1, limits=LIMITS)
+    method = method_named("int8")
+    answers = answers_of("int8", method, folder, {})
+    return run_method("int8", method, model, tokenizer, tasks, folder, answers, batch=1, limits=LIMITS)
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,23 @@
 """Evaluation: a run and what it leaves, a killed one that goes on, and the command."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calibration_support import lab
 from models import LAB_MODEL, lab_model
 from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
 pytest.importorskip("datasets", reason='datasets is not installed: pip install -e ".[eval]"')
 
+from turbo_hf import TurboConfig
+from turbo_hf.calibration.widths import Widths
 from turbo_hf.cli.main import app
-from turbo_hf.eval.evaluate import Outcome, load_tasks, quiet, run_method
+from turbo_hf.eval.eval_command import _calibration
+from turbo_hf.eval.evaluate import Outcome, answers_of, load_tasks, quiet, run_method
 from turbo_hf.eval.methods import AGAIN, BASELINE, method_named
 from turbo_hf.eval.model import TurboLM
 from turbo_hf.eval.output import EvalReport, markdown
@@ -35,8 +40,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Spec], dic
     tasks, notes = load_tasks(specs, tokenizer, LIMITS)
     assert not notes
     outcomes = {
-        label: run_method(label, method_named(name), model, tokenizer, tasks, folder, {}, batch=4, limits=LIMITS)
-        for label, name in ((BASELINE, BASELINE), (AGAIN, BASELINE), ("turbo4", "turbo4"))
+        label: run_method(
+            label,
+            method,
+            model,
+            tokenizer,
+            tasks,
+            folder,
+            answers_of(label, method, folder, {}),
+            batch=4,
+            limits=LIMITS,
+        )
+        for label, method in (
+            (name, method_named(base)) for name, base in ((BASELINE, BASELINE), (AGAIN, BASELINE), ("turbo4", "turbo4"))
+        )
     }
     return folder, specs, outcomes
 
@@ -109,6 +126,14 @@ def test_tables_and_pictures(run: tuple[Path, list[Spec], dict[str, Outcome]], t
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_says_what_a_calibration_chose(tmp_path: Path) -> None:
+    widths = Widths(((4, 4), (8, 8), (3, 3), (4, 2), (4, 4), (8, 8)), 5.0, 0.002, 640)
+    replace(lab(), widths=widths).save_pretrained(tmp_path)
+    _, configs = _calibration(lab_model()[0], [method_named("calibrated"), method_named("kivi4")], str(tmp_path))
+    assert configs["kivi4"] is None
+    assert configs["calibrated"] == {**TurboConfig().to_dict(), "layer_bits": [4, 8, 3, [4, 2], 4, 8]}
+
+
 def test_a_task_that_does_not_fit_is_skipped_and_told() -> None:
     _, tokenizer = lab_model()
     specs = [needle_task(tokenizer, [400], [0.5], [0]), prose_task("prose", carried_prose(1, 40))]
@@ -134,6 +159,8 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
     result = command("--json")
     found = json.loads(result.stdout.strip().splitlines()[-1])
     assert "LIMITED to 1 items a task: a smoke test, not a result." in result.stdout
+    assert found["meta"]["calibration"] is None
+    assert found["meta"]["configs"] == {"turbo4": TurboConfig().to_dict()}
     assert list(found["serving"]) == [BASELINE, AGAIN, "turbo4"]
     assert found["serving"]["turbo4"]["compression"] > 1.5
     names = {path.name for path in tmp_path.iterdir()}

@@ -1,4 +1,4 @@
-"""The ops of a layer: chosen once, by the first keys, and for nothing but another dtype again."""
+"""The ops of a layer: chosen once, by the first keys, and for nothing but another dtype or device again."""
 
 import pytest
 import torch
@@ -49,6 +49,14 @@ def test_another_dtype_chooses_anew() -> None:
     for dtype in (torch.float32, torch.float64):
         step(layer, 3, dtype)
         assert layer.ops.dtype == dtype
+
+
+def test_another_device_chooses_anew() -> None:
+    layer = TurboLayer(flat_config(block_size=32))
+    for device in ("cpu", "meta"):
+        k = torch.zeros(1, 2, 4, 16, device=device)
+        layer.prepare_for(k, k)
+        assert layer.ops.device == k.device
 
 
 def test_what_cannot_run_is_refused_before_anything_is_stored() -> None:

@@ -82,6 +82,7 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     # the folder may begin with methods that take no calibration: one is compared with that of the same method alone
     began = CliRunner().invoke(app, words[:-4])
     assert began.exit_code == 0, began.output
+    assert "fp16 (1 of" in began.output
     result = CliRunner().invoke(app, [*words, "--calibration", str(tmp_path / "index")])
     assert result.exit_code == 0, result.output
 
@@ -106,7 +107,8 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     other.save_pretrained(tmp_path / "index")
     again = CliRunner().invoke(app, [*words, "--calibration", str(tmp_path / "index")])
     assert again.exit_code == 1
-    assert f"calibration was {index}, now " in " ".join(again.output.split())
+    assert f"calibration was {index!r}, now " in " ".join(again.output.split())
+    assert "fp16 (1 of" not in again.output, "refused before the first method runs"
 
 
 @pytest.mark.parametrize(

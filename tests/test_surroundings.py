@@ -19,6 +19,7 @@ from choices import flat_config
 from graphs_support import an_index
 from models import lab_model, prompts, tiny_llama
 from patching_support import EXACT, SMALL, changes, generate, snapshot, tiny
+from tiny_families import build
 from torch import Tensor
 from transformers import (
     Cache,
@@ -63,8 +64,10 @@ def logits(model: Any, ids: torch.Tensor, held: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
-def test_autocast(narrow: torch.dtype) -> None:
-    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(2, 80)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_autocast(family: str, narrow: torch.dtype) -> None:
+    model: Any = tiny_llama(attn_implementation="sdpa") if family == "llama" else build(family)
+    ids = prompts(2, 80) % 90
     exact = logits(model, ids, DynamicCache())
     with torch.autocast("cpu", dtype=narrow):
         plain = logits(model, ids, DynamicCache())

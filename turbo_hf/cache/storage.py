@@ -128,8 +128,8 @@ class LayerStorage:
         # set while the pass is a step that may be replayed
         self.replay: ReplayState | None = None
         self._repeats = _Repeats()
-        # the dtype for which `ops` were chosen
-        self.chosen_for: torch.dtype | None = None
+        # what `ops` were chosen for
+        self.chosen_for: tuple[torch.dtype, torch.device] | None = None
 
     @ordinary
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -284,7 +284,7 @@ class LayerStorage:
         return tensors if self.universal is None else [*tensors, self.universal]
 
     def prepare_for(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Choose the layer's ops by the first keys and values [B, Hkv, M, D]; anew by others of another dtype.
+        """Choose the layer's ops by the first keys and values [B, Hkv, M, D]; anew for another dtype or device.
 
         Raises:
             ValueError: other rows, heads or channels than the cache holds.
@@ -295,9 +295,10 @@ class LayerStorage:
                 f"this pass brings {k.shape[0]} of {k.shape[1]} of {k.shape[3]}. Use a new TurboCache, or reset() this "
                 "one."
             )
-        if k.dtype != self.chosen_for:
+        kind = (k.dtype, k.device)
+        if kind != self.chosen_for:
             self.ops = ops_of(self.config, k, self.config.head_groups(k.shape[1]), v.shape[-1] if self.latent else None)
-            self.chosen_for = k.dtype
+            self.chosen_for = kind
 
     def seal_leftovers(self, tokens: int, check_later: bool = False) -> None:
         """Seal the blocks that replayed steps have filled, unless another replayed step follows, which does it.

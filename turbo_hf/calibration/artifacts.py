@@ -256,6 +256,8 @@ class Calibration:
         """
         if Path(name).is_dir():
             return _read_folder(Path(name), str(name))
+        if Path(name).is_file():
+            raise OSError(f"a calibration is a folder, and {str(name)!r} is a file. Name {str(Path(name).parent)!r}.")
         if names_a_folder(str(name)):
             raise OSError(f"there is no calibration in {str(name)!r}: there is no such folder.")
         options = {"token": token, "local_files_only": local_files_only}

@@ -13,6 +13,7 @@ from turbo_hf.console import Device, GgufFile, Json, err, fail, load_model, load
 if TYPE_CHECKING:
     from turbo_hf.cache.memory import Memory
     from turbo_hf.cache.turbo_cache import TurboCache
+    from turbo_hf.config.turbo_config import TurboConfig
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -31,6 +32,9 @@ def generate_command(
         str | None,
         typer.Option("--preset", "--config", help="A preset, or a JSON or YAML file of options; default: turbo4."),
     ] = None,
+    calibration: Annotated[
+        str, typer.Option(help="A folder or Hub id, for its widths or for --preset; auto: beside the checkpoint.")
+    ] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per reply.")] = 256,
     temperature: Annotated[
         float | None, typer.Option(help="0: greedy; above: sample. Default: as the model's generation config says.")
@@ -54,21 +58,21 @@ def generate_command(
     import torch  # noqa: PLC0415
     from transformers import set_seed  # noqa: PLC0415
 
-    from turbo_hf.config.turbo_config import DEFAULT_PRESET, resolve_config  # noqa: PLC0415
     from turbo_hf.errors import out_of_memory  # noqa: PLC0415
     from turbo_hf.patching.patch_model import patch  # noqa: PLC0415
     from turbo_hf.ranks import ranks_of  # noqa: PLC0415
 
     try:
         options = {"max_new_tokens": max_new_tokens, **_sampling(temperature)}
-        chosen = resolve_config(config or DEFAULT_PRESET)
+        chosen = _config(config, calibration)
         tokenizer = load_tokenizer(model, gguf_file=gguf_file)
         if chat and not tokenizer.chat_template:
             raise ValueError(f"{model} has no chat template. Without --chat, it continues the prompt as plain text.")
         loaded = load_model(model, device, dtype=dtype, gguf_file=gguf_file)
         # a checkpoint's generation config may choose what one streamed reply on a compressed cache does not support
         loaded.generation_config.update(use_cache=True, cache_implementation=None, num_beams=1, num_return_sequences=1)
-        with patch(loaded, chosen) as handle:
+        with patch(loaded, chosen, calibration=calibration) as handle:
+            resolved = handle.report().config.to_dict()
             # ranks that sample must draw alike
             ranks = ranks_of(loaded)
             if seed is not None or ranks:
@@ -91,9 +95,20 @@ def generate_command(
     if memory:
         err.print(_line(taken), markup=False, highlight=False, soft_wrap=True)
     if json_line:
-        facts = {"model": model, "device": str(loaded.device), "dtype": str(loaded.dtype), "config": chosen.to_dict()}
+        facts = {"model": model, "device": str(loaded.device), "dtype": str(loaded.dtype), "config": resolved}
         facts["memory"] = {"tokens": taken.tokens, "bytes": taken.all_ranks, "compression": taken.compression}
         print(json.dumps({**facts, "replies": replies}), flush=True)  # noqa: T201
+
+
+def _config(name: str | None, calibration: str) -> "TurboConfig":
+    """ValueError or OSError: no config, or one that has no use for the calibration that is named."""
+    from turbo_hf.calibration.choice import uses_calibration  # noqa: PLC0415
+    from turbo_hf.config.turbo_config import BY_CALIBRATION, DEFAULT_PRESET, resolve_config  # noqa: PLC0415
+
+    chosen = resolve_config(name or (DEFAULT_PRESET if calibration == "auto" else BY_CALIBRATION))
+    if calibration != "auto" and not uses_calibration(chosen):
+        raise ValueError(f"--calibration {calibration}: {name} takes nothing from a calibration.")
+    return chosen
 
 
 def _sampling(temperature: float | None) -> dict[str, Any]:

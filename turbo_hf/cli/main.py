@@ -152,7 +152,7 @@ def demo_command(
     if model is None and not CARRIED.is_dir():
         raise fail("the included model is not beside this installation; pass --model, a folder or a Hub id.")
     from turbo_hf.config.file import SUFFIXES, names_a_file  # noqa: PLC0415
-    from turbo_hf.config.turbo_config import PRESETS, preset_named, resolve_config  # noqa: PLC0415
+    from turbo_hf.config.turbo_config import ADVISED, PRESETS, preset_named, resolve_config  # noqa: PLC0415
     from turbo_hf.eval.needle import needles  # noqa: PLC0415
 
     # a sparse preset needs a calibration
@@ -161,7 +161,7 @@ def demo_command(
     unknown = [name for name in methods if preset_named(name) is None and not names_a_file(name)]
     if unknown:
         raise fail(
-            f"unknown method {', '.join(unknown)}; presets are {', '.join(PRESETS)}, and files of options end in "
+            f"unknown method {', '.join(unknown)}; presets are {', '.join(ADVISED)}, and files of options end in "
             f"{', '.join(SUFFIXES)}."
         )
     with mistakes_end_the_command():

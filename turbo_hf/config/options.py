@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 def one_of(field: str, value: object, allowed: tuple[object, ...], owner: str) -> None:
     """ValueError unless the value is one of those allowed, and of the same type."""
     # check the type, too: True == 1 and 4.0 == 4 would pass a plain membership test
-    if not any(value == a and type(value) is type(a) for a in allowed):
+    if not any(type(value) is type(a) and value == a for a in allowed):
         raise ValueError(f"{owner}.{field} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
 
 

@@ -279,10 +279,12 @@ class TurboConfig(Options):
         given: Any = self.layer_bits
         if given is None:
             return
+        named = isinstance(given, str) and given == BY_CALIBRATION
         widths = [tuple(x) if isinstance(x, list) else x for x in given] if isinstance(given, list | tuple) else []
         numbers = [n for x in widths for n in (x if isinstance(x, tuple) else (x,))]
-        known = all(x in (*BITS, *product(BITS, BITS)) for x in widths) and all(type(n) is int for n in numbers)
-        if given != BY_CALIBRATION and not (widths and known):
+        # types first: numpy's arrays are not compared to one truth
+        known = all(type(n) is int for n in numbers) and all(x in (*BITS, *product(BITS, BITS)) for x in widths)
+        if not named and not (widths and known):
             raise ValueError(
                 f"TurboConfig.layer_bits must be numbers of {', '.join(map(str, BITS))}, or pairs of them for keys and "
                 f'values, first layers first, or "{BY_CALIBRATION}"; got {given!r}.'
@@ -295,7 +297,7 @@ class TurboConfig(Options):
         if any(others.values()):
             name = next(name for name, set_ in others.items() if set_)
             raise ValueError(f"TurboConfig.layer_bits does not go with {name}: it gives all bits. Leave {name} out.")
-        if given != BY_CALIBRATION:
+        if not named:
             # what means the same is written the same: (2, 2) is 2
             object.__setattr__(self, "layer_bits", tuple(_width(*widths_of(x)) for x in widths))
 
@@ -390,6 +392,10 @@ NAMED = {**PRESETS, **ABLATIONS, BY_CALIBRATION: TurboConfig(layer_bits=BY_CALIB
 """Every config that has a name. "calibrated" needs a calibration with widths."""
 
 
+ADVISED = (*PRESETS, BY_CALIBRATION)
+"""Names that errors give."""
+
+
 def not_recommended(config: TurboConfig) -> str | None:
     """Why a config is not recommended, as a sentence with figures; None: nothing of it has 2 bits, or a calibration
     decides, which tells its own figures."""
@@ -419,7 +425,7 @@ def resolve_preset(name: object) -> TurboConfig:
     """`preset_named`. ValueError names the presets."""
     found = preset_named(name)
     if found is None:
-        raise ValueError(f"unknown preset {name!r}; presets are {', '.join(PRESETS)}.")
+        raise ValueError(f"unknown preset {name!r}; presets are {', '.join(ADVISED)}.")
     return found
 
 
@@ -446,7 +452,7 @@ def resolve_config(config: ConfigLike) -> TurboConfig:
             raise ValueError(f"the config file {config}: {error}") from error
     raise ValueError(
         f"config must be a TurboConfig, a dict of its options, a {', '.join(SUFFIXES)} file, or one of the presets "
-        f"{', '.join(PRESETS)}; got {config!r}."
+        f"{', '.join(ADVISED)}; got {config!r}."
     )
 
 
