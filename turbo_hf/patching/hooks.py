@@ -70,11 +70,11 @@ def add_hooks(
         # behind the hook that may bring the cache
         begin = functools.partial(_begin_pass, depth, maker.ranks)
         hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-        # runs last and only on success, so it marks the pass as complete
-        hooks.append(module.register_forward_hook(functools.partial(_finish_pass, depth), with_kwargs=True))
         # also after an error: one that came before anything was stored leaves no mark
         dropped = functools.partial(_drop_pass, depth)
         hooks.append(module.register_forward_hook(dropped, with_kwargs=True, always_call=True))
+        # runs last and only on success, so it marks the pass as complete
+        hooks.append(module.register_forward_hook(functools.partial(_finish_pass, depth), with_kwargs=True))
     for index, module in modules.items():
         at = layers[index]
         hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, bool(at.groups), strict))
@@ -134,7 +134,7 @@ def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[st
 
 @outside_of_steps(-2)
 def _drop_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook of a module that calls all layers, behind `_finish_pass`: forget a pass that has stored nothing."""
+    """Forward hook of a module that calls all layers, before `_finish_pass`: forget a pass that has stored nothing."""
     cache = _cache_of(args, kwargs)
     if cache is not None:
         cache.mark.drop(depth)
