@@ -20,7 +20,7 @@ from turbo_hf.calibration.artifacts import FACTS, Calibration, LayerCalibration,
 from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.run import LOCK, CalibrationPlan, on_cpu_by_default, read_windows, refuse_folder
 from turbo_hf.calibration.settings import Settings, resolve_settings
-from turbo_hf.calibration.widths import Choice, Widths, choices
+from turbo_hf.calibration.widths import ChosenWidths, Widths, choices
 from turbo_hf.config.turbo_config import BY_CALIBRATION, TurboConfig, resolve_config
 from turbo_hf.config.whole_files import one_writer
 from turbo_hf.errors import Strict
@@ -81,7 +81,7 @@ class Measured(NamedTuple):
     tokens: int
     block: int
 
-    def widths(self, choice: Choice) -> Widths:
+    def widths(self, choice: ChosenWidths) -> Widths:
         """A choice for all layers."""
         pairs = [[8, 8] for _ in range(self.layers)]
         for part, bits in zip(self.parts, choice.widths, strict=True):

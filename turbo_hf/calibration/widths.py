@@ -57,7 +57,7 @@ def widths_from(facts: Mapping[str, Any]) -> Widths:
     return Widths(**{**facts, "layers": tuple((keys, values) for keys, values in facts["layers"])})
 
 
-class Choice(NamedTuple):
+class ChosenWidths(NamedTuple):
     """size, cost: sums of those of all parts. widths: the bits of each part."""
 
     size: int
@@ -65,7 +65,7 @@ class Choice(NamedTuple):
     widths: tuple[int, ...]
 
 
-def choices(costs: Sequence[Mapping[int, float]], sizes: Sequence[Mapping[int, int]]) -> list[Choice]:
+def choices(costs: Sequence[Mapping[int, float]], sizes: Sequence[Mapping[int, int]]) -> list[ChosenWidths]:
     """Every choice of widths that no other one of its size, or of less, undercuts: larger sizes, smaller costs.
 
     It is exact (dynamic programming over sizes).
@@ -82,7 +82,7 @@ def choices(costs: Sequence[Mapping[int, float]], sizes: Sequence[Mapping[int, i
         for each in sorted(grown, key=lambda x: x[:2]):
             if not best or each[1] < best[-1][1]:
                 best.append(each)
-    return [Choice(size, cost, _unlinked(linked)) for size, cost, linked in best]
+    return [ChosenWidths(size, cost, _unlinked(linked)) for size, cost, linked in best]
 
 
 def _unlinked(linked: Any) -> tuple[int, ...]:
