@@ -5,17 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turbo_hf.eval import ruler, tasks
+from turbo_hf.eval import tasks
 from turbo_hf.eval.long_answers import ROWS
 from turbo_hf.eval.scorers import BBH, CHOICES, GSM8K, Scorer
 from turbo_hf.eval.tasks import Spec
 
 SUITES = {
     "smoke": "minutes on a CPU: needles, and perplexity of carried prose",
-    "core": "GSM8K and BBH with chains of thought, AQuA, needles, RULER at 4k, WikiText",
+    "core": "GSM8K and BBH with chains of thought, AQuA, needles, WikiText",
     "reasoning": "GSM8K, BBH and AQuA only: decode-heavy, short prompts",
-    "long": "to the longest context: needles at every depth, RULER, perplexity of windows",
-    "ruler": "RULER's eight needle tasks with its 500 items per length, from 4k on",
+    "long": "to the longest context: needles at every depth, perplexity of windows",
     "answers": "tables written in another form, row by row: answers of 2k tokens and more",
 }
 
@@ -36,9 +35,6 @@ BOOKS = ("travels_in_west_africa", "wieland", "waverley", "life_on_the_mississip
 AQUA_FILES = ("aqua/cot_4shot.json", "aqua/test.jsonl")
 
 DEPTHS = [i / 10 for i in range(11)]
-
-RULER_ITEMS = {"core": 50, "long": 25, "ruler": 500}
-"""Items per task and length; 500 is RULER's own number."""
 
 LONG_ITEMS = 64
 """Items of each form of long answers."""
@@ -85,12 +81,10 @@ def build(suite: str, tokenizer: Any, limits: Limits, data: Path | None = None) 
     if suite == "core":
         specs.append(_wikitext(data))
     specs += [tasks.long_task(form, LONG_ITEMS, limits.limit) for form in ROWS if suite == "answers"]
-    if suite not in ("reasoning", "ruler", "answers"):
+    if suite not in ("reasoning", "answers"):
         specs += _needles(suite, tokenizer, limits, notes)
     if suite == "smoke":
         specs.append(tasks.prose_task("prose", tasks.carried_prose(2, 80)))
-    if suite in RULER_ITEMS:
-        specs += _ruler(suite, tokenizer, limits, data, notes)
     if suite == "long":
         specs += _long_prose(data, limits)
     return _only(specs, suite, limits.only, notes), notes
@@ -128,23 +122,6 @@ def _needles(suite: str, tokenizer: Any, limits: Limits, notes: list[str]) -> li
 def _doubled(first: int, limits: Limits) -> list[int]:
     """Lengths from `first` on, each twice the one before, within what was asked for."""
     return [first * 2**i for i in range(16) if limits.shortest <= first * 2**i <= limits.longest]
-
-
-def _ruler(suite: str, tokenizer: Any, limits: Limits, data: Path | None, notes: list[str]) -> list[Spec]:
-    first = 1024 if suite == "long" else 4096
-    lengths = [length for length in _doubled(first, limits) if suite != "core" or length == first]
-    # a prompt and its reply are within their length
-    fit = [length for length in lengths if length <= limits.context]
-    if not fit:
-        notes.append(f"RULER: left out; it has lengths of {first} tokens and doubled ({_bounds(limits)}).")
-    text = ruler.sources(data)
-    if data is not None and text == ruler.sources():
-        notes.append(f"RULER: no needle/essays/*.txt in the data folder {data}; haystacks are of the carried prose.")
-    made = [
-        tasks.ruler_task(t, tokenizer, fit, RULER_ITEMS[suite], text, limits.limit) for t in ruler.NIAH_TASKS if fit
-    ]
-    notes += [note for _, own in made for note in own]
-    return [spec for spec, _ in made if spec is not None]
 
 
 def _reasoning(data: Path | None, limit: int | None, notes: list[str]) -> list[Spec]:

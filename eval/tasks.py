@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turbo_hf.eval import ruler
 from turbo_hf.eval.long_answers import NEW_TOKENS, long_answers, right_rows
 from turbo_hf.eval.needle import needle_grid, prose
-from turbo_hf.eval.scorers import LONG, OWN, RULER, Scorer, named_answers, right_choice
+from turbo_hf.eval.scorers import LONG, OWN, Scorer, right_choice
 
 REPLY = 32
 """Tokens of a reply to a needle: a number of seven digits, and room around it."""
@@ -77,27 +76,6 @@ def needle_task(
         for length, seed, n in evenly(needle_grid(tokenizer, lengths, depths, seeds), limit)
     ]
     return Spec("needle", _own_task("needle", docs, lambda doc, reply: doc["answer"] in reply, [], REPLY), OWN)
-
-
-def ruler_task(
-    task: str, tokenizer: Any, lengths: Sequence[int], count: int, text: ruler.Sources, limit: int | None = None
-) -> tuple[Spec | None, list[str]]:
-    """One of RULER's tasks with `count` items per length, and a note for each length that has no room for it."""
-    found: list[ruler.Question] = []
-    notes, name = [], f"ruler_{task}"
-    for length in lengths:
-        # of `limit` over all lengths: each item takes time to make
-        items = count if limit is None else min(count, -(-limit // len(lengths)))
-        try:
-            found += ruler.questions(task, tokenizer, length, items, text)
-        except ValueError as small:
-            notes.append(f"{name}: {small} Left out.")
-    docs = [
-        {"prompt": q.prompt, "answer": ", ".join(q.answers), "answers": q.answers, "length": q.length, "depth": q.depth}
-        for q in evenly(found, limit)
-    ]
-    judge = lambda doc, reply: all(named_answers(doc, reply))  # noqa: E731
-    return (Spec(name, _own_task(name, docs, judge, [], ruler.REPLY_TOKENS), RULER) if docs else None), notes
 
 
 def long_task(form: str, count: int, limit: int | None = None) -> Spec:

@@ -17,7 +17,6 @@ from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from turbo_hf.eval import ruler
 from turbo_hf.eval.evaluate import load_tasks, quiet
 from turbo_hf.eval.scorers import right_choice, right_number, right_statement
 from turbo_hf.eval.suites import BBH_TASKS, BOOKS, SUITES, Limits, build
@@ -98,7 +97,6 @@ def test_gold_answers_score_one_and_wrong_ones_nothing(data: Path, tokenizer: An
         specs += own
         tasks |= loaded
     assert {"gsm8k_cot", "aqua_cot", "wikitext", "needle"} <= set(tasks)
-    assert {f"ruler_{name}" for name in ruler.NIAH_TASKS} <= set(tasks)
     assert {"books", "wikitext_long"} <= set(tasks)
     assert sum(name.startswith("bbh_cot_fewshot_") for name in tasks) == 27
     gold = {
@@ -159,13 +157,6 @@ def test_corrected_scorers(scorer: Callable[[Any], bool], target: str, reply: st
     assert scorer({"resps": [[reply]], "target": target}) == right
 
 
-def test_a_data_folder_without_essays_is_told(tokenizer: Any, tmp_path: Path) -> None:
-    _, notes = build("ruler", tokenizer, Limits(8192, 4096, 1), tmp_path)
-    assert notes == [
-        f"RULER: no needle/essays/*.txt in the data folder {tmp_path}; haystacks are of the carried prose."
-    ]
-
-
 def test_evenly_keeps_the_range() -> None:
     assert evenly(range(10), None) == list(range(10))
     assert evenly(range(10), 20) == list(range(10))
@@ -173,7 +164,7 @@ def test_evenly_keeps_the_range() -> None:
 
 
 def test_suites_refuse_and_tell(tokenizer: Any, data: Path) -> None:
-    with pytest.raises(ValueError, match="unknown suite all; suites are smoke, core, reasoning, long, ruler, answers"):
+    with pytest.raises(ValueError, match="unknown suite all; suites are smoke, core, reasoning, long, answers"):
         build("all", tokenizer, LIMITS)
     with pytest.raises(ValueError, match=r"expected the data folder at .*nowhere; there is none"):
         build("smoke", tokenizer, LIMITS, data / "nowhere")
@@ -183,4 +174,4 @@ def test_suites_refuse_and_tell(tokenizer: Any, data: Path) -> None:
     assert notes == ["needle: lengths 1024 left out (--longest 512, 8192 positions)."]
     specs, _ = build("reasoning", tokenizer, LIMITS)
     assert {"gsm8k_cot", "agieval_aqua_rat"} <= {spec.name for spec in specs}
-    assert set(SUITES) == {"smoke", "core", "reasoning", "long", "ruler", "answers"}
+    assert set(SUITES) == {"smoke", "core", "reasoning", "long", "answers"}
