@@ -89,7 +89,7 @@ def test_generate_answers_as_the_model_that_transformers_loads(folder: str, tmp_
     options = ("--gguf-file", NAME, "--config", str(exact), "--max-new-tokens", "6", "--json")
     facts = json.loads(run("generate", folder, "abcd", *options).stdout.splitlines()[-1])
     assert facts["dtype"] == "torch.float32"
-    assert facts["replies"][0]["text"] == want.removesuffix("</s>")
+    assert facts["reply"]["text"] == want.removesuffix("</s>")
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
