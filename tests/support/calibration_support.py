@@ -35,7 +35,7 @@ def reversed_heads(calibration: Calibration) -> Calibration:
 
 def same(a: Calibration, b: Calibration) -> bool:
     """Whether all that is stored is equal, bit by bit."""
-    return a._files() == b._files()
+    return a.digest() == b.digest()
 
 
 SHORT = ["--window", "256", "--windows", "3", "--local", "31", "--far", "16", "--steps", "4", "--clusters", "16"]

@@ -1,7 +1,5 @@
 """The checkpoint that a model was loaded from: its commit, its tokenizer, other files. Nothing is downloaded."""
 
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,6 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
-MAIN = " The model is taken for the branch main: pass revision= if it is of another."
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
 
@@ -22,12 +19,10 @@ class Checkpoint(NamedTuple):
 
     name: a folder or a Hub id; "" if the model knows none.
     commit: the Hub commit, 40 hex digits; None for a folder, and for anything not in the Hub cache.
-    assumed: a sentence for an error that another commit may explain; "" if the commit is known.
     """
 
     name: str
     commit: str | None = None
-    assumed: str = ""
 
     def file(self, name: str) -> str | None:
         """The path of one of its files; None: no file of that name is available here."""
@@ -52,7 +47,7 @@ def checkpoint_of(model: PreTrainedModel, revision: str | None = None) -> Checkp
     held = getattr(model.config, "_commit_hash", None)
     of_hub = bool(name) and not os.path.isdir(name) and not names_a_folder(name)
     if revision is None:
-        return Checkpoint(name, held) if held or not of_hub else Checkpoint(name, _commit(name, None), MAIN)
+        return Checkpoint(name, held) if held or not of_hub else Checkpoint(name, _commit(name, None))
     if not isinstance(revision, str):
         raise ValueError(f"revision must be a branch, tag or commit, as text; got {revision!r}.")
     if not of_hub:
@@ -123,9 +118,3 @@ def other_tokenizer(tokenizer: Any, own: Any) -> str | None:
         if known.get(token) != number:
             return f"it has token {token!r} as {known.get(token)}, and the one beside the checkpoint as {number}"
     return None
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 of a tokenizer's vocabulary."""
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
-    return hashlib.sha256(vocabulary.encode()).hexdigest()

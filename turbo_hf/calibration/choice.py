@@ -9,7 +9,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from turbo_hf.calibration.artifacts import NO_INDEX, Calibration, find
-from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
+from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.config.turbo_config import (
     BY_CALIBRATION,
     CALIBRATED,
@@ -107,13 +107,10 @@ def _looked_up(
         if found is None:
             words = f"{by_prompt} (no calibration beside the checkpoint)" if low else ""
             return HeadChoice(config, {}, words, missing="there is none beside the checkpoint")
-        # made with the tokenizer beside the checkpoint, or with one that is not available here
-        wrong = found.mismatch(
-            model, own_tokenizer(checkpoint, notices.note) if found.fingerprint.get("tokenizer") else None
-        )
+        wrong = found.mismatch(model)
         if wrong is not None:
             message = f"the calibration of {found.source or 'this process'!r} does not fit this model: {wrong}."
-            raise ValueError(f"{message} Make one of this model with turbo-hf calibrate.{checkpoint.assumed}")
+            raise ValueError(f"{message} Make one of this model with turbo-hf calibrate.")
     except (ValueError, OSError) as error:
         if calibration != "auto":
             raise
@@ -121,7 +118,7 @@ def _looked_up(
         return HeadChoice(
             config, {}, by_prompt, missing=f"the one beside the checkpoint is refused: {str(error).rstrip('.')}"
         )
-    _note(notices, found.other_revision(checkpoint), _nearer(config, found))
+    _note(notices, _nearer(config, found))
     if not wanted and found.widths is not None:
         raise ValueError(
             f"the calibration of {found.source or 'this process'!r} has widths of its own, and this config has others. "

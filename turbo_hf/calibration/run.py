@@ -5,14 +5,14 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
-from turbo_hf.calibration.artifacts import FACTS, NO_INDEX, Calibration, LayerCalibration, fingerprint
+from turbo_hf.calibration.artifacts import FILE, NO_INDEX, Calibration, LayerCalibration, fingerprint
 from turbo_hf.calibration.capture import Seen, capturing, check_finite, probe, run_window
 from turbo_hf.calibration.centroids import assign, choose_clusters, k_means, sample_keys
 from turbo_hf.calibration.checkpoint import Checkpoint, checkpoint_of, other_tokenizer, own_tokenizer
@@ -23,7 +23,6 @@ from turbo_hf.calibration.samples import Samples
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.calibration.widths import Widths
-from turbo_hf.config.whole_files import one_writer
 from turbo_hf.errors import warn
 from turbo_hf.models.model_layers import require_model
 from turbo_hf.patches.generic import is_latent
@@ -32,8 +31,6 @@ from turbo_hf.ranks import ranks_of
 
 Progress = Callable[[str, float], None]
 """Called with a description of the current work, and the share of all work done since the last call."""
-LOCK = "turbo_calibration.run.lock"
-"""Keeps a second run out of a folder, until the first one has written its result there."""
 
 
 P = ParamSpec("P")
@@ -167,51 +164,47 @@ def calibrate(
         ValueError: unsuitable settings; texts too short for the long-range filter or for that many clusters; NaN or Inf
             in the model; a model in training mode; a calibration in `out` without `overwrite`; a revision that is not
             the model's.
-        OSError: `out` cannot be written, or another process writes there.
+        OSError: `out` cannot be written.
         TypeError: not a Transformers model.
     """
     ranks = ranks_of(model)
     folder = Path(out) if out is not None and ranks.rank == 0 else None
     plan = make_plan(model, settings)
     chosen = plan.settings
-    with ExitStack() as held:
-        with ranks.together():
-            if folder is not None:
-                refuse_folder(folder, overwrite)
-                held.enter_context(one_writer(folder, LOCK))
-                # another run may have ended in between
-                refuse_folder(folder, overwrite)
-            checkpoint = checkpoint_of(model, revision)
-            windows, own = read_windows(model, tokenizer, texts, plan, checkpoint)
-        settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
-        widths = None if out is None else _widths_in(Path(out), model)
-        ranks.require_same({"settings": str(settings_dict), "widths": str(widths)})
-        done: dict[int, LayerCalibration] = {}
-        share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
-        for group in plan.groups:
-            step = _advance(progress, f"layers {group.layers[0]} to {group.layers[-1]}", share)
-            done |= {layer.index: layer for layer in _calibrate_group(model, group, plan, windows, step)}
-        release = getattr(torch.accelerator, "empty_host_cache", None)
-        if model.device.type == "cuda" and release is not None:
-            # otherwise pinned memory would be kept until the process ends
-            release()
-        rest = {
-            index: LayerCalibration(index, {}, note=plan.notes[index])
-            for index in range(plan.layers)
-            if index not in done
-        }
-        layers = tuple(layer for _, layer in sorted((done | rest).items()))
-        found = Calibration(fingerprint(model, checkpoint, own), settings_dict, layers, windows.numel(), widths)
-        with ranks.together():
-            if folder is not None:
-                found.save_pretrained(folder)
-        return found
+    with ranks.together():
+        if folder is not None:
+            refuse_folder(folder, overwrite)
+            # what cannot be written is told before the run
+            folder.mkdir(parents=True, exist_ok=True)
+        checkpoint = checkpoint_of(model, revision)
+        windows = read_windows(model, tokenizer, texts, plan, checkpoint)
+    settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
+    widths = None if out is None else _widths_in(Path(out), model)
+    ranks.require_same({"settings": str(settings_dict), "widths": str(widths)})
+    done: dict[int, LayerCalibration] = {}
+    share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
+    for group in plan.groups:
+        step = _advance(progress, f"layers {group.layers[0]} to {group.layers[-1]}", share)
+        done |= {layer.index: layer for layer in _calibrate_group(model, group, plan, windows, step)}
+    release = getattr(torch.accelerator, "empty_host_cache", None)
+    if model.device.type == "cuda" and release is not None:
+        # otherwise pinned memory would be kept until the process ends
+        release()
+    rest = {
+        index: LayerCalibration(index, {}, note=plan.notes[index]) for index in range(plan.layers) if index not in done
+    }
+    layers = tuple(layer for _, layer in sorted((done | rest).items()))
+    found = Calibration(fingerprint(model, checkpoint), settings_dict, layers, windows.numel(), widths)
+    with ranks.together():
+        if folder is not None:
+            found.save_pretrained(folder)
+    return found
 
 
 def _widths_in(folder: Path, model: PreTrainedModel) -> Widths | None:
     """The widths in a folder whose calibration will be replaced; None: there are none of this model."""
     try:
-        found = Calibration.from_pretrained(folder) if (folder / FACTS).exists() else None
+        found = Calibration.from_pretrained(folder) if (folder / FILE).exists() else None
     except (OSError, ValueError):
         return None
     return None if found is None or found.mismatch(model) is not None else found.widths
@@ -221,7 +214,7 @@ def refuse_folder(out: Path, overwrite: bool) -> None:
     """ValueError: a run must not write its result there."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out must be a folder, or the name of a new one; {str(out)!r} is a file.")
-    if (out / FACTS).exists() and not overwrite:
+    if (out / FILE).exists() and not overwrite:
         raise ValueError(
             f"out: {str(out)!r} holds a calibration already. Name another folder, or pass overwrite=True "
             "(--overwrite) to replace it once the new one is done."
@@ -234,8 +227,8 @@ def read_windows(
     texts: str | Path | Iterable[str],
     plan: CalibrationPlan,
     checkpoint: Checkpoint,
-) -> tuple[torch.Tensor, Any]:
-    """Windows of tokens, and their tokenizer: errors are reported here, before passes that take hours.
+) -> torch.Tensor:
+    """Windows of tokens: errors are reported here, before passes that take hours.
 
     Raises:
         ValueError: as `calibrate`.
@@ -245,14 +238,14 @@ def read_windows(
     own = own_tokenizer(checkpoint, warn)
     wrong = None if own is None else other_tokenizer(tokenizer, own)
     if wrong is not None:
-        raise ValueError(f"the tokenizer is not the model's own: {wrong}.{checkpoint.assumed}")
+        raise ValueError(f"the tokenizer is not the model's own: {wrong}.")
     chosen = plan.settings
     windows = token_windows(texts, tokenizer, chosen.window, chosen.windows)
     if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
         raise ValueError("the tokenizer has tokens that the model does not know: it belongs to another model.")
     if any(group.indexed for group in plan.groups):
         _clusters(chosen, len(windows))
-    return windows, tokenizer if own is None else own
+    return windows
 
 
 def _advance(progress: Progress | None, word: str, share: float) -> Callable[[float], None]:

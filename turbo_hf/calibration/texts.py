@@ -1,6 +1,5 @@
 """Texts to windows of tokens, read one file, or one row of a dataset, at a time."""
 
-import codecs
 import importlib
 import json
 import math
@@ -20,15 +19,6 @@ WANTED = "a .txt or .jsonl file, a folder of them, a dataset of the Hub (owner/n
 LONGEST_NAME = 4096
 CHARACTERS = 16
 """Characters read per token wanted; what is not needed is not tokenized."""
-LONGEST_LINE = 1 << 26
-"""Characters of the longest line of a .jsonl file, which is read whole: a file may be one endless line."""
-MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
-"""What files in other encodings begin with; the longer ones first, as one of UTF-16 begins one of UTF-32."""
 
 
 def files_of(source: str | Path | Iterable[str]) -> list[Path]:
@@ -78,7 +68,7 @@ def _stream(name: str) -> Iterator[str]:
         for row in rows:
             if not isinstance(row.get("text"), str):
                 raise ValueError(f'rows have no column "text" of strings, but {", ".join(row)}.')
-            yield _encodable(row["text"], "a row")
+            yield row["text"]
     except (OSError, ValueError) as error:
         raise ValueError(
             f"texts: there is no file or folder {name!r}, and the dataset of that name cannot be read: {error}"
@@ -95,19 +85,9 @@ def _given(texts: Iterable[object]) -> Iterator[str]:
                 f"texts: number {number}, {text!r}, names a file. Strings are texts themselves: pass its "
                 "folder, or what it holds."
             )
-        yield _encodable(text, f"texts: number {number}")
-
-
-def _encodable(text: str, name: str) -> str:
-    """The text itself; ValueError if it is none: half of a character, which JSON can hold, but no tokenizer reads."""
-    try:
+        # half of a character, which JSON can hold, is a ValueError: no tokenizer reads it
         text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} has half of a character (a lone surrogate, {text[error.start]!r}) at character {error.start}: it "
-            "was cut inside of one. Remove it."
-        ) from error
-    return text
+        yield text
 
 
 def _read(file: Path, characters: int) -> str:
@@ -117,13 +97,6 @@ def _read(file: Path, characters: int) -> str:
         ValueError: no UTF-8 text, or a line of a .jsonl file that is no text; the message names the file.
     """
     name = repr(str(file))
-    with file.open("rb") as raw:
-        start = raw.read(4)
-    encoding = next((kind for mark, kind in MARKS.items() if start.startswith(mark)), None)
-    if encoding is not None:
-        raise ValueError(
-            f"texts: {name} is {encoding}; only UTF-8 is read. Convert it, as by iconv -f {encoding} -t UTF-8."
-        )
     try:
         # without the mark that some editors put before UTF-8
         with file.open(encoding="utf-8-sig") as opened:
@@ -144,23 +117,20 @@ def _read(file: Path, characters: int) -> str:
 def _rows(opened: TextIO, name: str, characters: int) -> str:
     """The texts of the first lines of a .jsonl file, about that many characters in all."""
     texts, left, number = [], characters, 0
-    while left > 0 and (line := opened.readline(LONGEST_LINE + 1)):
+    while left > 0 and (line := opened.readline()):
         number += 1
-        if len(line) > LONGEST_LINE:
-            raise ValueError(
-                f"texts: line {number} of {name} is longer than {LONGEST_LINE:,} characters. Split it: a line holds one"
-                ' JSON object with a "text".'
-            )
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
             if not isinstance(text, str):
                 raise TypeError(f"the text is {type(text).__name__}")
+            # half of a character, which JSON can hold, and no tokenizer reads
+            text.encode()
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             why = f"it has no {error}" if isinstance(error, KeyError) else error
             raise ValueError(f'texts: line {number} of {name} is no JSON object with a "text" ({why}).') from error
-        texts.append(_encodable(text, f"texts: line {number} of {name}"))
+        texts.append(text)
         left -= len(text)
     return "\n\n".join(texts)
 
