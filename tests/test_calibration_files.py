@@ -416,14 +416,9 @@ def test_a_narrower_window_than_the_calibrations_is_told() -> None:
         assert any(f"was not trained on keys {window} to 31 tokens back" in note for note in notes) == told
 
 
-def test_no_loss_is_told_where_nothing_was_judged() -> None:
+def test_no_recall_is_told_where_nothing_was_judged() -> None:
     # the best key of no query is so far away
     found = lab(settings=Settings(**{**SMALL.as_dict(), "far": 120, "steps": 1, "queries": 4}))
     layers = [layer.quality for layer in found.layers if layer.quality]
     assert any(not sum(each["queries"]) for each in layers)
-    assert all((each["loss"] is None) == (not sum(each["queries"])) for each in layers)
-
-
-def test_each_layer_tells_its_own_training_loss() -> None:
-    told = [layer.quality["training_loss"] for layer in lab(settings=SMALL).layers]
-    assert len(set(told)) == len(told)
+    assert all((each["recall"]["random"] is None) == (not sum(each["queries"])) for each in layers)

@@ -38,9 +38,6 @@ def same(a: Calibration, b: Calibration) -> bool:
     return a.digest() == b.digest()
 
 
-SHORT = ["--window", "256", "--windows", "3", "--local", "31", "--far", "16", "--steps", "4", "--clusters", "16"]
-
-
 def command(tmp_path: Path, *words: str, code: int = 0) -> str:
     (tmp_path / "text.txt").write_text(PROSE)
     line = ["calibrate", str(LAB_MODEL), "--texts", str(tmp_path), "--out", str(tmp_path / "out"), "--device", "cpu"]

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -330,7 +329,7 @@ def _index(
     buckets = [
         [assign(k.to(device), own) for k in layer.pre_rotary_keys] for layer, own in zip(layers, each, strict=True)
     ]
-    classifier, losses = train(layers, buckets, each, learned, settings, lambda: step(0.25))
+    classifier = train(layers, buckets, each, learned, settings, lambda: step(0.25))
     for at, (index, layer) in enumerate(zip(group.layers, layers, strict=True)):
         stored = {name: x[at * heads : (at + 1) * heads].half() for name, x in classifier.items()}
         if not all(bool(x.isfinite().all()) for x in stored.values()):
@@ -339,9 +338,7 @@ def _index(
             continue
         own, turned, held_out = each[at].half(), rotated[at].half(), range(learned, windows)
         quality = evaluate(layer, buckets[at], own, turned, stored, held_out, settings.local, settings.seed)
-        loss = float(losses[at * heads : (at + 1) * heads].mean())
-        quality["training_loss"] = None if math.isnan(loss) else round(loss, 4)
-        silent = [head for head, rows in enumerate(quality["recall"]["random"]) if rows is None]
+        silent = [head for head, count in enumerate(quality["queries"]) if not count]
         note = f"no long-range query held out for heads {', '.join(map(str, silent))}" if silent else ""
         step(windows / len(layers))
         yield LayerCalibration(index, scores[index], own, stored, note, quality, turned)
