@@ -161,7 +161,6 @@ def test_report() -> None:
             "  prompts: native (auto, without a GPU)",
             "  decode steps: CUDA graphs, once the model is on a GPU",
             f"  {report.serving}",
-            "  last generate: none since the patch",
         ]
         assert report.serving.startswith("continuous batching: ")
     assert "Scores are capped" in report.notes

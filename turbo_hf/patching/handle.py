@@ -89,8 +89,6 @@ class Report:
             context; "" for one process. Heads of `layers`, and `selectivity`, are those of this rank.
         weights: which layers hold quantized weights, and whose library's; "" if none do.
         check: what `patch(check=True)` found; "" without it.
-        generated: what the last call of `generate` has stored its tokens in, with tokens and compressed layers if that
-            was a `TurboCache`.
     """
 
     model: str
@@ -108,14 +106,13 @@ class Report:
     ranks: str = ""
     weights: str = ""
     check: str = ""
-    generated: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.family})", *([f"  {self.notes}"] if self.notes else [])]
         lines += [f"  {self.ranks}"] if self.ranks else []
         lines += [f"  {at}: {words}" for at, words in group_layers((at.index, self._of(at)) for at in self.layers)]
         lines += self._read()
-        of_all = (self.weights, self.heads, self.prompts, self.steps, self.serving, self.generated, self.check)
+        of_all = (self.weights, self.heads, self.prompts, self.steps, self.serving, self.check)
         lines += [f"  {text}" for text in of_all if text]
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
 
@@ -158,14 +155,12 @@ class CacheMaker:
         unmeasured: its layers, and what they were still to store, as long as nobody has asked.
         active: whether the patch is on.
         ranks: those that share the model, or one context.
-        uncompressed: caches of Transformers' own that plain calls have made; passing one on causes a warning.
+        told: caches of Transformers' own that have caused a warning.
         groups: of each layer, (width, KV heads) of each width; (): not compressed.
         sizes: those of the heads of compressed layers.
         why_not_served: why continuous batching cannot run; None: it can.
         why_not_captured: why its steps cannot be CUDA graphs, as far as the patch knows; None: they can.
         serving: what its managers have in common; None before the first one.
-        generated: the cache of the last `generate`, or why it was not compressed; None before the first one.
-        generated_at: `made` at that time.
     """
 
     layers: int
@@ -181,14 +176,12 @@ class CacheMaker:
     unmeasured: tuple[list[Any], DeferredStores] | None = None
     active: bool = True
     ranks: Ranks = ALONE
-    uncompressed: "weakref.WeakSet[Cache]" = field(default_factory=weakref.WeakSet)
+    told: "weakref.WeakSet[Cache]" = field(default_factory=weakref.WeakSet)
     groups: tuple[HeadGroups, ...] = ()
     sizes: frozenset[HeadSizes] = frozenset()
     why_not_served: str | None = None
     why_not_captured: str | None = None
     serving: Any = None
-    generated: "weakref.ref[TurboCache] | str | None" = None
-    generated_at: int = 0
 
     def make(self, model_config: PreTrainedConfig) -> TurboCache:
         """A cache with the choices of this patch; for the first layers only, if the config has fewer layers."""
@@ -228,28 +221,8 @@ class CacheMaker:
         else:
             self.measured = measure(layers, self.ranks.processes)
 
-    def begin_generate(self, stores_in: TurboCache | str) -> None:
-        """Note for the report where a call of `generate` stores its tokens: a cache, or why that is not compressed."""
-        self.generated = stores_in if isinstance(stores_in, str) else weakref.ref(stores_in)
-        self.generated_at = self.made
-
-    def last_generate(self) -> str:
-        """For the report."""
-        if self.generated is None:
-            return "last generate: none since the patch"
-        if isinstance(self.generated, str):
-            return f"last generate: not compressed ({self.generated})"
-        cache = self.generated()
-        if cache is None and self.generated_at != self.made:
-            return "last generate: in a TurboCache, which is gone"
-        memory = self._of_newest() if cache is None else cache.memory()
-        stored = sum(any(count for kind, count in layer.items() if kind != "dense") for layer in memory.layers)
-        compressed = f"{stored} of {len(memory.layers)} layers compressed"
-        return f"last generate: {memory.tokens:,} tokens in a TurboCache, {compressed}"
-
-    def forget(self, cache: TurboCache, other: Any) -> None:
+    def forget(self, cache: TurboCache) -> None:
         """The model has replaced `cache` by another one, so `memory` no longer reports it."""
-        self.generated = f"the model has put a {type(other).__name__} in the place of its TurboCache"
         if self.newest is not None and self.newest() is cache:
             self.made, self.newest, self.measured, self.unmeasured = self.made + 1, None, None, None
 
@@ -346,8 +319,7 @@ class Handle:
             self._model.set_attn_implementation(self._previous)
 
     def report(self) -> Report:
-        """What was patched, what was left alone and why, what sparse layers have read so far, and where the last
-        `generate` has stored its tokens."""
+        """What was patched, what was left alone and why, and what sparse layers have read so far."""
         read = tuple(selector.tally.selectivity(layer) for layer, selector in self._maker.selectors.items())
         steps = self._report.steps + (f"; {self._compiled.words()}" if self._compiled is not None else "")
         hooked = hooked_module(self._model)
@@ -356,8 +328,7 @@ class Handle:
         serving = self._report.serving
         if self._maker.serving is not None:
             serving = self._maker.serving.words() or serving
-        said = replace(self._report, steps=steps, serving=serving, generated=self._maker.last_generate())
-        return replace(said, selectivity=read)
+        return replace(self._report, steps=steps, serving=serving, selectivity=read)
 
     def memory(self) -> Memory:
         """Bytes by layer and kind of the newest cache made by `generate` or `new_cache`: as it is now, or as it was
