@@ -271,10 +271,7 @@ def test_a_loop_over_each_other_cache_is_told_once(tuples: bool) -> None:
             model(ids, **{CACHE: given}, use_cache=True)
     assert len(texts) == 2
     assert f"a DynamicCache was passed as {CACHE}, so this call is not compressed." in texts[0]
-    assert (
-        f"begin with use_cache=True) and cache_implementation (also in the generation_config), or pass {CACHE}="
-        in texts[0]
-    )
+    assert f"or pass {CACHE}=handle.new_cache()" in texts[0]
 
 
 def test_a_loop_over_the_model_inside_is_told_once() -> None:

@@ -325,7 +325,7 @@ def test_another_cache_is_told_of(kind: Any) -> None:
         assert handle.memory().tokens == 10
 
 
-# --- models whose `generate` calls that of their language model --------------------------------------------------------
+# --- models whose `generate` calls that of their language model -------------------------------------------------------
 
 PARTS = {
     "Blip2ForConditionalGeneration": "language_model",

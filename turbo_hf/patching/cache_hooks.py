@@ -85,8 +85,9 @@ def _bring_cache(
 def _tell_uncompressed(maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the model and of models in it: warn, once per cache, where one is not compressed."""
     cache = by_name(type(model).forward, args, kwargs).get(CACHE)
-    other = isinstance(cache, Cache) and not isinstance(cache, TurboCache)
-    if other and cache not in maker.told and uses_turbo(model):
+    if not isinstance(cache, Cache) or isinstance(cache, TurboCache):
+        return
+    if cache not in maker.told and uses_turbo(model):
         maker.told.add(cache)
         warn(
             f"turbo_hf: a {type(cache).__name__} was passed as {CACHE}, so this call is not compressed. To compress "

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -21,8 +21,6 @@ from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.step_runner import hooked_module
 from turbo_hf.layout import HeadGroups, in_words
 from turbo_hf.parallel.context import spread
-from turbo_hf.patching import continuous_batching
-from turbo_hf.patching.continuous_batching import HeadSizes
 from turbo_hf.patching.other_threads import alone
 from turbo_hf.ranks import ALONE, Ranks
 from turbo_hf.sparse.selectors import Selectivity, Selector
@@ -136,6 +134,15 @@ class Report:
         sparse = f"; {self.sparse[at.index]}" if at.index in self.sparse else ""
         balanced = ", keys balanced" if at.balanced else ""
         return f"{at.storage}{balanced}{window}{reason}{sparse}"
+
+
+class HeadSizes(NamedTuple):
+    """Channels of a KV head; of latent attention those of the latent and of the rotary part, and of the keys and values
+    that all heads make of them."""
+
+    dim: int
+    rotary_dim: int | None = None
+    expanded: int = 0
 
 
 @dataclass(slots=True)
@@ -298,8 +305,11 @@ class Handle:
         """
         if not self._active:
             return
-        # while their passes can still run
-        continuous_batching.end(self._maker, self._model)
+        if self._maker.serving is not None:
+            from turbo_hf.serving.manager import end_managers  # noqa: PLC0415 - not of Transformers before 5.19
+
+            # while their passes can still run
+            end_managers(self._maker.serving, self._model)
         with alone(self._model, "remove()"):
             self._remove()
 

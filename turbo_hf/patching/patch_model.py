@@ -28,9 +28,9 @@ from turbo_hf.patches.balance import KeyBias
 from turbo_hf.patches.families import Family, family_of
 from turbo_hf.patches.layers import AttentionLayer, attention_layers
 from turbo_hf.patching import continuous_batching
-from turbo_hf.patching.continuous_batching import HeadSizes, latent_sizes
+from turbo_hf.patching.continuous_batching import latent_sizes
 from turbo_hf.patching.generate_methods import PREPARE, replace_methods
-from turbo_hf.patching.handle import CacheMaker, Handle, Report
+from turbo_hf.patching.handle import CacheMaker, Handle, HeadSizes, Report
 from turbo_hf.patching.hooks import add_hooks
 from turbo_hf.patching.other_threads import alone
 from turbo_hf.patching.refusals import (
