@@ -328,13 +328,14 @@ def _print_machine(found: "Machine") -> None:
     for name, value in found.versions.items():
         table.add_row(name, f"{value} (tested: {tested_range()})" if name == "transformers" else value)
     table.add_row("GPU", "\n".join(found.gpus) or "none")
-    table.add_row("attention", found.backend)
     out.print(table)
     for problem in found.problems:
         out.print(f"problem: {problem}", style="bold red", markup=False)
 
 
 def _print_diagnosis(diagnosis: "Diagnosis") -> None:
+    from turbo_hf.patching.divergence import verdict  # noqa: PLC0415
+
     if diagnosis.refusal is not None:
         out.print(f"problem: {diagnosis.refusal}", style="bold red", markup=False)
     if diagnosis.report is None:
@@ -346,8 +347,8 @@ def _print_diagnosis(diagnosis: "Diagnosis") -> None:
         return
     cells = []
     for preset, check in diagnosis.checks.items():
-        of_check = f"{check.kl:.4f}", f"{check.agreement:.0%} of {check.tokens}", f"{check.error:.1%}", check.verdict
+        of_check = f"{check.kl:.4f}", f"{check.same_top:.0%} of {check.positions}", verdict(check.kl)
         cells.append((preset, *of_check))
-    headings = ("preset", "KL to 16 bit, nats", "same top token", "error of logits", "verdict")
-    show_table(f"self-check on {check.text}", headings, cells)
+    headings = ("preset", "KL to 16 bit, nats", "same top token", "verdict")
+    show_table(f"self-check on {diagnosis.text}", headings, cells)
     remark("A short text: turbo-hf fidelity MODEL measures more, and answers are measured on your tasks.")
