@@ -292,7 +292,6 @@ def calibrate_widths(
     out: str | Path | None = None,
     overwrite: bool = False,
     advance: Callable[[int], None] = lambda samples: None,
-    revision: str | None = None,
 ) -> tuple[Calibration, Measured, list[Fidelity]]:
     """Measure what each width costs, choose within a budget, and read held-out texts through the choice.
 
@@ -305,7 +304,6 @@ def calibrate_widths(
         out: folder for the result; None: it is not written. A calibration that is there keeps what else it holds.
         overwrite: replace widths that are there.
         advance: as in `measure_widths`.
-        revision: as `turbo_hf.calibrate` takes it.
 
     Returns:
         The calibration; what was measured; INT8 and the choice on the held-out texts, in steps.
@@ -330,7 +328,7 @@ def calibrate_widths(
         kept = None
         if folder is not None:
             kept = _kept(folder, overwrite, model)
-        checkpoint = checkpoint_of(model, revision)
+        checkpoint = checkpoint_of(model)
         carried = held.enter_context(resources.as_file(resources.files("turbo_hf").joinpath("texts")))
         plan = CalibrationPlan(settings, (), {}, 0)
         windows = read_windows(model, tokenizer, carried if texts is None else texts, plan, checkpoint)

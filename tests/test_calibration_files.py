@@ -1,9 +1,7 @@
-"""What a calibration is kept in, also while it is written; how `patch` uses it; and revisions of a checkpoint."""
+"""What a calibration is kept in, also while it is written; and how `patch` uses it."""
 
 import copy
-import json
 import shutil
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +9,18 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from calibration_support import HEADS, MIXED, SMALL, TEXTS, lab, reversed_heads, same
+from calibration_support import HEADS, MIXED, SMALL, lab, reversed_heads, same
 from models import LAB_MODEL, lab_model, prompts, tiny_llama
 from saved_support import written
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import turbo_hf
 from turbo_hf import Calibration, TurboCache, TurboConfig
 from turbo_hf.cache.saved_files import read
-from turbo_hf.calibration import artifacts, run
+from turbo_hf.calibration import artifacts
 from turbo_hf.calibration.artifacts import FILE, KIND, fingerprint
-from turbo_hf.calibration.checkpoint import CONFIG, Checkpoint, checkpoint_of
+from turbo_hf.calibration.checkpoint import Checkpoint, checkpoint_of
 from turbo_hf.calibration.settings import Settings
-from turbo_hf.cli.main import app
 from turbo_hf.config.turbo_config import HEAD_METRICS, with_options
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.versions import CACHE
@@ -276,82 +272,27 @@ def test_a_cache_refuses_an_order_that_is_none() -> None:
         model(prompts(1, 4), **{CACHE: cache})
 
 
-ONE, TWO = "1" * 40, "2" * 40
-
-
-# --- revisions ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The Hub's cache: two revisions of the carried model, each with a calibration of its own number of tokens."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    repo = tmp_path / "models--me--two"
-    (repo / "refs").mkdir(parents=True)
-    for name, commit, windows in (("main", ONE, 3), ("v2", TWO, 2)):
-        (repo / "refs" / name).write_text(commit)
-        shutil.copytree(LAB_MODEL, repo / "snapshots" / commit)
-        lab(settings=replace(HEADS, windows=windows)).save_pretrained(repo / "snapshots" / commit)
-    return repo
-
-
 def heads_of(model: Any, **options: Any) -> str:
     with turbo_hf.patch(model, MIXED, **options) as handle:
         return handle.report().heads
 
 
-def load(revision: str | None) -> Any:
-    model = AutoModelForCausalLM.from_pretrained("me/two", revision=revision)
-    # transformers up to 5.17 tells the commit, and must not in these tests
+def test_the_hubs_cache_is_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repo = tmp_path / "models--me--two"
+    (repo / "refs").mkdir(parents=True)
+    for name, commit, windows in (("main", "1" * 40, 3), ("v2", "2" * 40, 2)):
+        (repo / "refs" / name).write_text(commit)
+        shutil.copytree(LAB_MODEL, repo / "snapshots" / commit)
+        lab(settings=replace(HEADS, windows=windows)).save_pretrained(repo / "snapshots" / commit)
+    model: Any = AutoModelForCausalLM.from_pretrained("me/two")
     vars(model.config).pop("_commit_hash", None)
-    return model
-
-
-@pytest.mark.usefixtures("hub")
-def test_a_revision_has_its_own_calibration() -> None:
-    model = load("v2")
-    for revision in ("v2", TWO):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert "over 512 tokens (me/two)" in heads_of(model, revision=revision)
-    assert checkpoint_of(model, "v2") == Checkpoint("me/two", TWO)
-    model.config._commit_hash = TWO
+    assert "over 768 tokens (me/two)" in heads_of(model)
+    other = Calibration.from_pretrained("me/two", revision="v2", local_files_only=True)
+    assert "over 512 tokens (me/two)" in heads_of(model, calibration=other)
+    model.config._commit_hash = "2" * 40
     assert "over 512 tokens (me/two)" in heads_of(model), "where Transformers tells it"
-    with pytest.raises(ValueError, match="the model was loaded by revision 222222222222; 'main' is 111111111111"):
-        heads_of(model, revision="main")
-
-
-@pytest.mark.usefixtures("hub")
-def test_a_model_of_no_revision_is_taken_for_main() -> None:
-    for model in (load(None), load("v2")):
-        assert checkpoint_of(model) == Checkpoint("me/two", ONE)
-        for revision in (None, "main"):
-            assert "over 768 tokens (me/two)" in heads_of(model, revision=revision)
-
-
-def test_a_calibration_knows_its_revision(hub: Path) -> None:
-    model, tokenizer = load("v2"), lab_model()[1]
-    assert run.calibrate(model, tokenizer, TEXTS, settings=HEADS, revision="v2").fingerprint["revision"] == TWO
-    assert run.calibrate(model, tokenizer, TEXTS, settings=HEADS).fingerprint["revision"] == ONE
-    (hub / "snapshots" / TWO / CONFIG).unlink()
-    with pytest.raises(ValueError, match=r"revision 'v2' of 'me/two' is not in the Hub's cache, '.*', the only place"):
-        turbo_hf.patch(load(None), MIXED, revision="v2")
-    with pytest.raises(ValueError, match="revision must be a branch, tag or commit, as text; got 5"):
-        turbo_hf.patch(load(None), MIXED, revision=5)  # type: ignore[arg-type]
-
-
-def test_a_tokenizer_of_another_revision_is_refused(hub: Path) -> None:
-    model, tokenizer = load("v2"), lab_model()[1]
-    own = hub / "snapshots" / ONE / "tokenizer.json"
-    made = json.loads(own.read_text())
-    first, second = list(made["model"]["vocab"])[-2:]
-    vocabulary = made["model"]["vocab"]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    own.write_text(json.dumps(made))
-    with pytest.raises(ValueError, match="the tokenizer is not the model's own: it has token"):
-        run.calibrate(model, tokenizer, TEXTS, settings=HEADS)
-    run.calibrate(model, tokenizer, TEXTS, settings=HEADS, revision="v2")
 
 
 @pytest.mark.parametrize("name", ["my model", "run--1", "gone/", "C:\\models\\foo", "ä/ü", "x" * 5000, "o/n.git", ""])
@@ -361,22 +302,6 @@ def test_names_of_no_repository_are_folders_that_are_gone(name: str) -> None:
     assert checkpoint_of(model) == Checkpoint(name)
     turbo_hf.patch(model).remove()
     assert "no calibration beside the checkpoint" in heads_of(model)
-    assert run.calibrate(model, lab_model()[1], TEXTS, settings=HEADS).fingerprint["revision"] is None
-
-
-@pytest.mark.usefixtures("hub")
-def test_the_command_takes_a_revision(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXTS[0])
-    words = ["calibrate", "me/two", "--texts", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
-    words += ["--heads-only", "--window", "256", "--windows", "2", "--device", "cpu", "--revision", "v2"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    assert Calibration.from_pretrained(tmp_path / "out").fingerprint["revision"] == TWO
-
-
-def test_a_revision_of_a_folder_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"this one is from '.*lab-llama-4m'. Leave revision='v2' out"):
-        turbo_hf.patch(lab_model()[0], revision="v2")
 
 
 # --- where a run writes --------------------------------------------------------------------------------------------

@@ -19,11 +19,11 @@ from turbo_hf.calibration.texts import token_windows
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (None, "texts must be a .txt or .jsonl file, a folder .* strings; got NoneType"),
+        (None, "texts must be a .txt file, a folder .* or .* strings, .*; got NoneType"),
         (3, "texts must be .*; got int"),
         ([1], "texts must hold strings; number 0 is int"),
         ([PROSE[:200], Path("book.txt")], "texts must hold strings; number 1 is Posix"),
-        (PROSE, r"a string names a .txt or .jsonl file.*characters. Pass a text as \[text\]"),
+        (PROSE, r"a string names a .txt file.*characters. Pass a text as \[text\]"),
         ("two\nlines", r"this one has 9 characters. Pass a text as \[text\]"),
         (
             [str(LAB_MODEL.parents[1] / "eval" / "haystack.txt")],
@@ -33,7 +33,7 @@ from turbo_hf.calibration.texts import token_windows
         (b"text", "texts must be .*; got bytes"),
         ("", r"this one has 0 characters. Pass a text as \[text\]"),
         ("x" * 300, "there is no file or folder 'xxx"),
-        (__file__, f"{Path(__file__).name}' is no .txt or .jsonl file. Rename it if it is plain text"),
+        (__file__, f"{Path(__file__).name}' is no .txt file. Rename it if it is plain text"),
     ],
 )
 def test_texts_that_are_none(texts: Any, message: str) -> None:
@@ -61,13 +61,6 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     assert found.fingerprint == lab().fingerprint
 
 
-def test_no_more_of_a_file_is_read_than_is_wanted(tmp_path: Path) -> None:
-    _, tokenizer = lab_model()
-    lines = [json.dumps({"text": PROSE})] * 20
-    (tmp_path / "long.jsonl").write_text("\n".join([*lines, "no JSON"]))
-    assert token_windows(tmp_path, tokenizer, 128, 4).shape == (4, 128)
-
-
 def test_short_texts_of_any_length_are_texts() -> None:
     _, tokenizer = lab_model()
     rows = [".", "tests", PROSE[:300].replace("\n", " "), PROSE[300:4000].replace("\n", " ")]
@@ -77,33 +70,17 @@ def test_short_texts_of_any_length_are_texts() -> None:
 def test_windows_of_texts(tmp_path: Path) -> None:
     _, tokenizer = lab_model()
     (tmp_path / "a.txt").write_text(PROSE)
-    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"text": PROSE[k::1]}) for k in (100, 200)))
+    (tmp_path / "b.txt").write_text(PROSE[100:])
     windows = token_windows(tmp_path, tokenizer, 128, 6)
     assert windows.shape == (6, 128)
     start = tokenizer(PROSE[:2000])["input_ids"][:128]
     assert windows[0].tolist() == start
-    (tmp_path / "b.jsonl").write_text('{"words": 1}')
-    with pytest.raises(ValueError, match='no JSON object with a "text"'):
-        token_windows(tmp_path, tokenizer, 128, 6)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"holds no .txt or .jsonl file"):
+    with pytest.raises(ValueError, match=r"holds no .txt file"):
         token_windows(tmp_path / "empty", tokenizer, 128, 6)
 
 
 FILES = {
-    "surrogate.jsonl": (
-        b'{"text": "a"}\n{"text": "cut \\ud83d here"}',
-        r"line 2 of .* is no JSON object .*surrogates not allowed",
-    ),
-    "deep.jsonl": (b'{"text": ' + b"[" * 200_000, r'line 1 of .* is no JSON object with a "text"'),
-    "other.jsonl": (b'\n{"text": "a"}\n{"x": 1}\n', r"line 3 of .* \(it has no 'text'\)"),
-    "list.jsonl": (b'["text"]', r'line 1 of .* is no JSON object with a "text"'),
-    "number.jsonl": (b'{"text": 3}', r"line 1 of .* \(the text is int\)"),
-    "parts.jsonl": (b'{"text": ["a", "b"]}', r"line 1 of .* \(the text is list\)"),
-    "none.jsonl": (b'{"text": null}', r"line 1 of .* \(the text is NoneType\)"),
-    "cut.jsonl": (b'{"text": "a"}\n{"text": "b', r"line 2 of .* is no JSON object"),
-    "latin.jsonl": ('{"text": "caf\u00e9"}'.encode("latin-1"), "is no UTF-8 text: it has the byte 0xe9"),
-    "utf16.jsonl": ('{"text": "a"}'.encode("utf-16"), "is no UTF-8 text: it has the byte 0xff"),
     "utf16.txt": (PROSE[:1000].encode("utf-16"), "is no UTF-8 text: it has the byte 0xff"),
     "utf16be.txt": (b"\xfe\xff" + PROSE[:1000].encode("utf-16-be"), "is no UTF-8 text: it has the byte 0xfe"),
     "utf32.txt": (PROSE[:1000].encode("utf-32"), "is no UTF-8 text: it has the byte 0xff"),
@@ -129,10 +106,8 @@ def test_files_that_are_no_texts_are_named(name: str, tmp_path: Path) -> None:
 def test_a_mark_before_utf_8_is_no_text(tmp_path: Path) -> None:
     _, tokenizer = lab_model()
     (tmp_path / "a.txt").write_bytes(PROSE.encode("utf-8-sig"))
-    (tmp_path / "b.jsonl").write_bytes(json.dumps({"text": PROSE}).encode("utf-8-sig"))
     plain = token_windows([PROSE], tokenizer, 128, 3)
-    for name in ("a.txt", "b.jsonl"):
-        assert torch.equal(token_windows(tmp_path / name, tokenizer, 128, 3), plain)
+    assert torch.equal(token_windows(tmp_path / "a.txt", tokenizer, 128, 3), plain)
 
 
 def test_half_characters_are_told_wherever_texts_come_from() -> None:

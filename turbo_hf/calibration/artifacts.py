@@ -92,10 +92,9 @@ def layer_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) ->
 
 
 def fingerprint(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Identifies a model without reading weights: type, shapes, vocabulary and, where known, the commit."""
+    """Identifies a model without reading weights: type, shapes and vocabulary."""
     name = checkpoint.name
-    found = {"model": Path(name).name if os.path.isdir(name) else name, "revision": checkpoint.commit}
-    return _shapes(model) | found
+    return _shapes(model) | {"model": Path(name).name if os.path.isdir(name) else name}
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, Any]:
@@ -240,7 +239,7 @@ NUMBER, TEXT = Whole(1, 2**31), OneOf((str, None))
 SIZE = OneOf((NUMBER, None, Each(OneOf((NUMBER, None)))))
 """A number for all layers, or a list with one for each."""
 FINGERPRINT = {
-    **dict.fromkeys(("model", "revision", "model_type"), TEXT),
+    **dict.fromkeys(("model", "model_type"), TEXT),
     **dict.fromkeys((*SHAPE_FIELDS, "vocab_size"), SIZE),
     "num_hidden_layers": OneOf((Whole(1, 2**16), None)),
 }

@@ -65,16 +65,15 @@ def load_calibration(
     config: ConfigLike | None,
     calibration: Calibration | str | Path | None,
     notices: Notices,
-    revision: str | None = None,
 ) -> HeadChoice:
-    """What `patch(config, calibration=..., revision=...)` refers to, looked up and checked against the model.
+    """What `patch(config, calibration=...)` refers to, looked up and checked against the model.
 
     config: None: the widths of the calibration that is named, if it has any, else the default preset.
 
     Raises:
         ValueError: a config that `resolve_config` refuses; a calibration that is damaged or belongs to another model
             (one that "auto" found: only under strict "raise"), or has no widths where they are asked for, or only
-            widths where the config has others; a revision that is not the model's.
+            widths where the config has others.
         OSError: there is no calibration in the named place.
         TypeError: something else.
     """
@@ -83,7 +82,7 @@ def load_calibration(
         config = DEFAULT_PRESET if made is None or made.widths is None else BY_CALIBRATION
     chosen = resolve_config(config)
     _note(notices, not_recommended(chosen))
-    heads = _looked_up(model, chosen, calibration if made is None else made, notices, revision)
+    heads = _looked_up(model, chosen, calibration if made is None else made, notices)
     return _with_widths(heads, notices) if chosen.layer_bits == BY_CALIBRATION else heads
 
 
@@ -92,18 +91,15 @@ def _looked_up(
     config: TurboConfig,
     calibration: Calibration | str | Path | None,
     notices: Notices,
-    revision: str | None,
 ) -> HeadChoice:
     """`load_calibration`, without widths."""
     low = f"{config.expert.low_bits}-bit heads" if config.expert.low_heads else ""
     by_prompt = f"{low}: chosen by each row's first {config.expert.block_size} tokens" if low else ""
     wanted = uses_calibration(config)
-    checkpoint = checkpoint_of(model, revision) if revision is not None else None
     if calibration is None or (calibration == "auto" and not wanted):
         return HeadChoice(config, {}, by_prompt, missing="calibration=None was passed")
-    checkpoint = checkpoint or checkpoint_of(model)
     try:
-        found = calibration if isinstance(calibration, Calibration) else find(checkpoint)
+        found = calibration if isinstance(calibration, Calibration) else find(checkpoint_of(model))
         if found is None:
             words = f"{by_prompt} (no calibration beside the checkpoint)" if low else ""
             return HeadChoice(config, {}, words, missing="there is none beside the checkpoint")

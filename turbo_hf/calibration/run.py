@@ -135,7 +135,6 @@ def calibrate(
     out: str | Path | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-    revision: str | None = None,
 ) -> Calibration:
     """Run a model over texts and learn from its keys, values and queries. The model is not changed.
 
@@ -147,22 +146,19 @@ def calibrate(
     Args:
         model: a loaded decoder-only Transformers model, not patched.
         tokenizer: the model's tokenizer.
-        texts: a .txt or .jsonl file, a folder of them, a Hub dataset ("owner/name"), or strings; preferably long texts,
-            such as books.
+        texts: a .txt file, a folder of them, or strings; preferably long texts, such as books.
         settings: "fast", "full", or `turbo_hf.calibration.settings.Settings`.
         out: where to write the result; None: nowhere.
         overwrite: replace the calibration in `out` once this one is done; if False, the presence of one is an error.
             Widths that are there (`turbo-hf calibrate --budget`) are kept, if they are of this model.
         progress: called with a description and the share of all work done since the last call.
-        revision: the Hub revision that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
 
     Returns:
         Calibration, with `save_pretrained`, `push_to_hub` and quality figures.
 
     Raises:
         ValueError: unsuitable settings; texts too short for the long-range filter or for that many clusters; NaN or Inf
-            in the model; a model in training mode; a calibration in `out` without `overwrite`; a revision that is not
-            the model's.
+            in the model; a model in training mode; a calibration in `out` without `overwrite`.
         OSError: `out` cannot be written.
         TypeError: not a Transformers model.
     """
@@ -175,7 +171,7 @@ def calibrate(
             refuse_folder(folder, overwrite)
             # what cannot be written is told before the run
             folder.mkdir(parents=True, exist_ok=True)
-        checkpoint = checkpoint_of(model, revision)
+        checkpoint = checkpoint_of(model)
         windows = read_windows(model, tokenizer, texts, plan, checkpoint)
     settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
     widths = None if out is None else _widths_in(Path(out), model)

@@ -36,8 +36,7 @@ def calibrate_command(
     texts: Annotated[
         str | None,
         typer.Option(
-            help="A .txt or .jsonl file, a folder of them, or a Hub dataset (owner/name, owner/name:configuration), "
-            "whose `text` column is streamed; preferably long texts, such as books. With --budget four books by "
+            help="A .txt file, or a folder of them; preferably long texts, such as books. With --budget four books by "
             "default."
         ),
     ] = None,
@@ -55,7 +54,6 @@ def calibrate_command(
     window: Annotated[int | None, typer.Option(help="Tokens per window, instead of the preset's.")] = None,
     windows: Annotated[int | None, typer.Option(help="Maximum number of windows, instead of the preset's.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub, instead of main.")] = None,
     overwrite: Annotated[
         bool,
         typer.Option(
@@ -79,9 +77,8 @@ def calibrate_command(
                 raise ValueError(f"no effect beside --budget, which chooses widths alone: {named}. Leave that out.")
             sizes = {"count": COUNT if windows is None else windows, "tokens": PROMPT if window is None else window}
             required_settings(budget, **sizes)
-            place = {"out": out_folder, "overwrite": overwrite, "revision": revision}
-            loaded, tokenizer = load(model, device, revision, gguf_file)
-            facts = _widths(loaded, tokenizer, budget, texts, **sizes, **place)
+            loaded, tokenizer = load(model, device, gguf_file)
+            facts = _widths(loaded, tokenizer, budget, texts, **sizes, out=out_folder, overwrite=overwrite)
             if json_line:
                 print(json.dumps(facts))  # noqa: T201
             return
@@ -93,8 +90,8 @@ def calibrate_command(
         # before the model is loaded
         if processes()[0] == 0:
             refuse_folder(out_folder, overwrite)
-        loaded, tokenizer = load(model, device, revision, gguf_file)
-        facts = _run(loaded, tokenizer, _cut(chosen, loaded, window), texts, out_folder, overwrite, revision)
+        loaded, tokenizer = load(model, device, gguf_file)
+        facts = _run(loaded, tokenizer, _cut(chosen, loaded, window), texts, out_folder, overwrite)
     if json_line:
         print(json.dumps(facts))  # noqa: T201
 
@@ -133,9 +130,7 @@ def _cut(chosen: Settings, model: Any, window: int | None) -> Settings:
     return chosen
 
 
-def _run(
-    model: Any, tokenizer: Any, settings: Settings, texts: str, folder: Path, overwrite: bool, revision: str | None
-) -> dict[str, Any]:
+def _run(model: Any, tokenizer: Any, settings: Settings, texts: str, folder: Path, overwrite: bool) -> dict[str, Any]:
     begun = time.perf_counter()
     with counting("reading texts", 100) as advance:
         found = calibrate(
@@ -146,7 +141,6 @@ def _run(
             out=folder,
             overwrite=overwrite,
             progress=lambda word, share: advance(100 * share, word),
-            revision=revision,
         )
     seconds = time.perf_counter() - begun
     _print(found, seconds, folder)

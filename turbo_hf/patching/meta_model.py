@@ -44,7 +44,7 @@ def gguf_options(gguf_file: str | None) -> dict[str, str]:
     return {} if gguf_file is None else {"gguf_file": gguf_file}
 
 
-def read_config(name: str, revision: str | None = None, gguf_file: str | None = None) -> PreTrainedConfig:
+def read_config(name: str, gguf_file: str | None = None) -> PreTrainedConfig:
     """The config of a folder, a config.json or a Hub id, by the classes of Transformers; code beside it never runs.
 
     gguf_file: a GGUF file there, whose metadata are read instead; the dtype is then the one Transformers dequantizes
@@ -55,7 +55,7 @@ def read_config(name: str, revision: str | None = None, gguf_file: str | None = 
     """
     if gguf_file is not None:
         try:
-            of_file: PreTrainedConfig = AutoConfig.from_pretrained(name, revision=revision, gguf_file=gguf_file)
+            of_file: PreTrainedConfig = AutoConfig.from_pretrained(name, gguf_file=gguf_file)
         except Exception as error:  # the reader may raise anything about bytes that are no GGUF file
             raise ValueError(f"Transformers cannot read the GGUF file {gguf_file!r}: {shortened(error)}") from error
         of_file.dtype = of_file.dtype or torch.float32
@@ -63,8 +63,8 @@ def read_config(name: str, revision: str | None = None, gguf_file: str | None = 
     adapter = Path(name) / ADAPTER
     try:
         if adapter.is_file():
-            name, revision = json.loads(adapter.read_text())["base_model_name_or_path"], None
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+            name = json.loads(adapter.read_text())["base_model_name_or_path"]
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a config's own class may raise anything about its fields
         raise ValueError(
             f"Transformers {transformers.__version__} cannot read a config from {name!r} (code beside it is never "
