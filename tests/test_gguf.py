@@ -97,7 +97,7 @@ def test_plan_and_doctor_read_it(command: str, folder: str) -> None:
     facts = json.loads(run(command, folder, "--gguf-file", NAME, "--json").stdout.splitlines()[-1])
     if command == "doctor":
         assert facts["model"]["refusal"] is None
-        assert facts["model"]["checks"]["turbo4"]["tokens"]
+        assert facts["model"]["checks"]["turbo4"]["positions"]
     else:
         # dequantized to float32
         assert facts["rows"][0]["method"] == "fp32"

@@ -85,7 +85,6 @@ class Report:
         serving: whether continuous batching can run, and the prompt tokens that stored prefixes have saved.
         ranks: of a tensor parallel model, how many share it and which heads each of them holds; how many share one
             context; "" for one process. Heads of `layers`, and `selectivity`, are those of this rank.
-        weights: which layers hold quantized weights, and whose library's; "" if none do.
         check: what `patch(check=True)` found; "" without it.
     """
 
@@ -102,7 +101,6 @@ class Report:
     selectivity: tuple[Selectivity, ...] = ()
     serving: str = ""
     ranks: str = ""
-    weights: str = ""
     check: str = ""
 
     def __str__(self) -> str:
@@ -110,7 +108,7 @@ class Report:
         lines += [f"  {self.ranks}"] if self.ranks else []
         lines += [f"  {at}: {words}" for at, words in group_layers((at.index, self._of(at)) for at in self.layers)]
         lines += self._read()
-        of_all = (self.weights, self.heads, self.prompts, self.steps, self.serving, self.check)
+        of_all = (self.heads, self.prompts, self.steps, self.serving, self.check)
         lines += [f"  {text}" for text in of_all if text]
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
 

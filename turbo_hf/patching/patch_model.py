@@ -21,7 +21,7 @@ from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.step_runner import HandOff, describe, is_dispatched, why_no_replay_over
 from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
-from turbo_hf.models.quantized_weights import describe_weights, why_not_captured
+from turbo_hf.models.quantized_weights import why_not_captured
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.parallel.context import ContextRanks, context_ranks, require_spread_layers, require_spreadable
 from turbo_hf.patches.balance import KeyBias
@@ -258,7 +258,6 @@ def _plan(
         heads=words,
         sparse=sparse,
         serving=continuous_batching.words(no_serving),
-        weights=describe_weights(model),
         ranks=_words(ranks),
     )
     maker = CacheMaker(
