@@ -214,7 +214,8 @@ def test_auto_looks_beside_the_checkpoint(tmp_path: Path) -> None:
     model = copy.deepcopy(lab_model()[0])
     model.config._name_or_path = str(tmp_path)
     with turbo_hf.patch(model, MIXED) as handle:
-        assert "first 32 tokens (no calibration beside the checkpoint)" in str(handle.report())
+        assert "the last of each layer, for want of a calibration (there is none beside the che" in str(handle.report())
+        assert "no calibration ranks the heads of this model" in handle.report().warnings[0]
     found = reversed_heads(lab())
     found.save_pretrained(tmp_path)
     for calibration in ("auto", tmp_path, str(tmp_path)):
@@ -222,7 +223,9 @@ def test_auto_looks_beside_the_checkpoint(tmp_path: Path) -> None:
             assert handle.report().heads == f"3-bit heads: by calibration over 768 tokens ({tmp_path})"
             assert orders(handle, model)[3] == [list(found.head_orders("priority")[3])] * 2
     with turbo_hf.patch(model, MIXED, calibration=None) as handle:
-        assert handle.report().heads == "3-bit heads: chosen by each row's first 32 tokens"
+        want = "3-bit heads: the last of each layer, for want of a calibration (calibration=None was passed)"
+        assert handle.report().heads == want
+        assert orders(handle, model)[3] == [[0, 1]] * 2
     with turbo_hf.patch(model) as handle:
         assert handle.report().heads == ""
     with turbo_hf.patch(model, calibration=tmp_path) as handle:
@@ -239,7 +242,7 @@ def test_auto_says_what_is_wrong_with_what_it_finds(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="damaged"):
         handle = turbo_hf.patch(model, MIXED, strict="warn")
     assert "damaged" in handle.report().warnings[0]
-    assert handle.report().heads == "3-bit heads: chosen by each row's first 32 tokens"
+    assert "the last of each layer, for want of a calibration (the one beside" in handle.report().heads
     handle.remove()
     with pytest.raises(ValueError, match="damaged"):
         turbo_hf.patch(model, MIXED, strict="warn", calibration=tmp_path)
@@ -301,7 +304,7 @@ def test_names_of_no_repository_are_folders_that_are_gone(name: str) -> None:
     model.config._name_or_path = name
     assert checkpoint_of(model) == Checkpoint(name)
     turbo_hf.patch(model).remove()
-    assert "no calibration beside the checkpoint" in heads_of(model)
+    assert "there is none beside the checkpoint" in heads_of(model)
 
 
 # --- where a run writes --------------------------------------------------------------------------------------------

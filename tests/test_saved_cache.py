@@ -85,14 +85,6 @@ def test_ragged_rows_cut(tmp_path: Path) -> None:
     again(model, cache, tmp_path, batch["input_ids"], 2, attention_mask=mask)
 
 
-def test_heads_that_were_ranked_by_tokens_that_are_gone(tmp_path: Path) -> None:
-    model, cache = llama(**MIXED)()
-    run(model, cache, prompts(2, 40))
-    cache.crop(-20)
-    assert cache.turbo_layers()[0].ranked == [False, False]
-    again(model, cache, tmp_path, prompts(2, 40)[:, :20])
-
-
 def test_generate_goes_on_from_a_saved_prompt(tmp_path: Path) -> None:
     model, cache = llama()()
     prompt, question = prompts(1, 90), prompts(1, 8, 1)
@@ -138,7 +130,7 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no patched model has run over this TurboCache"):
         alone.save_pretrained(tmp_path)
     cache.layers[0].selector = object()
-    cache.all_layers[0].ranked = [object()]
+    cache.all_layers[0].order = object()
     with pytest.raises(Unsupported, match="no file can hold"):
         cache.save_pretrained(tmp_path / "new", input_ids=prompts(1, 80))
     # nothing half written

@@ -83,7 +83,9 @@ def load_calibration(
     chosen = resolve_config(config)
     _note(notices, not_recommended(chosen))
     heads = _looked_up(model, chosen, calibration if made is None else made, notices)
-    return _with_widths(heads, notices) if chosen.layer_bits == BY_CALIBRATION else heads
+    if chosen.layer_bits == BY_CALIBRATION:
+        return _with_widths(heads, notices)
+    return _with_orders(heads, notices) if chosen.expert.low_heads else heads
 
 
 def _looked_up(
@@ -92,17 +94,14 @@ def _looked_up(
     calibration: Calibration | str | Path | None,
     notices: Notices,
 ) -> HeadChoice:
-    """`load_calibration`, without widths."""
-    low = f"{config.expert.low_bits}-bit heads" if config.expert.low_heads else ""
-    by_prompt = f"{low}: chosen by each row's first {config.expert.block_size} tokens" if low else ""
+    """`load_calibration`, without widths and orders."""
     wanted = uses_calibration(config)
     if calibration is None or (calibration == "auto" and not wanted):
-        return HeadChoice(config, {}, by_prompt, missing="calibration=None was passed")
+        return HeadChoice(config, {}, "", missing="calibration=None was passed")
     try:
         found = calibration if isinstance(calibration, Calibration) else find(checkpoint_of(model))
         if found is None:
-            words = f"{by_prompt} (no calibration beside the checkpoint)" if low else ""
-            return HeadChoice(config, {}, words, missing="there is none beside the checkpoint")
+            return HeadChoice(config, {}, "", missing="there is none beside the checkpoint")
         wrong = found.mismatch(model)
         if wrong is not None:
             message = f"the calibration of {found.source or 'this process'!r} does not fit this model: {wrong}."
@@ -111,9 +110,7 @@ def _looked_up(
         if calibration != "auto":
             raise
         notices.refuse(str(error), "To go without it, pass calibration=None.")
-        return HeadChoice(
-            config, {}, by_prompt, missing=f"the one beside the checkpoint is refused: {str(error).rstrip('.')}"
-        )
+        return HeadChoice(config, {}, "", missing=f"the one beside the checkpoint is refused: {str(error).rstrip('.')}")
     _note(notices, _nearer(config, found))
     if not wanted and found.widths is not None:
         raise ValueError(
@@ -123,23 +120,26 @@ def _looked_up(
         )
     apart = found.widths is not None and config.layer_bits != BY_CALIBRATION
     others = "its widths are not used, for this config has others" if apart else ""
-    if not low:
-        unused = others if wanted else "not used, for all heads of this config have the same bits"
-        return HeadChoice(config, {}, unused and f"calibration: {unused}", found)
-    orders = found.head_orders(config.expert.head_metric)
-    if not orders and calibration != "auto":
-        raise ValueError(
-            f"low_heads needs a calibration that ranks heads, and that of {found.source or 'this process'!r} ranks "
-            "none. Make one with turbo-hf calibrate --texts, or pass calibration=None: each row's first block then "
-            "ranks them."
+    unused = others if wanted else "not used, for all heads of this config have the same bits"
+    return HeadChoice(config, {}, unused and f"calibration: {unused}", found)
+
+
+def _with_orders(heads: HeadChoice, notices: Notices) -> HeadChoice:
+    """The choice with the calibration's ranking of heads; without one the last heads get the low bits, with a note."""
+    config, found = heads.config, heads.found
+    low = f"{config.expert.low_bits}-bit heads"
+    orders = {} if found is None else found.head_orders(config.expert.head_metric)
+    if found is None or not orders:
+        notices.note(
+            f"{low}: no calibration ranks the heads of this model, so that the last ones of each layer get few bits, "
+            "however much they need theirs. Make one with turbo-hf calibrate --heads-only."
         )
-    if not orders:
-        return HeadChoice(config, {}, f"{by_prompt} (the calibration beside the checkpoint ranks no heads)", found)
+        why = heads.missing if found is None else f"that of {found.source or 'this process'!r} ranks no heads"
+        return heads._replace(words=f"{low}: the last of each layer, for want of a calibration ({why})")
     missing = [layer.index for layer in found.layers if layer.index not in orders]
-    rest = f"; layers {', '.join(map(str, missing))} by each row's first block" if missing else ""
+    rest = f"; of layers {', '.join(map(str, missing))} the last" if missing else ""
     words = f"{low}: by calibration over {found.tokens:,} tokens ({found.source or 'this process'}){rest}"
-    words += others and f"; {others}"
-    return HeadChoice(config, orders, words, found)
+    return heads._replace(orders=orders, words="; ".join(filter(None, (words, heads.words))))
 
 
 def _with_widths(heads: HeadChoice, notices: Notices) -> HeadChoice:

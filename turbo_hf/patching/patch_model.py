@@ -72,8 +72,8 @@ def patch(
             widths of the calibration that is passed, if it has any, else "turbo4".
         calibration: has the widths of each layer, if the config is "calibrated"; decides which heads get the low bits,
             if the config has heads of two widths; and provides what sparse decoding selects keys by. A `Calibration`, a
-            folder or Hub id that holds one, None for no calibration (heads are then ranked by each row's first block),
-            or "auto": the one stored with the checkpoint (in its folder or the Hub cache), if any.
+            folder or Hub id that holds one, None for no calibration, or "auto": the one stored with the checkpoint (in
+            its folder or the Hub cache), if any.
         strict: what happens with a layer, version or call that compressed attention cannot serve, and with a
             calibration found by "auto" that is damaged or belongs to another model: "raise" an error, "warn" and leave
             that part to Hugging Face, or "fallback" to Hugging Face with only a log message. Training mode, NaN, Inf
