@@ -62,7 +62,7 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["demo", "--method", "turbo5"], "unknown method turbo5; presets are int8, turbo4, turbo-k4v3, saap"),
+        (["demo", "--method", "turbo5"], "one of the presets int8, turbo4, turbo-k4v3, saap, calibrated; got 'turbo5'"),
         (["demo", "--model", "no/such-folder"], "cannot load 'no/such-folder'"),
         (["demo", "--device", "nowhere"], "cannot load .* on nowhere"),
         (["demo", "--shortest", "20"], "has no room for the question"),

@@ -179,7 +179,11 @@ def calibrate(
     done: dict[int, LayerCalibration] = {}
     share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
     for group in plan.groups:
-        step = _advance(progress, f"layers {group.layers[0]} to {group.layers[-1]}", share)
+
+        def step(work: float, word: str = f"layers {group.layers[0]} to {group.layers[-1]}") -> None:
+            if progress is not None:
+                progress(word, work * share)
+
         done |= {layer.index: layer for layer in _calibrate_group(model, group, plan, windows, step)}
     release = getattr(torch.accelerator, "empty_host_cache", None)
     if model.device.type == "cuda" and release is not None:
@@ -243,22 +247,9 @@ def read_windows(
     return windows
 
 
-def _advance(progress: Progress | None, word: str, share: float) -> Callable[[float], None]:
-    def step(work: float) -> None:
-        if progress is not None:
-            progress(word, work * share)
-
-    return step
-
-
-def _depth(group: Layers, plan: CalibrationPlan) -> float:
-    """Cost of a pass that ends after a group's last layer, as a share of a whole pass."""
-    return (max(group.layers) + 1) / plan.layers
-
-
 def _work(group: Layers, plan: CalibrationPlan, windows: int) -> float:
     """Cost of a group, in passes over a window: training and evaluation cost as much as many passes."""
-    return windows * _depth(group, plan) + (plan.settings.steps / 4 + windows if group.indexed else 0)
+    return windows + (plan.settings.steps / 4 + windows if group.indexed else 0)
 
 
 def _calibrate_group(
@@ -294,7 +285,7 @@ def _calibrate_group(
             left |= set(group.layers)
             with suppress(Enough):
                 run_window(model, ids[None])
-            step(_depth(group, plan))
+            step(1)
     scores = {index: priorities[index].scores() for index in group.layers}
     made = (LayerCalibration(i, scores[i], note=plan.notes.get(i, "")) for i in group.layers)
     with ranks_of(model).together() if group.indexed else nullcontext():

@@ -86,12 +86,16 @@ def calibrate_command(
             raise ValueError("--texts names what to calibrate with; only --budget has texts of its own. Pass it.")
         own = (("window", window), ("windows", windows))
         given: dict[str, Any] = {name: size for name, size in own if size is not None}
-        chosen = replace(resolve_settings(preset), seed=seed, index=not heads_only, **given)
+        given |= {"seed": seed, "index": not heads_only}
+        replace(resolve_settings(preset), **given)
         # before the model is loaded
         if processes()[0] == 0:
             refuse_folder(out_folder, overwrite)
         loaded, tokenizer = load(model, device, gguf_file)
-        facts = _run(loaded, tokenizer, _cut(chosen, loaded, window), texts, out_folder, overwrite)
+        positions = getattr(loaded.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        # a preset's windows are cut to what the model was made for
+        chosen = replace(resolve_settings(preset, positions), **given)
+        facts = _run(loaded, tokenizer, chosen, texts, out_folder, overwrite)
     if json_line:
         print(json.dumps(facts))  # noqa: T201
 
@@ -120,14 +124,6 @@ def _widths(model: Any, tokenizer: Any, budget: str, texts: str | None, **option
         {"layer": part.layer, "side": ("keys", "values")[part.side], "costs": part.costs} for part in measured.parts
     ]
     return {"out": str(folder), "seconds": round(seconds, 1), **widths.facts(), "held_out": held, "parts": parts}
-
-
-def _cut(chosen: Settings, model: Any, window: int | None) -> Settings:
-    """A preset's windows are cut to what the model was made for; those of `--window` are not."""
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if window is None and positions is not None and positions < chosen.window:
-        return replace(chosen, window=positions)
-    return chosen
 
 
 def _run(model: Any, tokenizer: Any, settings: Settings, texts: str, folder: Path, overwrite: bool) -> dict[str, Any]:

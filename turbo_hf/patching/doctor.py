@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
 from turbo_hf.config.turbo_config import ABLATIONS, DEFAULT_PRESET, PRESETS
 from turbo_hf.errors import Unsupported, warn
-from turbo_hf.models.versions import NEWEST, OLDEST, version_of, version_problem
+from turbo_hf.models.versions import version_of, version_problem
 from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.patches.generic import is_latent
 from turbo_hf.patches.layers import attention_layers
@@ -75,11 +75,6 @@ def machine() -> Machine:
 def _gpu(index: int) -> str:
     gpu: Any = torch.cuda.get_device_properties(index)
     return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
-
-
-def tested_range() -> str:
-    """Transformers versions that the tests cover."""
-    return f"{OLDEST} to {NEWEST}"
 
 
 def diagnose(model: Any) -> Diagnosis:
