@@ -130,7 +130,7 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no patched model has run over this TurboCache"):
         alone.save_pretrained(tmp_path)
     cache.layers[0].selector = object()
-    cache.all_layers[0].order = object()
+    cache.all_layers[0].universal = object()
     with pytest.raises(Unsupported, match="no file can hold"):
         cache.save_pretrained(tmp_path / "new", input_ids=prompts(1, 80))
     # nothing half written

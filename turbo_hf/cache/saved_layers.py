@@ -53,7 +53,6 @@ def held_by(layer: Any) -> Any:
     return {
         "dtype": layer.dtype,
         "state": _counted(state),
-        "order": layer.order,
         "valid": layer.valid_prefix,
         "universal": layer.universal,
         "pages": pages,
@@ -96,7 +95,7 @@ def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
     state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, False, WHOLE, layer.config.recent_tokens)
     opened = OneOf((Stored(codes, torch.int8), Stored(codes, None)))
     return {
-        **dict.fromkeys(("order", "valid", "universal"), object),
+        **dict.fromkeys(("valid", "universal"), object),
         "dtype": OneOf(FLOATS),
         "state": _counted(RowState(*state)),
         "pages": Each([torch.Tensor] * 4),
@@ -131,7 +130,6 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int) -> dict[str, A
     return {
         "dtype": dtype,
         "state": held["state"],
-        "order": Stored(by_head, torch.int64, 0, heads - 1),
         "valid": OneOf((None, Stored((rows, None), torch.bool))),
         "universal": Stored((*by_head, 2), torch.float32, 0, largest)
         if config.expert.buffer_scale == "universal"
@@ -161,12 +159,11 @@ def _of_index(
 
 def _require_numbers(layer: TurboLayer, held: dict[str, Any], columns: int) -> None:
     """ValueError unless the numbers of a saved compressed layer, each in its range, agree with each other."""
-    state, valid, table, order = RowState(**held["state"]), held["valid"], held["table"].cpu(), held["order"].cpu()
-    rows, heads = order.shape
+    state, valid, table = RowState(**held["state"]), held["valid"], held["table"].cpu()
+    rows = len(state.sealed)
     there = [columns] * rows if valid is None else (columns - valid.shape[1] + valid.sum(1)).tolist()
     kept = [total if layer.window is None else min(total, layer.window - 1) for total in there]
     in_use = torch.arange(table.shape[1]) < torch.tensor(state.sealed)[:, None]
-    given = torch.tensor(layer.head_order or range(heads)).expand(rows, heads)
     ends = [[end for blocks in row for end in blocks] for row in held["index"]["sorted"]]
     lengths = state.lengths()
     for agrees, words in (
@@ -179,7 +176,6 @@ def _require_numbers(layer: TurboLayer, held: dict[str, Any], columns: int) -> N
             all(map(_spans_fit, (meta for _, _, meta, _ in held["pages"]))),
             "zeros and spans of its pages end beyond 127",
         ),
-        (torch.equal(order, given), "its order is not that of its options"),
         (all(row == sorted(row) for row in ends), "its sorted blocks overlap"),
     ):
         if not agrees:
@@ -254,7 +250,7 @@ def hold(layer: Any, held: dict[str, Any], device: torch.device) -> None:
         PagedHeads(widths_of(width)[0], *own) for (width, _), own in zip(layer.pool.groups, held["pages"], strict=True)
     )
     layer.state, layer.valid_prefix = state, held["valid"]
-    layer.order, layer.universal = held["order"], held["universal"]
+    layer.universal = held["universal"]
     layer.buffer.k, layer.buffer.v, layer.buffer.k_scale, layer.buffer.v_scale = opened
     layer.pool.hold(pages, held["table"].cpu(), state.sealed)
     layer.bucket_index.hold(held["index"])
