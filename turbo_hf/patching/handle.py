@@ -252,24 +252,16 @@ class CacheMaker:
 
     def __reduce__(self) -> Any:
         # a copied or pickled model makes its own caches, and needs the names in its config to be registered
-        kept = (dict(self.head_orders), dict(self.selectors), dict(self.balances), self.ranks)
-        return _maker_of_a_copy, (self.layers, self.config, self.int8_layers, self.uncompressed_layers, *kept)
+        names = ("layers", "config", "int8_layers", "uncompressed_layers", "ranks")
+        kept = {name: getattr(self, name) for name in names}
+        kept |= {name: dict(getattr(self, name)) for name in ("head_orders", "selectors", "balances")}
+        return _maker_of_a_copy, (kept,)
 
 
-def _maker_of_a_copy(
-    layers: int,
-    config: TurboConfig,
-    int8_layers: tuple[int, ...],
-    uncompressed_layers: tuple[int, ...],
-    head_orders: dict[int, tuple[int, ...]],
-    selectors: dict[int, Selector],
-    balances: dict[int, torch.Tensor],
-    ranks: Ranks,
-) -> CacheMaker:
+def _maker_of_a_copy(kept: dict[str, Any]) -> CacheMaker:
     register()
     # a copy has no handle, so no message can name one
-    kept = (layers, config, int8_layers, uncompressed_layers, head_orders, selectors, balances)
-    return CacheMaker(*kept, active=False, ranks=ranks)
+    return CacheMaker(**kept, active=False)
 
 
 @dataclass(slots=True, repr=False, eq=False)
