@@ -37,12 +37,11 @@ def open_file(path: Path) -> FileIO:
     raise ValueError(f"{str(path)!r} is no regular file, but a pipe, a device or a folder. Put the file itself there.")
 
 
-def read_file(path: Path, most: int | None = None) -> bytes:
-    """What a regular file holds. most: of its bytes; None: any number. Errors as in `open_file`; ValueError: it has
-    more."""
+def read_file(path: Path, most: int) -> bytes:
+    """What a regular file holds. most: of its bytes. Errors as in `open_file`; ValueError: it has more."""
     with BufferedReader(open_file(path)) as file:
         size = os.fstat(file.fileno()).st_size
-        if most is not None and size > most:
+        if size > most:
             raise ValueError(
                 f"{str(path)!r} has {size:,} bytes; such a file has {most:,} at most. It was changed, or is another."
             )
