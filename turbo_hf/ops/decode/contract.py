@@ -5,7 +5,6 @@ import torch
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.decode.reference import reference_decode
-from turbo_hf.ops.decode.reference_repeat import repeated_decode
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
 from turbo_hf.ops.repeat import Repeat
 
@@ -63,10 +62,6 @@ class DecodeOps(Choice):
             from turbo_hf.ops.decode.launch import launch_decode  # noqa: PLC0415 - needs Triton
 
             return launch_decode(q, store, scoring, starts, window, self.mode, repeat)
-        if repeat is not None and starts is None:
-            repeat.decode = repeated_decode(q, store, scoring, window, self.mode)
-            if repeat.decode is not None:
-                return AttentionOutput(*repeat.decode(q, scoring.sas_threshold))
         return reference_decode(q, store, scoring, starts, window, self.mode)
 
 

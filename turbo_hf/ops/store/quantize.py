@@ -47,8 +47,9 @@ def dequantize(
     """
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be float16, bfloat16, float32 or float64; got {dtype}.")
-    codes_k, k_scale, codes_v, v_scale, _ = expand(store)
-    k, v = codes_k * k_scale[..., None], codes_v * v_scale[..., None]
+    codes_k, k_scale, codes_v, v_scale, place = expand(store)
+    by_place = torch.where(place < 0, place.shape[1], place).argsort(1)[:, None, :, None]
+    k, v = (x.take_along_dim(by_place, 2) for x in (codes_k * k_scale[..., None], codes_v * v_scale[..., None]))
     k = k if balance is None else k * balance[:, None]
     # rounded codes may take a value near the end of float16's range beyond it
     return narrowed(k, dtype), narrowed(v, dtype)
