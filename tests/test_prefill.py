@@ -211,8 +211,8 @@ X = torch.zeros(1, 2, 4, 16)
 FLOAT = "must be float16, bfloat16, float32 or float64; got torch.int8"
 RANK = r"must be \[B, H, M, D\]; got shape \(2, 4, 16\)"
 QUERY = r"q must be \[B, Hq, M, 16\] with Hq a multiple of 2; got \(1, "
-LIKE_Q = r"must be \[B, Hkv, M, D\] with B, M and D of q \(1, 2, 4, 16\); got"
-PAST = r"past must hold B, Hkv and D of k \(1, 2, 4, 16\) on cpu; it holds "
+LIKE_Q = r"must be torch.float32 \[1, [12], 4, 16\] on cpu; got"
+PAST = r"past.k_open must be \[1, 2, cap, 16\] on cpu; got "
 
 
 def past(*shape: int) -> dict[str, Any]:
@@ -229,17 +229,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"k": torch.zeros(1, 2, 5, 16)}, f"k {LIKE_Q}"),
     ({"v": torch.zeros(1, 1, 4, 16)}, f"v {LIKE_Q}"),
     ({"v": torch.zeros(1, 2, 4, 32)}, f"v {LIKE_Q}"),
-    *(({name: X.half()}, f"{name} must be torch.float32 on cpu like q; got torch.float16 on cpu") for name in "kv"),
-    *(
-        ({name: X.to("meta")}, f"{name} must be torch.float32 on cpu like q; got torch.float32 on meta")
-        for name in "kv"
-    ),
+    *(({name: X.half()}, f"{name} {LIKE_Q} torch.float16") for name in "kv"),
+    *(({name: X.to("meta")}, f"{name} {LIKE_Q} .* on meta") for name in "kv"),
     (past(2, 2, 4, 16), PAST),
     (past(1, 1, 4, 16), PAST),
     (past(1, 2, 4, 32), PAST),
     ({"mode": "fast"}, "mode must be one of turbo, int8, half, fp8, native; got 'fast'"),
     ({"block": 16}, "block must be one of 32, 64, 128 tokens; got 16"),
-    ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[B\] = \[1\]; got \(2,\)"),
+    ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[1\] on cpu; got torch.int64 \[2\]"),
     ({"sinks": torch.zeros(3)}, r"sinks must be \[Hq\] = \[2\]; got \(3,\)"),
 ]
 

@@ -1,5 +1,7 @@
 """What quantization takes, and what is read back of it in full precision."""
 
+from collections.abc import Sequence
+
 import torch
 
 from turbo_hf.config.expected import FLOATS
@@ -19,6 +21,16 @@ def check_float(name: str, x: torch.Tensor) -> None:
             f"{name} has head dim {x.shape[-1]}; packed blocks need a multiple of {HEAD_DIM_MULTIPLE}. "
             "Leave such layers to Transformers (TurboCache(uncompressed_layers=...))."
         )
+
+
+def check_shape(
+    name: str, x: torch.Tensor, wanted: Sequence[int | str], device: torch.device, *types: torch.dtype
+) -> None:
+    """ValueError unless x has this shape (a letter: any size), on this device, and one of these types (none: any)."""
+    fits = len(x.shape) == len(wanted) and all(n == size or type(n) is str for n, size in zip(wanted, x.shape))  # noqa: B905
+    if not fits or x.device != device or (types and x.dtype not in types):
+        sizes, named = ", ".join(map(str, wanted)), "".join(f"{each} " for each in types[:1])
+        raise ValueError(f"{name} must be {named}[{sizes}] on {device}; got {x.dtype} {list(x.shape)} on {x.device}.")
 
 
 def check_block(block: int) -> None:
