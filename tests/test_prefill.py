@@ -35,15 +35,14 @@ def test_scaling_is_the_models(mode: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_padding_is_neither_read_nor_written(causal: bool, mode: str, device: torch.device) -> None:
+def test_padding_is_neither_read_nor_written(mode: str, device: torch.device) -> None:
     """Rows of one token, of none, of all; what lies under padding may be anything."""
     q, k, v = inputs(5, 70, device)
     starts = [0, 69, 70, 6, 33]
     for x in (q, k, v):
         for row, start in enumerate(starts):
             x[row, :, :start] = torch.nan
-    got = check_prefill(q, k, v, mode, starts=starts, causal=causal, sinks=True)
+    got = check_prefill(q, k, v, mode, starts=starts, sinks=True)
     assert bool(got.lse[2].isneginf().all())
     assert not got.out[2].any()
 
@@ -117,7 +116,6 @@ def test_any_prefill(data: st.DataObject) -> None:
         "window": data.draw(st.none() | st.integers(1, 160), "window"),
         "softcap": data.draw(st.none() | st.sampled_from((1.0, 30.0)), "softcap"),
         "sinks": data.draw(st.none() | st.just(True), "sinks"),
-        "causal": data.draw(st.booleans(), "causal"),
     }
     lengths = [data.draw(st.integers(0, 150), "past") for _ in starts]
     low = data.draw(st.integers(0, kv_heads), "low")
@@ -174,11 +172,10 @@ def test_a_past_without_tokens_is_no_past(mode: str, device: torch.device) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("causal", [pytest.param(True, id="causal"), pytest.param(False, id="full")])
-def test_query_tiles_do_not_change_the_result(causal: bool, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop over query tiles bounds memory; a causal tile also leaves out the keys behind it."""
+def test_query_tiles_do_not_change_the_result(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop over query tiles bounds memory; a tile also leaves out the keys behind it."""
     q, k, v = inputs(3, 150, torch.device("cpu"))
-    options: dict[str, Any] = {"scaling": 0.125, "mode": mode, "causal": causal, "window": 90}
+    options: dict[str, Any] = {"scaling": 0.125, "mode": mode, "window": 90}
     options |= {"past": random_past([100, 0, 64], k), "starts": torch.tensor([0, 20, 149])}
     whole = prefill(q, k, v, **options)
     # 3 rows x 4 heads x (128 past + 192 new) keys: 7 queries at a time

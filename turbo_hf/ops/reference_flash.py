@@ -58,12 +58,11 @@ class State(NamedTuple):
 class FlashOptions(NamedTuple):
     """What the loop does with scores.
 
-    scoring, causal, window: as in `ops.prefill.contract`.
+    scoring, window: as in `ops.prefill.contract`.
     p_type: the type that P is rounded to: INT8, FP8 or 16 bit; None: it is not rounded.
     """
 
     scoring: Scoring
-    causal: bool
     window: int | None
     p_type: torch.dtype | None
 
@@ -77,19 +76,18 @@ def flash(runs: list[Run], options: FlashOptions) -> AttentionOutput:
     if tile >= rows:
         return AttentionOutput(*_queries(runs, options))
     parts = [
-        _queries([_cut(run, start, min(start + tile, rows), options.causal) for run in runs], options)
-        for start in range(0, rows, tile)
+        _queries([_cut(run, start, min(start + tile, rows)) for run in runs], options) for start in range(0, rows, tile)
     ]
     return AttentionOutput(torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2))
 
 
-def _cut(run: Run, start: int, end: int, causal: bool) -> Run:
+def _cut(run: Run, start: int, end: int) -> Run:
     """Queries `start` to `end` of a run, without the keys that come after all of them."""
     q = Operand(run.q.x[:, :, start:end], run.q.scale[:, :, start:end], run.q.place[:, start:end])
     bias = None if run.bias is None else run.bias[:, :, start:end]
     chosen = None if run.chosen is None else run.chosen[:, :, start:end]
     run = run._replace(q=q, bias=bias, chosen=chosen)
-    if run.own and causal:
+    if run.own:
         seen = -(-end // run.tile) * run.tile
         k, v = (Operand(x.x[:, :, :seen], x.scale[:, :, :seen], x.place[:, :seen]) for x in (run.k, run.v))
         run = run._replace(k=k, v=v)
@@ -129,7 +127,7 @@ def _run(state: State | None, run: Run, options: FlashOptions, shape: tuple[int,
         score = score + run.bias.reshape(shape)[..., None]
     if scoring.softcap is not None:
         score = scoring.softcap * torch.tanh(score / scoring.softcap)
-    allowed = _allowed(run.q.place, run.k.place, options.causal, options.window)[:, None, None]
+    allowed = _allowed(run.q.place, run.k.place, options.window)[:, None, None]
     if run.chosen is not None:
         allowed = allowed & run.chosen.unflatten(1, (kv_heads, -1))
     score = score.masked_fill(~allowed, -torch.inf).unflatten(-1, (-1, run.tile))
@@ -175,11 +173,11 @@ def rounded(weight: torch.Tensor, p_type: torch.dtype | None) -> tuple[torch.Ten
     return (weight / peak).to(p_type).to(weight.dtype), peak
 
 
-def _allowed(query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
+def _allowed(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor:
     """bool [B, M, T]: which keys each query sees."""
     q, k = query[:, :, None], key[:, None, :]
     # a query without a place is before every key
-    allowed = (k >= 0) & ((k <= q) if causal else (q >= 0))
+    allowed = (k >= 0) & (k <= q)
     if window is not None:
         allowed = allowed & (k > q - window)
     return allowed

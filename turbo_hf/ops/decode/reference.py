@@ -16,7 +16,7 @@ def reference_decode(
     window: int | None = None,
     mode: str = "turbo",
 ) -> AttentionOutput:
-    return attend(q, store, FlashOptions(scoring, True, window, None if mode == "native" else torch.int8), starts)
+    return attend(q, store, FlashOptions(scoring, window, None if mode == "native" else torch.int8), starts)
 
 
 def attend(

@@ -27,11 +27,10 @@ class PrefillOps(Choice):
         *,
         past: KVStore | None = None,
         starts: torch.Tensor | None = None,
-        causal: bool = True,
         window: int | None = None,
         own: bool = True,
     ) -> AttentionOutput:
-        """Attention of M new tokens over themselves and, optionally, over a compressed past.
+        """Causal attention of M new tokens over themselves and, optionally, over a compressed past before them.
 
         Args:
             q: float [B, Hq, M, D]. k, v: float [B, Hkv, M, D], not yet in the cache; Hq is a multiple of Hkv.
@@ -39,7 +38,6 @@ class PrefillOps(Choice):
             rounding: mode, blocks, scales of V, and what prepares keys for rounding (`turbo_hf.layout.Rounding`).
             past: the cache of the preceding tokens.
             starts: int64 [B], the first real column of each row (left padding before it); None: no padding.
-            causal: query i sees no key after its own; its position follows the past.
             window: how many tokens a query sees, including itself; None: all.
             own: whether queries attend to the new tokens; if not, to the past alone.
 
@@ -70,10 +68,10 @@ class PrefillOps(Choice):
         if mode == "native" and rounding.smooth_k:
             raise ValueError('smooth_k prepares keys for rounding; mode "native" rounds none. Leave it out.')
         if not self.prompt_kernels(mode):
-            return reference_prefill(q, k, v, scoring, rounding, past, starts, causal, window, own)
+            return reference_prefill(q, k, v, scoring, rounding, past, starts, window, own)
         from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
 
-        return launch_prefill(q, k, v, scoring, rounding, past, starts, causal, window, own)
+        return launch_prefill(q, k, v, scoring, rounding, past, starts, window, own)
 
 
 def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:

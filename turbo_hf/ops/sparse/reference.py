@@ -35,7 +35,7 @@ def reference_sparse_decode(
         kept = kept | (causal[:, None] & _met(visits, places))
     if read is not None:
         read += kept.sum()
-    options = FlashOptions(scoring, True, None, None if mode == "native" else torch.int8)
+    options = FlashOptions(scoring, None, None if mode == "native" else torch.int8)
     return attend(q, store, options, starts, kept)
 
 
