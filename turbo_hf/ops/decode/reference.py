@@ -15,18 +15,10 @@ def reference_decode(
     starts: torch.Tensor | None = None,
     window: int | None = None,
     mode: str = "turbo",
-) -> AttentionOutput:
-    return attend(q, store, FlashOptions(scoring, window, None if mode == "native" else torch.int8), starts)
-
-
-def attend(
-    q: torch.Tensor,
-    store: KVStore,
-    how: FlashOptions,
-    starts: torch.Tensor | None,
     chosen: torch.Tensor | None = None,
 ) -> AttentionOutput:
-    """Attention to the keys `chosen`, bool [B, Hkv, M, T] by place in the row (as in `expand`); None: to all."""
+    """chosen: bool [B, Hkv, M, places], the keys that are attended to, by place in the row; None: all."""
+    how = FlashOptions(scoring, window, None if mode == "native" else torch.int8)
     found = _attend(q, store, how, starts, chosen)
     if how.p_type is not None and store.k_open.dtype != torch.int8:
         # heads of 16 bit are computed as they are stored
