@@ -13,8 +13,8 @@ def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     Returns k float32 [B, Hkv, T, D], k_scale float32 [B, Hkv, T], the same for v, and place int64 [B, T]: the token's
     place in its row, -1 where there is none. Scales there are 0.
     """
-    block = store.block
-    blocks = max(store.sealed.tolist() if store.sealed_host is None else store.sealed_host)
+    # `sealed_host` is that of a captured step
+    block, blocks = store.block, int(store.sealed.max())
     sealed = sealed_tokens(store._replace(table=store.table[:, :blocks]))
     tail, pad = -store.k_open.shape[2] % block, torch.nn.functional.pad
     opened = (store.k_open, store.k_scale, store.v_open.mT, store.v_scale)
