@@ -88,7 +88,7 @@ def test_the_oracle_is_a_loop_over_keys(options: dict[str, Any], monkeypatch: py
     ("words", "message"),
     [
         ("prefill --shape llama9", "unknown shape llama9; shapes are llama3-8b, phi3-medium, qwen2.5-0.5b."),
-        ("prefill --mode int4", "unknown mode int4; choose from turbo, int8, half, fp8, native."),
+        ("prefill --mode int4", "unknown mode int4; choose from turbo, int8, fp8, native."),
         ("prefill --size 1k", "expected a size like 16x1k (rows x tokens); got '1k'."),
         ("prefill --backend cuda", "unknown backend cuda; choose from auto, triton, reference."),
         ("prefill --dtype float32", "unknown dtype float32; choose from float16, bfloat16."),
@@ -106,7 +106,7 @@ def test_the_oracle_is_a_loop_over_keys(options: dict[str, Any], monkeypatch: py
         ("generate --batch all", "expected a batch like 8, or largest; got 'all'."),
         ("generate --batch 0", "expected a batch like 8, or largest; got '0'."),
         ("generate --preset turbo9", "turbo9"),
-        ("generate --mode fast", "unknown mode fast; choose from auto, turbo, int8, half, fp8, native."),
+        ("generate --mode fast", "unknown mode fast; choose from auto, turbo, int8, fp8, native."),
         ("generate --decoding beam", "unknown decoding beam; choose from greedy, beams, prompt-lookup."),
         ("generate --paper --new 5", "--paper sets --context, --batch and --new; omit them."),
         ("generate --paper --device cpu", "--batch largest needs a GPU"),
