@@ -25,7 +25,7 @@ from layer_support import (
 )
 from models import tiny_llama
 from op_calls import decode
-from prefill_support import int8_queries
+from prefill_support import step_queries
 from stores import store_codes
 from torch import Tensor
 
@@ -551,7 +551,7 @@ def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device:
             if mode == "native":
                 check_exact(got, q, [row.values() for row in rows], scaling=0.3, window=window)
             else:
-                check_turbo(got, int8_queries(q, [0] * len(q)), q.dtype, rows, scaling=0.3, window=window)
+                check_turbo(got, step_queries(q, [0] * len(q)), q.dtype, rows, scaling=0.3, window=window)
         rolled.commit()
         whole.commit()
         assert max(rolled.lengths()) < window - 1 + 64

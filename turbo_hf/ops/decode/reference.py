@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import INT8_MAX, UNQUANTIZED, AttentionOutput, KVStore, Scoring
+from turbo_hf.layout import QUERY_MAX, UNQUANTIZED, AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.maths import counted, ratio, scaled
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
 from turbo_hf.ops.store.reference_pages import expand
@@ -37,7 +37,7 @@ def _attend(
     starts: torch.Tensor | None,
     chosen: torch.Tensor | None,
 ) -> AttentionOutput:
-    """All heads in the same way: q and P in INT8 on INT8 codes, unless P is not rounded or keys are unquantized."""
+    """All heads in the same way: codes of q, P and keys, unless P is not rounded or keys are unquantized."""
     acc = torch.promote_types(q.dtype, torch.float32)
     batch, _, tokens, _ = q.shape
     # the queries are the row's last tokens, so they end where the row ends
@@ -50,8 +50,8 @@ def _attend(
     if how.p_type == torch.int8:
         x = q.float()
         largest = counted(x.abs().amax(-1))
-        codes = torch.round(scaled(x, largest, INT8_MAX))
-        rounded = Operand(codes.to(acc), ratio(largest, INT8_MAX).to(acc), query)
+        codes = torch.round(scaled(x, largest, QUERY_MAX))
+        rounded = Operand(codes.to(acc), ratio(largest, QUERY_MAX).to(acc), query)
     out, lse = flash(_runs(store, rounded, plain, chosen), how)
     out = out.masked_fill(padding[:, None, :, None], 0.0)
     return AttentionOutput(out.to(q.dtype), lse.masked_fill(padding[:, None], -torch.inf).float())
@@ -60,7 +60,7 @@ def _attend(
 def _runs(store: KVStore, q: Operand, plain: Operand, chosen: torch.Tensor | None) -> list[Run]:
     """All tokens; of a layer with 16-bit heads, whose open tokens are no codes, sealed and open ones apart.
 
-    q: in INT8, if P is. plain: not rounded."""
+    q: in codes, if P is. plain: not rounded."""
     acc = q.x.dtype
     k, k_scale, v, v_scale, place = expand(store)
     if chosen is not None:
