@@ -35,10 +35,9 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 
 def test_work_is_counted_as_the_papers_count_it() -> None:
-    full = PromptCase("llama3-8b", SHAPES["llama3-8b"], 4, 16384, False)
-    causal = PromptCase("llama3-8b", SHAPES["llama3-8b"], 4, 16384, True)
-    assert full.flops == 2 * causal.flops == 4 * 4 * 32 * 16384**2 * 128
-    assert str(causal) == "4x16k causal"
+    case = PromptCase("llama3-8b", SHAPES["llama3-8b"], 4, 16384)
+    assert case.flops == 2 * 4 * 32 * 16384**2 * 128
+    assert str(case) == "4x16k causal"
 
 
 def test_every_call_runs_in_every_round_and_none_always_first() -> None:
@@ -89,7 +88,7 @@ def test_the_oracle_is_a_loop_over_keys(options: dict[str, Any], monkeypatch: py
     ("words", "message"),
     [
         ("prefill --shape llama9", "unknown shape llama9; shapes are llama3-8b, phi3-medium, qwen2.5-0.5b."),
-        ("prefill --mode int4", "unknown mode int4; choose from turbo, int8, half, fp8, native."),
+        ("prefill --mode int4", "unknown mode int4; choose from turbo, int8, fp8, native."),
         ("prefill --size 1k", "expected a size like 16x1k (rows x tokens); got '1k'."),
         ("prefill --backend cuda", "unknown backend cuda; choose from auto, triton, reference."),
         ("prefill --dtype float32", "unknown dtype float32; choose from float16, bfloat16."),
@@ -105,7 +104,7 @@ def test_the_oracle_is_a_loop_over_keys(options: dict[str, Any], monkeypatch: py
         ("generate --shape phi", "unknown shape phi; choose from llama3-8b, qwen2.5-0.5b, deepseek-v2-lite."),
         ("generate --context long", "expected a number of tokens like 4096 or 4k; got 'long'."),
         ("generate --preset turbo9", "turbo9"),
-        ("generate --mode fast", "unknown mode fast; choose from auto, turbo, int8, half, fp8, native."),
+        ("generate --mode fast", "unknown mode fast; choose from auto, turbo, int8, fp8, native."),
         ("generate --decoding beam", "unknown decoding beam; choose from greedy, beams, prompt-lookup."),
     ],
 )

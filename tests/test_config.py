@@ -37,7 +37,7 @@ from turbo_hf.layout import HeadGroups
         pytest.param({"recent_tokens": 1024}, id="recent"),
         pytest.param({"layer_bits": (2, (4, 2), 8)}, id="layers"),
         pytest.param({"layer_bits": "calibrated"}, id="calibrated"),
-        *(pytest.param({"attention": a}, id=a) for a in ("auto", "turbo", "int8", "half", "fp8", "native")),
+        *(pytest.param({"attention": a}, id=a) for a in ("auto", "turbo", "int8", "fp8", "native")),
         *(pytest.param({"cuda_graphs": g}, id=f"graphs-{g}") for g in ("auto", True, False)),
         pytest.param({"compile": True}, id="compile"),
         pytest.param({"low_heads": 1}, id="all-low"),
@@ -104,7 +104,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"buffer_scale": None}, r"buffer_scale must be one of 'token', 'universal'; got None", id="scale"),
         pytest.param(
             {"attention": "flash"},
-            r"attention must be one of 'auto', 'turbo', 'int8', 'half', 'fp8', 'native'; got 'flash'",
+            r"attention must be one of 'auto', 'turbo', 'int8', 'fp8', 'native'; got 'flash'",
             id="attention",
         ),
         pytest.param({"backend": "cuda"}, r"backend must be one of 'auto', 'triton', 'reference'; got 'cuda'", id="be"),

@@ -13,7 +13,7 @@ from prefill_support import Inputs, check_prefill, random_past
 from stores import tokens
 
 from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.layout import BITS, Width, half_type
+from turbo_hf.layout import BITS, Width
 from turbo_hf.ops import gpu, tuning
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -21,19 +21,18 @@ pytestmark = pytest.mark.usefixtures("poison")
 NO_BFLOAT16 = "products of bfloat16 need a GPU: the interpreter multiplies them as integers"
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "full": {"causal": False},
     "window1": {"window": 1},
     "window70": {"window": 70},
-    "full-window20": {"window": 20, "causal": False},
+    "window20": {"window": 20},
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": True},
     "all": {"window": 70, "softcap": 5.0, "sinks": True},
 }
 # modes differ in how they round and in nothing else
-CASES = [*product(("turbo", "native"), OPTIONS), *product(("int8", "half", "fp8"), ["all"])]
+CASES = [*product(("turbo", "native"), OPTIONS), *product(("int8", "fp8"), ["all"])]
 NOT_FINITE = [
     *product(("q", "k", "v"), (torch.nan, torch.inf), ("turbo", "native")),
-    *product(("k", "v"), (torch.inf,), ("int8", "half", "fp8")),
+    *product(("k", "v"), (torch.inf,), ("int8", "fp8")),
 ]
 
 
@@ -41,12 +40,11 @@ def inputs(
     m: int, device: torch.device, mode: str, *, batch: int = 2, heads: int = 4, kv_heads: int = 2, dim: int = 32,
     dtype: torch.dtype | None = None,
 ) -> Inputs:  # fmt: skip
-    """q, k, v, float16 where 16-bit products are multiplied: the interpreter knows no other."""
-    dtype = dtype or (torch.float16 if mode == "half" else torch.float32)
+    """Random q, k, v."""
+    dtype = dtype or torch.float32
     if mode == "fp8" and not has_fp8(device):
         pytest.skip(NO_FP8)
-    multiplied = {"native": dtype, "half": half_type(dtype)}.get(mode)
-    if multiplied == torch.bfloat16 and device.type == "cpu":
+    if mode == "native" and dtype == torch.bfloat16 and device.type == "cpu":
         pytest.skip(NO_BFLOAT16)
     q = tokens(batch, heads, m, dim, device=device, dtype=dtype)
     k, v = (tokens(batch, kv_heads, m, dim, device=device, dtype=dtype) for _ in range(2))
@@ -66,7 +64,7 @@ def test_over_a_ragged_past(mode: str, options: str, device: torch.device) -> No
     check_prefill(q, k, v, mode, past=past, block=32, starts=[0, 39, 3], backend="triton", **OPTIONS[options])
 
 
-@pytest.mark.parametrize("options", ["full", "all"])
+@pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("mode", ["turbo", "native"])
 def test_over_a_past_that_programs_share(
     mode: str, options: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
@@ -88,7 +86,7 @@ def test_a_past_of_any_bits_and_blocks(block: int, bits: Width, device: torch.de
 
 @pytest.mark.parametrize(
     ("mode", "dim"),
-    [*product(("turbo", "native"), (16, 64, 80, 96, 128, 256)), *product(("int8", "half", "fp8"), [128])],
+    [*product(("turbo", "native"), (16, 64, 80, 96, 128, 256)), *product(("int8", "fp8"), [128])],
 )
 def test_head_dims(dim: int, mode: str, device: torch.device) -> None:
     q, k, v = inputs(70, device, mode, batch=1, heads=2, kv_heads=1, dim=dim)
@@ -122,10 +120,9 @@ def test_lengths(length: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("mode", ["turbo", "fp8"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dim", [64, 128], ids=["d64", "d128"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
-def test_prompts_in_16_bit(dtype: torch.dtype, dim: int, causal: bool, mode: str, device: torch.device) -> None:
+def test_prompts_in_16_bit(dtype: torch.dtype, dim: int, mode: str, device: torch.device) -> None:
     """What Hopper has a kernel of its own for: lengths around its tiles, any group of heads, strides, NaN."""
     if device.type == "cpu" and dtype == torch.bfloat16:
         # of heads with NaN
@@ -134,12 +131,12 @@ def test_prompts_in_16_bit(dtype: torch.dtype, dim: int, causal: bool, mode: str
     # the one that the interpreter runs has smaller tiles, and tests of its own
     for length, heads, kv_heads in hopper if device.type == "cuda" else ((1, 2, 2), (31, 7, 1), (66, 4, 2)):
         q, k, v = inputs(length, device, mode, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
-        got = check_prefill(q, k, v, mode, causal=causal, backend="triton")
+        got = check_prefill(q, k, v, mode, backend="triton")
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-        again = prefill(q, k, v, scaling=dim**-0.5, mode=mode, causal=causal, backend="triton")
+        again = prefill(q, k, v, scaling=dim**-0.5, mode=mode, backend="triton")
         assert torch.equal(got.out, again.out)
         q[0, -1, -1, 0] = torch.nan
-        broken = prefill(q, k, v, scaling=dim**-0.5, mode=mode, causal=causal, backend="triton").out.isnan()
+        broken = prefill(q, k, v, scaling=dim**-0.5, mode=mode, backend="triton").out.isnan()
         assert broken[0, -1, -1].all()
         assert int(broken.sum()) == dim
 

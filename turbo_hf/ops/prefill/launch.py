@@ -16,7 +16,6 @@ from turbo_hf.layout import (
     Operands,
     Rounding,
     Scoring,
-    half_type,
     power_of_two,
 )
 from turbo_hf.ops import gpu
@@ -80,20 +79,19 @@ def _quantize(
     mode = MODES[name]
     batch, heads, tokens, dim = k.shape
     padded = -(-tokens // block) * block
-    device, by_token, with_v = k.device, mode.k_scale == "token", mode.v_type is not None
+    device, by_token = k.device, mode.k_scale == "token"
     mean = key_mean(align(k, starts), starts) if smooth_k else None
     k, v = _last_contiguous(k), _last_contiguous(v)
     shape = {"HEADS": heads, "D": dim, "DP": _padded_dim(dim), "BLOCK": block, "STARTS": starts is not None}
     shape |= gpu.FMA
     k_codes = torch.empty(batch, heads, padded, dim, dtype=torch.int8, device=device)
     k_scale = torch.empty(batch, heads, padded if by_token else padded // block, device=device)
-    v_codes = ranges = v_block = v_log2 = None
-    if with_v:
-        v_codes = torch.empty(batch, heads, dim, padded, dtype=mode.v_type, device=device)
-        if v_scale == "block":
-            v_block, v_log2 = torch.empty(2, batch, heads, padded // block, device=device)
-        else:
-            ranges = torch.zeros(batch, heads, dim, device=device)
+    v_codes = torch.empty(batch, heads, dim, padded, dtype=mode.v_type, device=device)
+    ranges = v_block = v_log2 = None
+    if v_scale == "block":
+        v_block, v_log2 = torch.empty(2, batch, heads, padded // block, device=device)
+    else:
+        ranges = torch.zeros(batch, heads, dim, device=device)
     grid = (padded // block, pairs_of(batch, heads))
     with torch.cuda.device_of(k):
         if ranges is not None:
@@ -103,8 +101,7 @@ def _quantize(
         quantize_operands_kernel[grid](
             k, v, mean, ranges, k_codes, k_scale, v_codes, v_block, v_log2, broken, starts,
             *k.stride()[:3], *v.stride()[:3], tokens, padded,
-            K_TOKEN=by_token, SMOOTH=smooth_k, V_TOP=mode.v_top, V_CHANNEL=ranges is not None, V_OUT=with_v,
-            **shape,
+            K_TOKEN=by_token, SMOOTH=smooth_k, V_TOP=mode.v_top, V_CHANNEL=ranges is not None, **shape,
         )  # fmt: skip
     channel = None
     if ranges is not None:
@@ -112,21 +109,18 @@ def _quantize(
     return Operands(k_codes, k_scale, v_codes, v_block, channel, mean), v_log2
 
 
-def unpack_past(
-    past: KVStore, keys: torch.dtype = torch.int8, values: torch.dtype = torch.int8, in_time: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def unpack_past(past: KVStore, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sealed blocks of a cache: k [B, Hkv, T, D], v [B, Hkv, D, T], and [B, Hkv, T/b, 2]: the scale of keys, log2
-    of that of values.
+    of that of values. Places past a row's end are not written.
 
-    keys, values: types of k and v. INT8: codes with one scale for each block, as `past_operands`; else the numbers
-        themselves.
-    in_time: v is in the order of time, not in VALUE_ORDER. Places past a row's end are not written.
+    dtype: INT8: codes with one scale for each block, as `past_operands`, values in VALUE_ORDER; else the numbers
+        themselves, in the order of time.
     """
     batch, heads, _, dim = past.k_open.shape
     blocks, first, device = past.table.shape[1], 0, past.k_open.device
     order, table = past.order.contiguous(), past.table.contiguous()
-    k = torch.empty(batch, heads, blocks * past.block, dim, dtype=keys, device=device)
-    v = torch.empty(batch, heads, dim, blocks * past.block, dtype=values, device=device)
+    k = torch.empty(batch, heads, blocks * past.block, dim, dtype=dtype, device=device)
+    v = torch.empty(batch, heads, dim, blocks * past.block, dtype=dtype, device=device)
     scale = torch.empty(batch, heads, blocks, 2, device=device)
     with torch.cuda.device_of(k):
         for pages in past.paged:
@@ -135,7 +129,7 @@ def unpack_past(
                 unpack_past_kernel[(blocks, slots, batch)](
                     pages.k, pages.v, pages.meta, pages.size, table, past.sealed, order, k, v, scale,
                     blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
-                    BITS=pages.bits, VALUE_BITS=pages.value_bits, IN_TIME=in_time, **gpu.FMA,
+                    BITS=pages.bits, VALUE_BITS=pages.value_bits, **gpu.FMA,
                 )  # fmt: skip
             first += slots
     return k, v, scale
@@ -143,14 +137,13 @@ def unpack_past(
 
 def _held(past: KVStore, dtype: torch.dtype, mode: str, *, tiled: bool) -> Past:
     """A past for queries of `dtype`. tiled: as the kernel for Hopper reads it."""
-    values, precise = MODES[mode].v_type, mode == "native"
+    values = MODES[mode].v_type
     if tiled and values is not None:
         return unpack_tiles(past, values)
-    # codes serve INT8 and FP8, which the kernel rounds them to
-    types = (dtype, dtype) if precise else (torch.int8, torch.int8 if values else half_type(dtype))
     opened = (past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
     room = past.table.shape[1] * past.block
-    return Past(*unpack_past(past, *types, in_time=precise), past.sealed, *opened, room, past.k_open.shape[2])
+    # codes serve INT8 and FP8, which the kernel rounds them to
+    return Past(*unpack_past(past, torch.int8 if values else dtype), past.sealed, *opened, room, past.k_open.shape[2])
 
 
 def unpack_tiles(past: KVStore, values: torch.dtype) -> Past:
@@ -185,7 +178,6 @@ def launch_prefill(
     rounding: Rounding,
     past: KVStore | None,
     starts: torch.Tensor | None,
-    causal: bool,
     window: int | None,
     own: bool = True,
 ) -> AttentionOutput:
@@ -202,7 +194,7 @@ def launch_prefill(
         )
 
     room = 0 if past is None else past.table.shape[1] * past.block
-    hopper = own and _hopper_serves(q, rounding, scoring, past, room, window, causal=causal, padded=starts is not None)
+    hopper = own and _hopper_serves(q, rounding, scoring, past, room, window)
     rows = PROMPT_TILE if hopper else tiles_of(rounding.mode).block_m
     parts = past_parts(-(-tokens // rows) * pairs, room, q.device)
     found = first = _outputs(q, starts is not None and parts == 1)
@@ -225,17 +217,18 @@ def launch_prefill(
         split = parts > 1 and not repair
         past_block = 64 if past is None else past.block
         past_tile = min(past_block, tiles.block_n) if precise else past_block
-        described, values = TensorDescriptor.from_tensor, operands.v
-        k_tiles = None if precise else described(operands.k.view(-1, dim), [block, padded_dim])
-        v_tiles = None if values is None else described(values.view(-1, values.shape[3]), [padded_dim, block])
+        described, k_tiles, v_tiles = TensorDescriptor.from_tensor, None, None
+        if operands.v is not None:
+            k_tiles = described(operands.k.view(-1, dim), [block, padded_dim])
+            v_tiles = described(operands.v.view(-1, operands.v.shape[3]), [padded_dim, block])
         chunk = Chunk(
             None if k_tiles else _view(k), None if v_tiles else _view(v), operands.k_scale, logs, operands.v_channel,
             starts, operands.k.shape[2],
         )  # fmt: skip
         form = PrefillForm(
             heads=heads, group=heads // kv_heads, dim=dim, padded_dim=padded_dim, block_m=tiles.block_m,
-            block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0, causal=causal,
-            p_type=TL_TYPES[mode.p_type(q.dtype) or q.dtype], p_log2=math.log2(mode.v_top), wide=TL_TYPES[q.dtype],
+            block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0,
+            p_type=TL_TYPES[mode.v_type or q.dtype], p_log2=math.log2(mode.v_top), wide=TL_TYPES[q.dtype],
             k_token=mode.k_scale == "token", own=own, split=split, in_time=rounding.mode == "native",
         )  # fmt: skip
         programs = -(-tokens // tiles.block_m) * pairs * (1 if repair else parts)
@@ -258,8 +251,7 @@ def launch_prefill(
             if hopper:
                 from turbo_hf.ops.prefill.launch_hopper import launch_hopper_prefill  # noqa: PLC0415 - needs Gluon
 
-                over = (held, parts, starts)
-                launch_hopper_prefill(q, operands, v_log2, first, broken, scoring, causal, *over)
+                launch_hopper_prefill(q, operands, v_log2, first, broken, scoring, held, parts, starts)
             else:
                 bias = None if operands.k_mean is None else _bias(q, operands.k_mean) * scoring.scaling
                 run(operands, rounding.mode, v_log2, bias)
@@ -303,16 +295,12 @@ def _hopper_serves(
     past: KVStore | None,
     room: int,
     window: int | None,
-    *,
-    causal: bool,
-    padded: bool,
 ) -> bool:
     """Whether the kernel for Hopper computes what `prefill_kernel` would, over a past also as fast. room: tokens of the
     past that programs may share."""
     if past is not None and not (in_tiles(past) and fills_sms(q, room)):
         return False
-    plain = scoring.is_plain and (causal or (past is None and not padded))
-    plain &= window is None or (past is None and window >= q.shape[2])
+    plain = scoring.is_plain and (window is None or (past is None and window >= q.shape[2]))
     scales = MODES[rounding.mode].k_scale == "block" and rounding.v_scale == "block" and rounding.block == 128
     narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in (64, 128)
     return gpu.hopper(q.device) and plain and scales and narrow and not rounding.smooth_k
