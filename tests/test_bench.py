@@ -88,7 +88,7 @@ def test_the_oracle_is_a_loop_over_keys(options: dict[str, Any], monkeypatch: py
     ("words", "message"),
     [
         ("prefill --shape llama9", "unknown shape llama9; shapes are llama3-8b, phi3-medium, qwen2.5-0.5b."),
-        ("prefill --mode int4", "unknown mode int4; choose from turbo, int8, fp8, native."),
+        ("prefill --mode int4", "unknown mode int4; choose from turbo, int8, half, fp8, native."),
         ("prefill --size 1k", "expected a size like 16x1k (rows x tokens); got '1k'."),
         ("prefill --backend cuda", "unknown backend cuda; choose from auto, triton, reference."),
         ("prefill --dtype float32", "unknown dtype float32; choose from float16, bfloat16."),
@@ -104,7 +104,7 @@ def test_the_oracle_is_a_loop_over_keys(options: dict[str, Any], monkeypatch: py
         ("generate --shape phi", "unknown shape phi; choose from llama3-8b, qwen2.5-0.5b, deepseek-v2-lite."),
         ("generate --context long", "expected a number of tokens like 4096 or 4k; got 'long'."),
         ("generate --preset turbo9", "turbo9"),
-        ("generate --mode fast", "unknown mode fast; choose from auto, turbo, int8, fp8, native."),
+        ("generate --mode fast", "unknown mode fast; choose from auto, turbo, int8, half, fp8, native."),
         ("generate --decoding beam", "unknown decoding beam; choose from greedy, beams, prompt-lookup."),
     ],
 )

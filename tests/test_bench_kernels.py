@@ -185,7 +185,7 @@ def test_the_budget_of_a_step_is_what_the_roundings_cost_and_little_more() -> No
     assert "a query is off by" in check_decode(case, q, store, AttentionOutput(worse, got.lse)).problem
 
 
-@pytest.mark.parametrize("mode", ["native", "turbo"])
+@pytest.mark.parametrize("mode", ["native", "half", "turbo"])
 def test_the_budget_of_a_prompt_is_what_the_mode_costs_and_little_more(mode: str) -> None:
     """A result right in itself passes, and would not if its error were three times as large."""
     case = PromptCase("", SHAPES["qwen2.5-0.5b"], 2, 150)
@@ -305,7 +305,7 @@ def test_decode_prints_tables_json_and_files(tmp_path: Path) -> None:
 
 
 def test_prefill_prints_tables_json_and_files(tmp_path: Path) -> None:
-    ours = ("turbo", "int8", "fp8", "native")
+    ours = ("turbo", "int8", "half", "fp8", "native")
     report, rows = written(tmp_path, "prefill", *PROMPT, *(word for mode in ours for word in ("--mode", mode)))
     assert report["options"]["seed"] == 0
     assert report["facts"]["versions"]["torch"]

@@ -37,7 +37,7 @@ from turbo_hf.layout import HeadGroups
         pytest.param({"recent_tokens": 1024}, id="recent"),
         pytest.param({"layer_bits": (2, (4, 2), 8)}, id="layers"),
         pytest.param({"layer_bits": "calibrated"}, id="calibrated"),
-        *(pytest.param({"attention": a}, id=a) for a in ("auto", "turbo", "int8", "fp8", "native")),
+        *(pytest.param({"attention": a}, id=a) for a in ("auto", "turbo", "int8", "half", "fp8", "native")),
         *(pytest.param({"cuda_graphs": g}, id=f"graphs-{g}") for g in ("auto", True, False)),
         pytest.param({"compile": True}, id="compile"),
         pytest.param({"low_heads": 1}, id="all-low"),

@@ -92,6 +92,7 @@ def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("auto", 4, 64, torch.bfloat16, []),
         ("fp8", 4, 64, torch.bfloat16, ["prompts"]),
+        ("half", 4, 64, torch.float32, ["prompts"]),
         ("native", 4, 128, torch.bfloat16, ["decode steps"]),
         ("auto", 16, 128, torch.bfloat16, ["decode steps"]),
         ("turbo", 4, 128, torch.bfloat16, []),
@@ -133,6 +134,14 @@ def test_what_does_not_fit_is_told() -> None:
         gpu.explain_out_of_resources(torch.empty(1, 256)),
     ):
         raise errors.OutOfResources(181760, CONSUMER, "shared memory")
+
+
+def test_half_in_float32_is_refused_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(1, 1, 1, 256)
+    assert ops_like(x).why_no_kernel("half") is None
+    monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
+    assert str(ops_like(x).why_no_kernel("half")).endswith("this GPU has 99; modes turbo, int8 and native run")
+    assert ops_like(x).why_no_kernel("turbo") is None
 
 
 def test_large_blocks_of_16_bit_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,13 +195,16 @@ def small(memory: int, monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("memory", MEMORY)
-@pytest.mark.parametrize(("mode", "sizes"), [("native", (64, 128)), ("turbo", (256, 128)), ("turbo", (128, 64))])
+@pytest.mark.parametrize(
+    ("mode", "sizes"), [("native", (64, 128)), ("half", (128, 64)), ("turbo", (256, 128)), ("turbo", (128, 64))]
+)
 def test_prefill_in_smaller_tiles(memory: int, mode: str, sizes: tuple[int, int], device: torch.device) -> None:
     dim, block = sizes
-    k, v = (tokens(2, 2, 140, dim, device=device) for _ in range(2))
+    shape, dtype = (2, 2, 140, dim), torch.float16 if mode == "half" else torch.float32
+    k, v = (tokens(*shape, device=device) for _ in range(2))
     past = make_store(k, v, [140, 70], groups=((4, 1), (8, 1)), block=block)
-    q = tokens(2, 4, 100, dim, device=device)
-    k, v = (tokens(2, 2, 100, dim, device=device) for _ in range(2))
+    q = tokens(2, 4, 100, dim, device=device, dtype=dtype)
+    k, v = (tokens(2, 2, 100, dim, device=device, dtype=dtype) for _ in range(2))
     check_prefill(q, k, v, mode, past=past, starts=[0, 30], window=150, backend="triton")
 
 

@@ -55,7 +55,9 @@ def test_codes_are_nearest_and_scales_smallest(
         assert bool(((codes[:, :count] * step - own_k).abs() <= step * (0.5 + 128 * EPS)).all())
         assert not codes[:, count:].any()
         assert int(codes.abs().max()) == 127
-        assert parts.v is not None
+        if parts.v is None:
+            assert mode == "half"
+            continue
         values = in_time_order(parts.v)[row]
         if parts.v_scale is not None:
             v_step = spread(parts.v_scale, 192)[row, :, :count]

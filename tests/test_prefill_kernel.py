@@ -13,7 +13,7 @@ from prefill_support import Inputs, check_prefill, random_past
 from stores import tokens
 
 from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.layout import BITS, Width
+from turbo_hf.layout import BITS, Width, half_type
 from turbo_hf.ops import gpu, tuning
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -29,10 +29,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"window": 70, "softcap": 5.0, "sinks": True},
 }
 # modes differ in how they round and in nothing else
-CASES = [*product(("turbo", "native"), OPTIONS), *product(("int8", "fp8"), ["all"])]
+CASES = [*product(("turbo", "native"), OPTIONS), *product(("int8", "half", "fp8"), ["all"])]
 NOT_FINITE = [
     *product(("q", "k", "v"), (torch.nan, torch.inf), ("turbo", "native")),
-    *product(("k", "v"), (torch.inf,), ("int8", "fp8")),
+    *product(("k", "v"), (torch.inf,), ("int8", "half", "fp8")),
 ]
 
 
@@ -40,11 +40,12 @@ def inputs(
     m: int, device: torch.device, mode: str, *, batch: int = 2, heads: int = 4, kv_heads: int = 2, dim: int = 32,
     dtype: torch.dtype | None = None,
 ) -> Inputs:  # fmt: skip
-    """Random q, k, v."""
-    dtype = dtype or torch.float32
+    """q, k, v, float16 where 16-bit products are multiplied: the interpreter knows no other."""
+    dtype = dtype or (torch.float16 if mode == "half" else torch.float32)
     if mode == "fp8" and not has_fp8(device):
         pytest.skip(NO_FP8)
-    if mode == "native" and dtype == torch.bfloat16 and device.type == "cpu":
+    multiplied = {"native": dtype, "half": half_type(dtype)}.get(mode)
+    if multiplied == torch.bfloat16 and device.type == "cpu":
         pytest.skip(NO_BFLOAT16)
     q = tokens(batch, heads, m, dim, device=device, dtype=dtype)
     k, v = (tokens(batch, kv_heads, m, dim, device=device, dtype=dtype) for _ in range(2))
@@ -86,7 +87,7 @@ def test_a_past_of_any_bits_and_blocks(block: int, bits: Width, device: torch.de
 
 @pytest.mark.parametrize(
     ("mode", "dim"),
-    [*product(("turbo", "native"), (16, 64, 80, 96, 128, 256)), *product(("int8", "fp8"), [128])],
+    [*product(("turbo", "native"), (16, 64, 80, 96, 128, 256)), *product(("int8", "half", "fp8"), [128])],
 )
 def test_head_dims(dim: int, mode: str, device: torch.device) -> None:
     q, k, v = inputs(70, device, mode, batch=1, heads=2, kv_heads=1, dim=dim)

@@ -77,7 +77,7 @@ def test_prefill_drops_no_more_than_the_threshold_says(threshold: float, mode: s
         check_sas(got, q, [row], threshold, rounds_p=False, scaling=0.05)
         return
     parts = quantize_operands(k, v, mode=mode, backend="reference")
-    row = chunk_codes(parts, 0, 130, 128)
+    row = chunk_codes(parts, v[0], 0, 130, 128)
     check_sas(got, int8_queries(q, [0]), [row], threshold, rounds_p=True, scaling=0.05)
 
 

@@ -181,7 +181,7 @@ class Operands(NamedTuple):
 
     k: int8 [B, Hkv, T, D], T a multiple of the block.
     k_scale: float32, per token [B, Hkv, T], or per block [B, Hkv, T/block].
-    v: int8 or float8_e4m3fn [B, Hkv, D, T], tokens in VALUE_ORDER; None where keys and values are not quantized.
+    v: int8 or float8_e4m3fn [B, Hkv, D, T], tokens in VALUE_ORDER; None where values are not quantized.
     v_scale: float32 [B, Hkv, T/block]; None where values are not scaled per block.
     v_channel: float32 [B, Hkv, D]; None where values are not scaled per channel.
     k_mean: float32 [B, Hkv, D], the mean that smoothing subtracted from each key; None without smoothing.
@@ -220,7 +220,7 @@ class AttentionMode(NamedTuple):
     """How one attention mode of prompts computes. Q has one scale per token, P one per query and key tile.
 
     k_scale: Q and K are INT8, K with one scale per "token" or per "block"; None: both are in q's dtype.
-    v_type: the 8-bit type of V and P; None: both are in q's dtype, and P is not rounded.
+    v_type: the 8-bit type of V and P; None: `half_type` beside INT8 keys, else q's dtype.
     """
 
     k_scale: str | None
@@ -231,10 +231,15 @@ class AttentionMode(NamedTuple):
         """The largest code of V and of P; 1 where they are not codes."""
         return {torch.int8: float(INT8_MAX), torch.float8_e4m3fn: E4M3_MAX, None: 1.0}[self.v_type]
 
+    def p_type(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The type that P is rounded to for queries of `dtype`; None: it is not rounded."""
+        return None if self.k_scale is None else self.v_type or half_type(dtype)
+
 
 MODES = {
     "turbo": AttentionMode("block", torch.int8),
     "int8": AttentionMode("token", torch.int8),
+    "half": AttentionMode("token", None),
     "fp8": AttentionMode("block", torch.float8_e4m3fn),
     "native": AttentionMode(None, None),
 }
@@ -372,10 +377,21 @@ def value_order(block: int, device: torch.device) -> torch.Tensor:
     return (torch.arange(0, block, 16, device=device)[:, None] + group).flatten()
 
 
+def in_value_order(x: torch.Tensor) -> torch.Tensor:
+    """x [..., tokens] in time order -> in the order of VALUE_ORDER, as blocks of values are stored. Copies."""
+    stored: torch.Tensor = x.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)
+    return stored
+
+
 def in_time_order(x: torch.Tensor) -> torch.Tensor:
-    """x [..., tokens] in the order of VALUE_ORDER, as blocks of values are stored -> in time order. Copies."""
+    """The inverse of `in_value_order`."""
     tokens: torch.Tensor = x.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)
     return tokens
+
+
+def half_type(dtype: torch.dtype) -> torch.dtype:
+    """The 16-bit type of P and V where only Q and K are INT8: the model's own, bfloat16 for wider ones."""
+    return dtype if dtype == torch.float16 else torch.bfloat16
 
 
 def type_16bit(dtype: torch.dtype) -> torch.dtype:

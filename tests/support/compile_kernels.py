@@ -141,7 +141,7 @@ def exchange() -> None:
     launch_store.launch_exchange_open(blocks, slots, *torch.zeros(4, 2, dtype=torch.int64))
 
 
-QUICK = [(256, torch.bfloat16, "turbo"), (80, torch.float32, "int8")]
+QUICK = [(256, torch.bfloat16, "turbo"), (256, torch.bfloat16, "half"), (80, torch.float32, "half")]
 """The cases that come nearest to the limit of shared memory. Each compiles the 16-bit mode too, for heads with NaN."""
 
 
@@ -158,8 +158,9 @@ def nearest(capability: str) -> None:
     if capability == "12.0":
         # the rest takes as much shared memory as on 8.9
         return
-    case[0] = "native, d = 256"
-    prefill("native", 256, torch.bfloat16, pasts[256])
+    for mode, past in (("half", None), ("native", pasts[256])):
+        case[0] = f"{mode}, d = 256"
+        prefill(mode, 256, torch.bfloat16, past)
     case[0] = "native with SAS, d = 256"
     prefill("native", 256, torch.bfloat16, pasts[256], sas_threshold=-6.0)
     for width, dim, block in ((16, 128, 64), (4, 256, 64), (3, 64, 128), ((8, 3), 128, 64)):
@@ -173,7 +174,7 @@ def nearest(capability: str) -> None:
 
 def main(everything: bool) -> None:
     """The quick cases, or every mode, head dim and type; every option once; each width of a page."""
-    modes, types = ("turbo", "int8", "fp8", "native"), (torch.bfloat16, torch.float32)
+    modes, types = ("turbo", "int8", "half", "fp8", "native"), (torch.bfloat16, torch.float32)
     cases = [(d, t, m) for d in (64, 80, 128, 256) for t in types for m in modes] if everything else QUICK
     pasts = {}
     for dim in {64, *(dim for dim, _, _ in cases)}:

@@ -10,7 +10,7 @@ from oracle import Codes, KeyValue
 from stores import no_past, random_store, store_codes, tokens
 from torch import Tensor
 
-from turbo_hf.layout import LEAST, MODES, VALUE_ORDER, AttentionOutput, KVStore, Operands, in_time_order
+from turbo_hf.layout import LEAST, MODES, VALUE_ORDER, AttentionOutput, KVStore, Operands, half_type, in_time_order
 from turbo_hf.ops.backend import uses_triton
 from turbo_hf.ops.prefill.reference import past_operands
 
@@ -54,14 +54,16 @@ def int8_queries(q: Tensor, starts: Sequence[int], *, fused: bool = True, larges
     return out
 
 
-def chunk_codes(parts: Operands, row: int, count: int, block: int) -> Codes:
-    """The first `count` tokens of one row of quantized operands."""
-    assert parts.v is not None
+def chunk_codes(parts: Operands, v: Tensor, row: int, count: int, block: int) -> Codes:
+    """The first `count` tokens of one row of quantized operands; values left alone are v [Hkv, m, D] in 16 bit."""
     k = parts.k[row, :, :count].double().cpu()
     padded = parts.k.shape[2]
     k_scale = parts.k_scale[row].double().cpu().repeat_interleave(padded // parts.k_scale.shape[2], -1)[:, :count]
     tile = torch.arange(count) // block
     one = torch.ones_like(k_scale)
+    if parts.v is None:
+        narrow = v if v.dtype == torch.float64 else v.to(half_type(v.dtype))
+        return Codes(k, k_scale, narrow.double().cpu(), one, tile)
     stored = parts.v[row].cpu().float().double().mT
     values = torch.empty_like(stored)
     for position in range(padded):
@@ -75,7 +77,7 @@ def chunk_codes(parts: Operands, row: int, count: int, block: int) -> Codes:
     return Codes(k, k_scale, values * parts.v_channel[row].double().cpu()[:, None], one, tile)
 
 
-def past_codes(past: KVStore, mode: str, backend: str) -> list[Codes]:
+def past_codes(past: KVStore, mode: str, dtype: torch.dtype, backend: str) -> list[Codes]:
     """`store_codes` as products of `mode` take them: sealed blocks in codes with one scale each.
 
     As the op unpacks them, which has a test of its own, for the reason that `check_prefill` gives."""
@@ -85,11 +87,11 @@ def past_codes(past: KVStore, mode: str, backend: str) -> list[Codes]:
     if uses_triton(backend, past.table.device, None):
         from turbo_hf.ops.prefill.launch import unpack_past  # noqa: PLC0415 - needs Triton
 
-        keys, values, scale = unpack_past(past, torch.int8)
+        keys, values, scale = unpack_past(past, values=torch.int8 if MODES[mode].v_type else half_type(dtype))
         scales = scale.double().repeat_interleave(block, 2)
         found = (keys, scales[..., 0], in_time_order(values).mT, scales[..., 1].exp2())
     else:
-        found = past_operands(past, MODES[mode])
+        found = past_operands(past, MODES[mode], dtype)
     joined = []
     for row, codes in enumerate(rows):
         split = int(past.sealed[row]) * block
@@ -126,7 +128,7 @@ def check_prefill(
         options["sinks"] = torch.randn(q.shape[1], device=q.device) * 3
     options.setdefault("scaling", q.shape[-1] ** -0.5)
     batch, kv_heads, _, dim = k.shape
-    held = [no_past(kv_heads, dim)] * batch if past is None else past_codes(past, mode, backend)
+    held = [no_past(kv_heads, dim)] * batch if past is None else past_codes(past, mode, q.dtype, backend)
     first = [0] * batch if starts is None else list(starts)
     given = None if starts is None else torch.tensor(first, device=q.device)
     choices: dict[str, Any] = {"mode": mode, "block": block, "v_scale": v_scale}
@@ -146,8 +148,12 @@ def check_prefill(
     # made by the quantizer, which has tests of its own: a code that a tie rounds the other way is more than float32
     # arithmetic may miss
     parts = quantize_operands(k, v, starts=given, backend=backend, **choices)
-    codes = [join(held[i], chunk_codes(parts, i, k.shape[2] - start, block)) for i, start in enumerate(first)]
-    p_type = "int8" if mode in ("turbo", "int8") else mode
+    codes = [
+        join(held[i], chunk_codes(parts, v[i, :, start:], i, k.shape[2] - start, block))
+        for i, start in enumerate(first)
+    ]
+    wide = "int8" if mode in ("turbo", "int8") else mode
+    p_type = str(half_type(q.dtype)).removeprefix("torch.") if mode == "half" else wide
     fused = backend != "triton" or q.device.type == "cuda"
     check_rounded(
         got, int8_queries(q, first, fused=fused), q.dtype, codes, p_type, starts=first, depth=DEPTH, **options

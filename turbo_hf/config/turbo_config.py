@@ -189,10 +189,11 @@ class TurboConfig(Options):
             family's rotary embedding is not known (else keys with large biases are balanced: `report()`), and of latent
             attention (MLA) the one in 20, at least one, whose scores 4 bit would disturb most, if that is much.
         attention: how the attention of a prompt is computed. "turbo": INT8 Q, K, P and V, one scale per block
-            (TurboAttention alg. 1). "int8": the same with one K scale per token (INT-FlashAttention alg. 1). "fp8":
-            INT8 Q and K, P and V in FP8; needs a GPU that supports it. "native": the model's own dtype. "auto":
-            "turbo" where it was measured to be faster on this GPU for the prompt's length, else "native", as without a
-            GPU. Decoding computes on the stored integers in every mode but "native", which dequantizes them.
+            (TurboAttention alg. 1). "int8": the same with one K scale per token (INT-FlashAttention alg. 1). "half":
+            INT8 Q and K, P and V in 16 bit. "fp8": INT8 Q and K, P and V in FP8; needs a GPU that supports it.
+            "native": the model's own dtype. "auto": "turbo" where it was measured to be faster on this GPU for the
+            prompt's length, else "native", as without a GPU. Decoding computes on the stored integers in every mode but
+            "native", which dequantizes them.
         sparse: decode steps attend to a few percent of the keys; None: to all of them.
         compile: compile the decode steps of `generate` that are captured as CUDA graphs by inductor, as one graph in
             which all but attention is fused; an error with cuda_graphs=False.
@@ -213,7 +214,7 @@ class TurboConfig(Options):
     recent_tokens: int = 0
     dense_layers: tuple[int, ...] = ()
     int8_layers: tuple[int, ...] | Literal["auto"] = "auto"
-    attention: Literal["auto", "turbo", "int8", "fp8", "native"] = "auto"
+    attention: Literal["auto", "turbo", "int8", "half", "fp8", "native"] = "auto"
     sparse: SparseConfig | None = None
     compile: Literal["tuned"] | bool = False
     cuda_graphs: Literal["auto"] | bool = "auto"

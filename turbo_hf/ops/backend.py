@@ -12,6 +12,9 @@ from turbo_hf.ops import gpu
 LATENT_BLOCK = 64
 """Tokens per block for which the kernels of latent attention have run on a GPU."""
 
+WIDE_HALF = 150 << 10
+"""Bytes of shared memory that mode "half" takes for values in float32 of more than 128 channels."""
+
 
 def _interpreted() -> bool:
     """Whether Triton's interpreter is on: its kernels then run on CPU tensors, slowly, for tests."""
@@ -110,7 +113,12 @@ class Choice:
             return reason
         fp8 = MODES[mode].v_type == torch.float8_e4m3fn
         if fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            return f"{torch.cuda.get_device_name(device)} has no FP8; modes turbo, int8 and native run"
+            return f"{torch.cuda.get_device_name(device)} has no FP8; modes turbo, int8, half and native run"
+        if mode == "half" and self.dtype == torch.float32 and self.dim > 128 and gpu.shared_memory(device) < WIDE_HALF:
+            return (
+                f'mode "half" takes {WIDE_HALF >> 10} KiB of shared memory in float32 above head dim 128, and this '
+                f"GPU has {gpu.shared_memory(device) >> 10}; modes turbo, int8 and native run"
+            )
         return None
 
     def why_no_step_kernel(self) -> str | None:

@@ -33,18 +33,24 @@ def prefill_tiles(
             without such scales ("native") a tile is as long as shared memory allows. shared: bytes of it per program.
             past: whether there is a compressed past.
     """
-    if mode == "native" and shared < H200_SHARED:
-        return _small_tiles(dim, itemsize, block, past)
+    if shared < H200_SHARED and (mode == "native" or (mode, itemsize) == ("half", 2)):
+        return _small_tiles(mode, dim, itemsize, block, past)
     if mode == "native":
         if itemsize > 2:
             # products in float32 are unrolled: taller tiles take minutes to compile
             return PrefillTiles(64 if dim <= 64 else 32, min(block, 32), 8, 1 if dim > 128 else 2)
         return PrefillTiles(128, block, 8, 3) if dim <= 128 else PrefillTiles(64, min(block, 64), 8, 2)
-    return PrefillTiles(64, block, 8, 2) if dim > 128 else PrefillTiles(64, block, 4, 3)
+    if mode == "half" and itemsize > 2:
+        return PrefillTiles(64, block, 4 if dim <= 128 else 8, 1)
+    if dim > 128:
+        return PrefillTiles(64, block, 8, 1 if mode == "half" else 2)
+    return PrefillTiles(64, block, 4, 2 if mode == "half" else 3)
 
 
-def _small_tiles(dim: int, itemsize: int, block: int, past: bool) -> PrefillTiles:
+def _small_tiles(mode: str, dim: int, itemsize: int, block: int, past: bool) -> PrefillTiles:
     """Tiles in the model's own numbers that fit the 99 KiB of consumer GPUs, and the registers before Hopper."""
+    if mode == "half":
+        return PrefillTiles(64, block, 8, 2 if dim <= 128 else 1)
     if itemsize > 2:
         return PrefillTiles(16, min(block, 32), 8, 1) if dim > 128 else PrefillTiles(32, min(block, 32), 8, 2)
     if dim > 128:

@@ -49,8 +49,8 @@ class PrefillOps(Choice):
             ValueError: shapes, dtypes or devices that do not agree, an unknown mode or block, a window below 1, a
                 softcap or sas_threshold of the wrong sign.
 
-        Source: TurboAttention alg. 1 ("turbo"; exact exponential for the rescaling), INT-FlashAttention alg. 1 ("int8";
-        P scaled by tile instead of by 127 of the running maximum), SageAttention2 (FP8 products accumulated in
+        Source: TurboAttention alg. 1 ("turbo"; exact exponential for the rescaling), INT-FlashAttention alg. 1 ("int8",
+        "half"; P scaled by tile instead of by 127 of the running maximum), SageAttention2 (FP8 products accumulated in
         float32).
         """
         check_float("k", k)

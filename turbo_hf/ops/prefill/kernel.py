@@ -146,10 +146,12 @@ def _chunk_tile(
     here = n0 + n < count
     if chunk.k is None:
         k = tl.trans(k_tiles.load([(kv_row * chunk.padded).to(tl.int32) + n0, 0]))
-        v = tl.trans(v_tiles.load([(kv_row * FORM.dim).to(tl.int32), n0]))
     else:
         at = chunk.k.data + k_base + place[None, :] * chunk.k.strides[2] + d[:, None]
         k = _load_raw(at, d[:, None], here[None, :], MASKED, FORM.dim, FORM.padded_dim)
+    if chunk.v is None:
+        v = tl.trans(v_tiles.load([(kv_row * FORM.dim).to(tl.int32), n0]))
+    else:
         at = chunk.v.data + v_base + place[:, None] * chunk.v.strides[2] + d[None, :]
         v = _load_raw(at, d[None, :], here[:, None], MASKED, FORM.dim, FORM.padded_dim)
     k_scale = 1.0
@@ -165,7 +167,7 @@ def _chunk_tile(
         allowed &= (n0 + n)[None, :] > m[:, None] - FORM.window
     return _step(
         state, query, bias, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED, FORM.k_token, V_TOKEN=False,
-        ORDERED=chunk.k is None, CLEAN=MASKED and chunk.k is not None,
+        ORDERED=chunk.v is None, CLEAN=MASKED and chunk.k is not None,
     )  # fmt: skip
 
 

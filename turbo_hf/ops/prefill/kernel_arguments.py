@@ -24,7 +24,7 @@ class PrefillQueries(NamedTuple):
 class Chunk(NamedTuple):
     """Keys and values of the chunk.
 
-    k, v: in the model's own dtype; both None where they are quantized.
+    k, v: in the model's own dtype; None where they are quantized.
     k_scale, v_scale: scales of the quantized ones, those of V as log2.
     channel: float32 [B, Hkv, D], scales of V per channel, or None.
     starts: int64 [B], each row's first token; None: 0.

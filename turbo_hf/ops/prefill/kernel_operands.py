@@ -36,7 +36,7 @@ def quantize_operands_kernel(
     k_ptr, v_ptr, mean_ptr, range_ptr, k_out_ptr, k_scale_ptr, v_out_ptr, v_scale_ptr, v_log2_ptr, broken_ptr,
     starts_ptr, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, tokens, padded,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, K_TOKEN: tl.constexpr,
-    SMOOTH: tl.constexpr, V_TOP: tl.constexpr, V_CHANNEL: tl.constexpr, STARTS: tl.constexpr,
+    SMOOTH: tl.constexpr, V_TOP: tl.constexpr, V_CHANNEL: tl.constexpr, V_OUT: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
     """One block of one KV head: keys [BLOCK, D] to INT8, values to [D, BLOCK] in INT8 or FP8, in VALUE_ORDER."""
     row, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
@@ -73,23 +73,24 @@ def quantize_operands_kernel(
     # codes cannot represent NaN or Inf, for which alone 0 * x is not 0: such a head is reported
     if tl.sum(tl.sum(k * 0.0 + v * 0.0, 1), 0) != 0.0:
         tl.store(broken_ptr + kv_row, 1)
-    if V_CHANNEL:
-        ranges = counted(tl.load(range_ptr + kv_row * D + d, mask=d < D, other=0.0))
-        codes = _scaled(v, ranges[None, :], V_TOP)
-    else:
-        most = counted(tl.max(tl.max(tl.abs(v), 1), 0))
-        codes = _scaled(v, most, V_TOP)
-        scale = tl.div_rn(most, V_TOP)
-        to = kv_row * (padded // BLOCK) + block
-        tl.store(v_scale_ptr + to, scale)
-        # what the flash loop adds up; the unit of a block of zeros does not matter
-        tl.store(v_log2_ptr + to, tl.log2(tl.where(scale > 0, scale, 1.0)))
-    if v_out_ptr.dtype.element_ty == tl.int8:
-        codes = as_int8(codes)
-    else:
-        codes = codes.to(v_out_ptr.dtype.element_ty)
-    to = kv_row * D * padded + d.to(tl.int64)[:, None] * padded + n[None, :]
-    tl.store(v_out_ptr + to, tl.trans(codes), mask=(d < D)[:, None])
+    if V_OUT:
+        if V_CHANNEL:
+            ranges = counted(tl.load(range_ptr + kv_row * D + d, mask=d < D, other=0.0))
+            codes = _scaled(v, ranges[None, :], V_TOP)
+        else:
+            most = counted(tl.max(tl.max(tl.abs(v), 1), 0))
+            codes = _scaled(v, most, V_TOP)
+            scale = tl.div_rn(most, V_TOP)
+            to = kv_row * (padded // BLOCK) + block
+            tl.store(v_scale_ptr + to, scale)
+            # what the flash loop adds up; the unit of a block of zeros does not matter
+            tl.store(v_log2_ptr + to, tl.log2(tl.where(scale > 0, scale, 1.0)))
+        if v_out_ptr.dtype.element_ty == tl.int8:
+            codes = as_int8(codes)
+        else:
+            codes = codes.to(v_out_ptr.dtype.element_ty)
+        to = kv_row * D * padded + d.to(tl.int64)[:, None] * padded + n[None, :]
+        tl.store(v_out_ptr + to, tl.trans(codes), mask=(d < D)[:, None])
 
 
 @triton.jit
@@ -170,13 +171,13 @@ def _narrow(x, TYPE: tl.constexpr):
 def unpack_past_kernel(
     k_ptr, v_ptr, meta_ptr, size_ptr, table_ptr, sealed_ptr, order_ptr, k_out_ptr, v_out_ptr, scale_out_ptr,
     blocks, first_slot, HEADS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    BLOCK: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr, IN_TIME: tl.constexpr,
 ):  # fmt: skip
     """One sealed block of one slot: keys [BLOCK, D] and values [D, BLOCK], the scale of keys, and log2 of that of
     values.
 
-    Where the output is INT8, these are codes with one scale for the block, values in `VALUE_ORDER`; else the numbers
-    themselves, with a scale of 1, in the order of time.
+    Where the output is INT8, these are codes with one scale for the block; else the numbers themselves, with a scale
+    of 1. Values are in `VALUE_ORDER`, or with IN_TIME in the order of time.
     """
     block, slot, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if block >= tl.load(sealed_ptr + row):
@@ -191,34 +192,35 @@ def unpack_past_kernel(
     LINES: tl.constexpr = (2 if BITS < 8 else 0) + (2 if VALUE_BITS < 8 else 0)
     meta = meta_ptr + at * LINES * D
     sizes = size_ptr + at * (2 * BLOCK)
-    TYPE: tl.constexpr = k_out_ptr.dtype.element_ty
-    INT8: tl.constexpr = TYPE == tl.int8
+    K_TYPE: tl.constexpr = k_out_ptr.dtype.element_ty
     size = n.to(tl.float32)
     if BITS < 16:
         size = tl.load(sizes + n).to(tl.float32)
     k = _keys_of_page(k_ptr, meta, size, at, n, channel, D, BLOCK, BITS)
     k_scale = 1.0
-    if INT8:
+    if K_TYPE == tl.int8:
         most = _largest(k)
         k, k_scale = as_int8(_scaled(k, most, 127.0)), _unit(most, size)
     else:
-        k = _narrow(k, TYPE)
+        k = _narrow(k, K_TYPE)
     token = (block * BLOCK + n).to(tl.int64)
     tl.store(k_out_ptr + (kv_row * (blocks * BLOCK) + token)[:, None] * D + d[None, :], k, mask=kept)
+    V_TYPE: tl.constexpr = v_out_ptr.dtype.element_ty
+    # pages hold values in VALUE_ORDER, unless they are in 16 bit
+    stored = value_order(n) if BITS == 16 and not IN_TIME else n
     if BITS < 16:
         size = tl.load(sizes + BLOCK + value_order(n)).to(tl.float32)
-    v = _values_of_page(v_ptr, meta, size, at, n, channel, D, BLOCK, BITS, VALUE_BITS)
+    v = _values_of_page(v_ptr, meta, size, at, stored, channel, D, BLOCK, BITS, VALUE_BITS)
     v_log2 = 0.0
-    if INT8:
+    if V_TYPE == tl.int8:
         most = _largest(v)
         v, v_scale = as_int8(_scaled(v, most, 127.0)), _unit(most, size)
         # the unit of a block of zeros does not matter
         v_log2 = tl.log2(tl.where(v_scale == 0, 1.0, v_scale))
     else:
-        v = _narrow(v, TYPE)
-        # pages hold values in VALUE_ORDER, unless they are in 16 bit
-        if BITS < 16:
-            v = in_time_order(v)
+        v = _narrow(v, V_TYPE)
+    if IN_TIME and BITS < 16:
+        v = in_time_order(v)
     to = (kv_row * D + d)[:, None] * (blocks * BLOCK) + token[None, :]
     tl.store(v_out_ptr + to, v, mask=tl.trans(kept))
     to = scale_out_ptr + (kv_row * blocks + block) * 2

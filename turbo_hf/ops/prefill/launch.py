@@ -16,6 +16,7 @@ from turbo_hf.layout import (
     Operands,
     Rounding,
     Scoring,
+    half_type,
     power_of_two,
 )
 from turbo_hf.ops import gpu
@@ -79,19 +80,20 @@ def _quantize(
     mode = MODES[name]
     batch, heads, tokens, dim = k.shape
     padded = -(-tokens // block) * block
-    device, by_token = k.device, mode.k_scale == "token"
+    device, by_token, with_v = k.device, mode.k_scale == "token", mode.v_type is not None
     mean = key_mean(align(k, starts), starts) if smooth_k else None
     k, v = _last_contiguous(k), _last_contiguous(v)
     shape = {"HEADS": heads, "D": dim, "DP": _padded_dim(dim), "BLOCK": block, "STARTS": starts is not None}
     shape |= gpu.FMA
     k_codes = torch.empty(batch, heads, padded, dim, dtype=torch.int8, device=device)
     k_scale = torch.empty(batch, heads, padded if by_token else padded // block, device=device)
-    v_codes = torch.empty(batch, heads, dim, padded, dtype=mode.v_type, device=device)
-    ranges = v_block = v_log2 = None
-    if v_scale == "block":
-        v_block, v_log2 = torch.empty(2, batch, heads, padded // block, device=device)
-    else:
-        ranges = torch.zeros(batch, heads, dim, device=device)
+    v_codes = ranges = v_block = v_log2 = None
+    if with_v:
+        v_codes = torch.empty(batch, heads, dim, padded, dtype=mode.v_type, device=device)
+        if v_scale == "block":
+            v_block, v_log2 = torch.empty(2, batch, heads, padded // block, device=device)
+        else:
+            ranges = torch.zeros(batch, heads, dim, device=device)
     grid = (padded // block, pairs_of(batch, heads))
     with torch.cuda.device_of(k):
         if ranges is not None:
@@ -101,7 +103,8 @@ def _quantize(
         quantize_operands_kernel[grid](
             k, v, mean, ranges, k_codes, k_scale, v_codes, v_block, v_log2, broken, starts,
             *k.stride()[:3], *v.stride()[:3], tokens, padded,
-            K_TOKEN=by_token, SMOOTH=smooth_k, V_TOP=mode.v_top, V_CHANNEL=ranges is not None, **shape,
+            K_TOKEN=by_token, SMOOTH=smooth_k, V_TOP=mode.v_top, V_CHANNEL=ranges is not None, V_OUT=with_v,
+            **shape,
         )  # fmt: skip
     channel = None
     if ranges is not None:
@@ -109,18 +112,21 @@ def _quantize(
     return Operands(k_codes, k_scale, v_codes, v_block, channel, mean), v_log2
 
 
-def unpack_past(past: KVStore, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def unpack_past(
+    past: KVStore, keys: torch.dtype = torch.int8, values: torch.dtype = torch.int8, in_time: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sealed blocks of a cache: k [B, Hkv, T, D], v [B, Hkv, D, T], and [B, Hkv, T/b, 2]: the scale of keys, log2
-    of that of values. Places past a row's end are not written.
+    of that of values.
 
-    dtype: INT8: codes with one scale for each block, as `past_operands`, values in VALUE_ORDER; else the numbers
-        themselves, in the order of time.
+    keys, values: types of k and v. INT8: codes with one scale for each block, as `past_operands`; else the numbers
+        themselves.
+    in_time: v is in the order of time, not in VALUE_ORDER. Places past a row's end are not written.
     """
     batch, heads, _, dim = past.k_open.shape
     blocks, first, device = past.table.shape[1], 0, past.k_open.device
     order, table = past.order.contiguous(), past.table.contiguous()
-    k = torch.empty(batch, heads, blocks * past.block, dim, dtype=dtype, device=device)
-    v = torch.empty(batch, heads, dim, blocks * past.block, dtype=dtype, device=device)
+    k = torch.empty(batch, heads, blocks * past.block, dim, dtype=keys, device=device)
+    v = torch.empty(batch, heads, dim, blocks * past.block, dtype=values, device=device)
     scale = torch.empty(batch, heads, blocks, 2, device=device)
     with torch.cuda.device_of(k):
         for pages in past.paged:
@@ -129,7 +135,7 @@ def unpack_past(past: KVStore, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
                 unpack_past_kernel[(blocks, slots, batch)](
                     pages.k, pages.v, pages.meta, pages.size, table, past.sealed, order, k, v, scale,
                     blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
-                    BITS=pages.bits, VALUE_BITS=pages.value_bits, **gpu.FMA,
+                    BITS=pages.bits, VALUE_BITS=pages.value_bits, IN_TIME=in_time, **gpu.FMA,
                 )  # fmt: skip
             first += slots
     return k, v, scale
@@ -137,13 +143,14 @@ def unpack_past(past: KVStore, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 
 def _held(past: KVStore, dtype: torch.dtype, mode: str, *, tiled: bool) -> Past:
     """A past for queries of `dtype`. tiled: as the kernel for Hopper reads it."""
-    values = MODES[mode].v_type
+    values, precise = MODES[mode].v_type, mode == "native"
     if tiled and values is not None:
         return unpack_tiles(past, values)
+    # codes serve INT8 and FP8, which the kernel rounds them to
+    types = (dtype, dtype) if precise else (torch.int8, torch.int8 if values else half_type(dtype))
     opened = (past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
     room = past.table.shape[1] * past.block
-    # codes serve INT8 and FP8, which the kernel rounds them to
-    return Past(*unpack_past(past, torch.int8 if values else dtype), past.sealed, *opened, room, past.k_open.shape[2])
+    return Past(*unpack_past(past, *types, in_time=precise), past.sealed, *opened, room, past.k_open.shape[2])
 
 
 def unpack_tiles(past: KVStore, values: torch.dtype) -> Past:
@@ -217,10 +224,9 @@ def launch_prefill(
         split = parts > 1 and not repair
         past_block = 64 if past is None else past.block
         past_tile = min(past_block, tiles.block_n) if precise else past_block
-        described, k_tiles, v_tiles = TensorDescriptor.from_tensor, None, None
-        if operands.v is not None:
-            k_tiles = described(operands.k.view(-1, dim), [block, padded_dim])
-            v_tiles = described(operands.v.view(-1, operands.v.shape[3]), [padded_dim, block])
+        described, values = TensorDescriptor.from_tensor, operands.v
+        k_tiles = None if precise else described(operands.k.view(-1, dim), [block, padded_dim])
+        v_tiles = None if values is None else described(values.view(-1, values.shape[3]), [padded_dim, block])
         chunk = Chunk(
             None if k_tiles else _view(k), None if v_tiles else _view(v), operands.k_scale, logs, operands.v_channel,
             starts, operands.k.shape[2],
@@ -228,7 +234,7 @@ def launch_prefill(
         form = PrefillForm(
             heads=heads, group=heads // kv_heads, dim=dim, padded_dim=padded_dim, block_m=tiles.block_m,
             block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0,
-            p_type=TL_TYPES[mode.v_type or q.dtype], p_log2=math.log2(mode.v_top), wide=TL_TYPES[q.dtype],
+            p_type=TL_TYPES[mode.p_type(q.dtype) or q.dtype], p_log2=math.log2(mode.v_top), wide=TL_TYPES[q.dtype],
             k_token=mode.k_scale == "token", own=own, split=split, in_time=rounding.mode == "native",
         )  # fmt: skip
         programs = -(-tokens // tiles.block_m) * pairs * (1 if repair else parts)

@@ -13,6 +13,8 @@ from turbo_hf.layout import (
     Operands,
     Rounding,
     Scoring,
+    half_type,
+    narrowed,
     value_order,
 )
 from turbo_hf.ops.maths import align, counted, ratio, scaled
@@ -43,19 +45,19 @@ def reference_prefill(
     asking = _queries(queries, place, precise)
 
     sas_tile = SAS_TILE if precise and scoring.sas_threshold is not None else None
-    runs = [] if past is None else _past(past, asking, mode, sas_tile or past.block)
+    runs = [] if past is None else _past(past, asking, mode, q.dtype, sas_tile or past.block)
     if precise:
         block = sas_tile or block
         keys, values = (_raw(align(x, starts), place, block) for x in (k, v))
         bias = None
     else:
         parts = reference_quantize_operands(k, v, rounding, starts)
-        keys, values = _chunk(parts, _wide(v), place, block)
+        keys, values = _chunk(parts, align(v, starts), place, block)
         bias = None if parts.k_mean is None else _mean_score(queries, parts.k_mean) * scoring.scaling
     if own:
         runs.append(Run(asking, keys, values, block, bias, own=True))
 
-    out, lse = flash(runs, FlashOptions(scoring, window, mode.v_type))
+    out, lse = flash(runs, FlashOptions(scoring, window, mode.p_type(q.dtype)))
     too_large = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)
     if starts is not None:
         back = (column - starts[:, None]).clamp(min=0)
@@ -99,29 +101,31 @@ def _mean_score(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bhgmd,bhd->bhgm", grouped, mean.to(grouped.dtype)).flatten(1, 2)
 
 
-def _chunk(parts: Operands, wide: torch.dtype, place: torch.Tensor, block: int) -> tuple[Operand, Operand]:
+def _chunk(parts: Operands, v: torch.Tensor, place: torch.Tensor, block: int) -> tuple[Operand, Operand]:
     """Keys and values of the chunk in the form that the products use."""
-    assert parts.v is not None
-    padded = parts.k.shape[2]
+    wide, padded = _wide(v), parts.k.shape[2]
     place = torch.nn.functional.pad(place, (0, padded - place.shape[1]), value=-1)
     k_scale = parts.k_scale.repeat_interleave(padded // parts.k_scale.shape[2], -1)
     keys = Operand(parts.k.to(wide), k_scale.to(wide), place)
-    values = torch.empty(parts.v.mT.shape, dtype=wide, device=place.device)
-    values[:, :, value_order(padded, place.device)] = parts.v.mT.to(wide)
+    if parts.v is None:
+        narrow = v if v.dtype == torch.float64 else v.to(half_type(v.dtype))
+        return keys, _raw(narrow.to(v.dtype), place[:, : v.shape[2]], block)
+    values = torch.empty(parts.v.mT.shape, dtype=wide, device=v.device)
+    values[:, :, value_order(padded, v.device)] = parts.v.mT.to(wide)
     if parts.v_scale is not None:
         return keys, Operand(values, parts.v_scale.repeat_interleave(block, -1).to(wide), place)
     assert parts.v_channel is not None
     return keys, Operand(values * parts.v_channel[:, :, None].to(wide), torch.ones_like(keys.scale), place)
 
 
-def _past(store: KVStore, q: Operand, mode: AttentionMode, tile: int) -> list[Run]:
-    """The sealed blocks and the open tokens, as their products take them."""
+def _past(store: KVStore, q: Operand, mode: AttentionMode, dtype: torch.dtype, tile: int) -> list[Run]:
+    """The sealed blocks and the open tokens, as their products take them. dtype: of the model's queries."""
     batch, _, cap, _ = store.k_open.shape
     wide, sealed = q.x.dtype, store.sealed[:, None] * store.block
     at = torch.arange(store.table.shape[1] * store.block, device=q.x.device).expand(batch, -1)
     opened = torch.arange(cap, device=q.x.device).expand(batch, -1)
     found = [
-        (*past_operands(store, mode), torch.where(at < sealed, at, -1)),
+        (*past_operands(store, mode, dtype), torch.where(at < sealed, at, -1)),
         (
             store.k_open,
             store.k_scale,
@@ -141,16 +145,23 @@ def _past(store: KVStore, q: Operand, mode: AttentionMode, tile: int) -> list[Ru
     return runs
 
 
-def past_operands(store: KVStore, mode: AttentionMode) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def past_operands(
+    store: KVStore, mode: AttentionMode, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sealed blocks as products of this mode take them: k [B, Hkv, T, D], k_scale [B, Hkv, T], v, v_scale.
 
-    Both are INT8 codes with one scale for each block of them, or, where nothing is rounded, numbers in units of token
-    sizes. In blocks that a row does not own, any number.
+    Keys are INT8 codes with one scale for each block of them, and so are values of modes with an 8-bit type of values.
+    Other values are the numbers in `half_type(dtype)`. Where nothing is rounded, both are in units of token sizes. In
+    blocks that a row does not own, any number.
     """
     k, k_size, v, v_size = sealed_tokens(store)
     if mode.k_scale is None:
         return k, k_size, v, v_size
-    return *_block_codes(k * k_size[..., None], store.block), *_block_codes(v * v_size[..., None], store.block)
+    k, v = k * k_size[..., None], v * v_size[..., None]
+    k, k_scale = _block_codes(k, store.block)
+    if mode.v_type is None:
+        return k, k_scale, narrowed(v, half_type(dtype)).float(), torch.ones_like(v_size)
+    return k, k_scale, *_block_codes(v, store.block)
 
 
 def _block_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,6 +20,9 @@ def reference_quantize_operands(
     k_range = counted(k.abs().amax(-1 if mode.k_scale == "token" else (-1, -2)))
     k_codes = torch.round(scaled(k, k_range, INT8_MAX)).to(torch.int8).flatten(2, 3)
     k_scale = ratio(k_range, INT8_MAX).flatten(2)
+    if mode.v_type is None:
+        return Operands(k_codes, k_scale, k_mean=mean)
+
     by_block = v_scale == "block"
     v_range = counted(v.abs().amax((-1, -2)) if by_block else channel_range(v.flatten(2, 3), v_scale))
     v = scaled(v, v_range if by_block else v_range[:, :, None, None], mode.v_top)
