@@ -330,6 +330,22 @@ class ReplayableSteps:
             self.mark.writing = STEPS
             self._no_step()
 
+    @contextmanager
+    def capturing(self, tokens: int) -> Iterator[None]:
+        """Inside, a step is captured. After an error nothing has been stored, and the mark is gone."""
+        self.used[tokens] = self.tensors(tokens)
+        try:
+            # sums over ranks must be captured on all of them, or on none
+            with self.mark.ranks.together():
+                yield
+        except Exception:
+            self._no_step()
+            self._stored.clear()
+            self.mark.writing = None
+            if self._depth == STEP:
+                self.mark.end()
+            raise
+
     def _no_step(self) -> None:
         for layer in self.layers:
             layer.replay = None
@@ -452,11 +468,3 @@ class ReplayableSteps:
         for own in self._by_device().values():
             own[0].ops.select_rows([x for layer in own for x in layer.row_tensors()], rows)
         return True
-
-    def cancel(self) -> None:
-        """After a capture that failed: nothing has been stored."""
-        self._no_step()
-        self._stored.clear()
-        self.mark.writing = None
-        if self._depth == STEP:
-            self.mark.end()

@@ -1,6 +1,7 @@
 """The manager of continuous batching on a patched model: Transformers' own, with the compressed cache."""
 
 import copy
+import functools
 import threading
 from typing import Any
 
@@ -14,8 +15,11 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from turbo_hf.attention.packed import packed_pass
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.errors import Unsupported
-from turbo_hf.serving import runner
+from turbo_hf.graphs.devices import CudaDevice
+from turbo_hf.graphs.runner import Runner
+from turbo_hf.graphs.step_runner import why_hooked
 from turbo_hf.serving.paged_cache import Serving, TurboPagedCache
+from turbo_hf.serving.runner import TurboBatchProcessor
 
 KEPT = "_cached_continuous_batching_manager"
 """Where Transformers keeps a persistent manager on the model."""
@@ -39,8 +43,7 @@ class TurboBatchingManager(ContinuousBatchingManager):
         self.serving = serving
         given, cuda = continuous_batching_config, model.device.type == "cuda"
         self._captures = _captures(given.use_cuda_graph, launched)
-        self._demanded = given.use_cuda_graph is not None or serving.config.cuda_graphs is True
-        self._captures_prompts = given.use_cuda_graph is None
+        self._asked = given.use_cuda_graph is not None
         # of Transformers' own captures nothing is used
         own = copy.copy(given)
         own.use_cuda_graph = False
@@ -72,9 +75,9 @@ class TurboBatchingManager(ContinuousBatchingManager):
             require_none_running(self.model)
         super().start()
 
-    def _create_batch_processor(self) -> runner.TurboBatchProcessor:
+    def _create_batch_processor(self) -> TurboBatchProcessor:
         """As in Transformers, with a `TurboPagedCache`."""
-        if isinstance(self.batch_processor, runner.TurboBatchProcessor):
+        if isinstance(self.batch_processor, TurboBatchProcessor):
             self.batch_processor.reset()
             self.batch_processor.cache.begin_session()
             return self.batch_processor
@@ -103,10 +106,13 @@ class TurboBatchingManager(ContinuousBatchingManager):
             accept(state)
 
         scheduler.add_waiting_request = add_waiting_request
-        return runner.TurboBatchProcessor(
-            device=runner.capture_device(self.model.device) if self._captures else None,
-            demanded=self._demanded,
-            prompts=self._captures_prompts,
+        return TurboBatchProcessor(
+            graphs=Runner(
+                CudaDevice(self.model.device) if self._captures else None,
+                functools.partial(why_hooked, self.model),
+                self._asked or self.serving.config.cuda_graphs is True,
+            ),
+            prompts=not self._asked,
             cache=cache,
             config=config,
             generation_config=self.generation_config,
@@ -159,7 +165,7 @@ def init_continuous_batching(
         kept.switch_to_cb_friendly_attn(model)
         if launched is not None and kept.batch_processor is not None:
             # hooks that came later, which a replay would not call
-            kept.batch_processor.model_runner.launch()
+            kept.batch_processor.model_runner.graphs.off = True
         manager: ContinuousBatchingManager = kept
         return manager
     require_none_running(model)
@@ -220,7 +226,7 @@ def _check_options(cb: ContinuousBatchingConfig, cuda: bool) -> None:
     """Unsupported for options of Transformers that compressed pages do not support."""
     compiled = cb.varlen_compile_config is not None or cb.decode_compile_config is not None
     for name, given, instead in (
-        ("use_async_batching without a GPU", bool(cb.use_async_batching) and not cuda, "False"),
+        ("use_async_batching without a GPU", cb.use_async_batching and not cuda, "False"),
         ("cpu_offload_space", cb.cpu_offload_space is None or cb.cpu_offload_space > 0, "0"),
         ("a compile config", compiled, "none"),
     ):
