@@ -26,10 +26,11 @@ class Device(Protocol):
 class CudaDevice:
     """A separate stream, and memory shared by all graphs captured on it: only one of them may run at a time."""
 
+    _first_graph: Callable[[], Any] | None = None
+
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._first_graph: Callable[[], Any] | None = None
 
     def warm(self, step: Callable[[], Any]) -> Any:
         """As `Device.warm`."""
@@ -45,32 +46,28 @@ class CudaDevice:
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """As `Device.capture`. Other threads may go on using the device."""
         try:
-            return self._capture_in_pool(step)
-        except RuntimeError as error:
-            if not out_of_memory(error):
+            return self._in_pool(step)
+        except BaseException as error:
+            if not (isinstance(error, RuntimeError) and out_of_memory(error)):
                 self._recover()
                 raise
-        except BaseException:
-            self._recover()
-            raise
         # memory that torch's allocator keeps after a prompt cannot be released during a capture. After the handler,
         # because the error keeps the frames, and these the spoilt graph, alive
         self._end_spoilt_capture()
         torch.cuda.empty_cache()
         try:
-            return self._capture_in_pool(step)
+            return self._in_pool(step)
         except BaseException:
             self._recover()
             raise
 
-    def _capture_in_pool(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """Capture into the pool, which first gets a graph that stays (`_keep_pool_alive`)."""
+    def _in_pool(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """Capture into the pool, which first gets a graph that stays: without any, torch captures into it no more."""
         if self._first_graph is None:
             self._keep_pool_alive()
         return self._captured(step)
 
     def _keep_pool_alive(self) -> None:
-        """Capture a graph that stays: once a pool has lost its last graph, torch no longer captures into it."""
         self._first_graph = self._captured(functools.partial(torch.zeros, 1, device=self._stream.device))
 
     def _end_spoilt_capture(self) -> None:
@@ -169,15 +166,19 @@ class Parts(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         places = {x.device for x in tensors if x.device.type == "cuda"}
         named = kwargs.get("device")
-        there = None if named is None else _numbered(torch.device(named))
-        if func is torch.ops.aten._to_copy.default and places and there is not None and there.type == "cuda":
+        there = None if named is None else torch.device(named)
+        if there is not None and there.type != "cuda":
+            there = None
+        elif there is not None and there.index is None:
+            there = torch.device("cuda", torch.cuda.current_device())
+        if func is torch.ops.aten._to_copy.default and places and there is not None:
             if places != {there}:
                 return self._copy_of(args[0], there, kwargs.get("dtype") or args[0].dtype)
         elif func is torch.ops.aten.copy_.default and len(places) > 1:
             self._written(func, args, kwargs)
             self.go_to(args[0].device).copies.append((args[0], args[1]))
             return args[0]
-        if there is not None and there.type == "cuda":
+        if there is not None:
             places.add(there)
         if len(places) > 1:
             raise RuntimeError(f"{func} works on {len(places)} devices at once")
@@ -211,13 +212,6 @@ class Parts(TorchDispatchMode):
                     del self._copied[key]
 
 
-def _numbered(device: torch.device) -> torch.device:
-    """The device with its number."""
-    if device.type != "cuda" or device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 class CudaDevices(CudaDevice):
     """Several GPUs, which hold a model's layers between them. A step is captured in `Parts`.
 
@@ -234,19 +228,14 @@ class CudaDevices(CudaDevice):
             step = functools.partial(each.warm, step)
         return step()
 
-    def _capture_in_pool(self, step: Callable[[], Any]) -> Callable[[], Any]:
+    def _keep_pool_alive(self) -> None:
         for each in self._each:
             if each._first_graph is None:
                 each._keep_pool_alive()
-        return self._captured(step)
 
     def _end_spoilt_capture(self) -> None:
         for each in self._each:
             each._end_spoilt_capture()
-
-    def _recover(self) -> None:
-        for each in self._each:
-            each._recover()
 
     def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
         by_device = {each._stream.device: each for each in self._each}

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from turbo_hf.errors import Unsupported
@@ -17,14 +18,20 @@ class NotCaptured(Exception):
 
 @dataclass(slots=True)
 class Kind:
-    """Passes that one capture stands for. launched: how many came before it. replay: None: there is no capture."""
+    """Passes that one capture stands for.
 
+    inputs: where they read theirs. mode: what else they depend on.
+    launched: how many came before the capture. replay: None: there is none.
+    """
+
+    inputs: dict[str, Any] = field(default_factory=dict)
+    mode: Any = None
     launched: int = 0
     replay: Callable[[], Any] | None = None
 
 
 class Runner:
-    """Passes by kind. What a pass reads is in memory that keeps its address: the caller writes it before each pass.
+    """Passes by kind: their inputs go to memory that keeps its address, from which a capture reads them.
 
     Args:
         device: how passes are captured; None: they are launched.
@@ -65,13 +72,48 @@ class Runner:
         if self._demanded:
             raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
 
+    def take(self, key: Hashable, given: dict[str, Any], size: int | None = None, mode: Any = None) -> dict[str, Any]:
+        """Copy the inputs of a pass to the memory of its kind, and return that.
+
+        What is no tensor is part of a capture, and `mode` too: one that no longer fits is discarded.
+
+        size: columns to which tensors are filled up with their last one; None: as many as they have.
+        """
+        kind = self.kinds.setdefault(key, Kind())
+        old = kind.inputs
+        same = (kind.mode, old.keys()) == (mode, given.keys()) and all(
+            (old[name].shape[:-1], old[name].dtype) == (value.shape[:-1], value.dtype)
+            if isinstance(value, torch.Tensor)
+            else old[name] is value or old[name] == value
+            for name, value in given.items()
+        )
+        if not same:
+            self.drop(key)
+            kind.mode = mode
+            with torch.inference_mode(False):
+                old = kind.inputs = {
+                    name: value.new_empty((*value.shape[:-1], size or value.shape[-1]))
+                    if isinstance(value, torch.Tensor)
+                    else value
+                    for name, value in given.items()
+                }
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor):
+                tokens, memory = value.shape[-1], old[name]
+                if tokens == memory.shape[-1]:
+                    memory.copy_(value)
+                else:
+                    memory[..., :tokens].copy_(value)
+                    memory[..., tokens:].copy_(value[..., -1:])
+        return old
+
     def run(self, key: Hashable, step: Callable[[], Any], around: Callable[[], AbstractContextManager[Any]]) -> Any:
         """What `step` returns for a pass of this kind. around: entered while it is captured.
 
         Raises:
             NotCaptured: its capture has failed.
         """
-        kind = self.kinds[key] = self.kinds.pop(key, Kind())
+        kind = self.kinds[key] = self.kinds.pop(key)
         if kind.launched < self.warmups:
             kind.launched += 1
             return self.device.warm(step)
@@ -90,6 +132,5 @@ class Runner:
 
     def drop(self, *keys: Hashable) -> None:
         """Discard captures of these kinds. One pass is launched before the next one, as it may need a new kernel."""
-        for key in keys:
-            kind = self.kinds.setdefault(key, Kind())
+        for kind in map(self.kinds.__getitem__, keys):
             kind.replay, kind.launched = None, min(kind.launched, self.warmups - 1)

@@ -12,7 +12,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,30 +34,12 @@ from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.parallel.context import context_of
 from turbo_hf.ranks import ALONE, Ranks, ranks_of
 
-CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_router_logits"})
-"""Keywords of a step that are not tensors, and become part of the capture."""
-
-FALSE = frozenset({"output_attentions", "output_hidden_states"})
-"""Keywords of a step that ask for outputs that a replay does not provide."""
+CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep"})
+"""Keywords of a step that may be numbers, which become part of the capture; of other keywords, only those that are off.
+What these ask for would be in outputs that the next replay overwrites."""
 
 LOOKED_AT = frozenset({CACHE, "input_ids", "position_ids", "attention_mask", *HANDED_ON})
 """Keywords that prevent no capture by their values; a tensor among them must fit."""
-
-OF_ONE_TOKEN = frozenset({"output_router_logits"})
-"""Constants that only a step of one token may pass."""
-
-
-@dataclass(slots=True)
-class _Inputs:
-    """Where a step over some number of tokens per row reads its inputs.
-
-    fused: whether it is the compiled step.
-    autocast: the type of autocast under which it runs, None without.
-    """
-
-    given: dict[str, Any] = field(default_factory=dict)
-    fused: bool = False
-    autocast: torch.dtype | None = None
 
 
 class StepRunner(Runner):
@@ -98,7 +79,8 @@ class StepRunner(Runner):
         self._depth = STEP if forward is None else STEP + 1
         self._model, self._limit, self._compiled = model, limit, compiled
         self._steps: ReplayableSteps | None = None
-        self._inputs: dict[int, _Inputs] = {}
+        # whether the step over one token is the compiled one
+        self._fused = False
         # the mask that has been read, or what `generate` has made of it since, and the version of that tensor
         self._mask: tuple[torch.Tensor, int] | None = None
 
@@ -116,25 +98,22 @@ class StepRunner(Runner):
         steady = steps is not None and steps.steady(size)
         if steps is None or not ((steady and self._knows(mask)) or self._confirmed(steps, mask)):
             return self._pass(**kwargs)
-        inputs = self._take(kwargs, size)
+        inputs, autocast = self._take(kwargs, size)
         if not steady and steps.needs_pages():
             # captures use the current pages
             self.drop(*self.kinds)
-        if self._compiled is not None and size == 1 and not self.captured(size):
-            if inputs.autocast is not None:
-                self._compiled.refuse("autocast is on", lasting=False)
-            else:
-                inputs.fused = self._compiled.ready(self._model, inputs.given, self.device.warm)
+        if size == 1 and not self.captured(size):
+            self._fused = self._compiles(inputs, autocast)
         steps.mark_unfinished()
         if not steady:
             steps.begin(size)
             if self.captured(size) and not steps.unmoved(size):
                 self.drop(size)
-        step, around = functools.partial(self._step, inputs, size), functools.partial(steps.capturing, size)
+        step = functools.partial(self._step, inputs, size, autocast)
         try:
-            out = self.run(size, step, around)
+            out = self.run(size, step, functools.partial(steps.capturing, size))
         except NotCaptured as error:
-            self._not_captured(error, inputs.fused, steps.mark.ranks.speaks)
+            self._not_captured(error, size == 1 and self._fused, steps.mark.ranks.speaks)
             out = None
         if out is None:
             return self._pass(**kwargs)
@@ -203,18 +182,16 @@ class StepRunner(Runner):
         # there is one that is compressed
         first: Any = next((x for x in cache.layers if isinstance(x, TurboLayer)), None)
         tokens, mask = ids.shape[-1], kwargs.get("attention_mask")
-
-        def constant(name: str, value: Any) -> bool:
-            known = isinstance(value, int) and (name in CONSTANTS or (name in FALSE and not value))
-            return known and not (value and tokens > 1 and name in OF_ONE_TOKEN)
-
         fits = (
             (ids.dim() == 2 and len(ids) == getattr(first, "rows", 0) and at.shape[-1] == tokens)
             # accelerate moves them in each pass
             and ids.device.type == first.device.type
             and (tokens == 1 or (first.record_past and first.is_decoding(tokens)))
             and (mask is None or (isinstance(mask, torch.Tensor) and mask.shape == (len(ids), first.seen + tokens)))
-            and all(name in LOOKED_AT or value is None or constant(name, value) for name, value in kwargs.items())
+            and all(
+                name in LOOKED_AT or value is None or (isinstance(value, int) and (name in CONSTANTS or not value))
+                for name, value in kwargs.items()
+            )
             and (kwargs.get("use_cache", True) and kwargs.get("return_dict", True))
             and not (torch.is_grad_enabled() or self._model.training or _capturing(ids))
         )
@@ -241,51 +218,37 @@ class StepRunner(Runner):
             steps.require_finite()
         return False
 
-    def _take(self, kwargs: dict[str, Any], size: int) -> _Inputs:
-        """Copy the inputs of this step to the memory from which a replayed step over `size` tokens reads them."""
+    def _take(self, kwargs: dict[str, Any], size: int) -> tuple[dict[str, Any], torch.dtype | None]:
+        """The inputs of this step where a replayed step over `size` tokens reads them, and the type of autocast."""
         given = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         if size > 1 and given.get("logits_to_keep"):
             # those of all tokens; the newest may be fillers
             given["logits_to_keep"] = 0
-        inputs = self._inputs.setdefault(size, _Inputs())
-        old, autocast = inputs.given, _autocast(kwargs["input_ids"].device)
-        same = (inputs.autocast, old.keys()) == (autocast, given.keys()) and all(
-            (old[name].shape[:-1], old[name].dtype) == (value.shape[:-1], value.dtype)
-            if isinstance(value, torch.Tensor)
-            else old[name] is value or old[name] == value
-            for name, value in given.items()
-        )
-        if not same:
-            self.drop(size)
-            inputs.autocast, inputs.fused = autocast, False
-            with torch.inference_mode(False):
-                old = inputs.given = {
-                    name: value.new_empty((*value.shape[:-1], size)) if isinstance(value, torch.Tensor) else value
-                    for name, value in given.items()
-                }
-        for name, value in given.items():
-            if isinstance(value, torch.Tensor):
-                tokens, memory = value.shape[-1], old[name]
-                if tokens == size:
-                    memory.copy_(value)
-                else:
-                    memory[..., :tokens].copy_(value)
-                    memory[..., tokens:].copy_(value[..., -1:])
-        return inputs
+        kind = kwargs["input_ids"].device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return self.take(size, given, size, autocast), autocast
 
-    def _step(self, inputs: _Inputs, size: int) -> Any:
+    def _compiles(self, inputs: dict[str, Any], autocast: torch.dtype | None) -> bool:
+        """Whether the step over one token is the compiled one."""
+        if self._compiled is None:
+            return False
+        if autocast is not None:
+            self._compiled.refuse("autocast is on", lasting=False)
+            return False
+        return self._compiled.ready(self._model, inputs, self.device.warm)
+
+    def _step(self, inputs: dict[str, Any], size: int, autocast: torch.dtype | None) -> Any:
         """The step itself."""
         assert self._steps is not None
         casts: AbstractContextManager[Any] = nullcontext()
-        if inputs.autocast is not None:
+        if autocast is not None:
             # weights that autocast keeps in another type are not kept for the graph: it casts them itself
-            device = inputs.given["input_ids"].device.type
-            casts = torch.autocast(device, inputs.autocast, cache_enabled=False)
+            casts = torch.autocast(inputs["input_ids"].device.type, autocast, cache_enabled=False)
         with self._steps.running(size), casts:
-            if inputs.fused and self._compiled is not None:
-                return self._compiled(self._model, inputs.given)
+            if size == 1 and self._fused and self._compiled is not None:
+                return self._compiled(self._model, inputs)
             # no mask: no new token is padding, and the cache knows its own padding
-            return self._pass(attention_mask=None, **inputs.given)
+            return self._pass(attention_mask=None, **inputs)
 
     def _not_captured(self, error: NotCaptured, fused: bool, speaks: bool) -> None:
         """Say that a capture has failed: not compiled, the step may still be captured; else all steps run normally.
@@ -304,12 +267,7 @@ class StepRunner(Runner):
             warn(f"turbo_hf: {reason}; it runs without. TurboConfig(cuda_graphs=False) is silent.")
 
     def _forget(self) -> None:
-        self._steps, self.kinds, self._inputs, self._mask = None, {}, {}, None
-
-
-def _autocast(device: torch.device) -> torch.dtype | None:
-    """The type of autocast on this kind of device; None: it is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        self._steps, self.kinds, self._mask = None, {}, None
 
 
 def _capturing(x: torch.Tensor) -> bool:

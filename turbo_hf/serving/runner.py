@@ -31,30 +31,6 @@ STAGED = ("input_ids", "position_ids", "logits_indices", "logits_processor_args"
 """What a pass reads of its inputs, beside what the cache knows."""
 
 
-class SharedInputs:
-    """Tensors that captures read and write in place of the two sets of asynchronous batching, so that one capture
-    serves both."""
-
-    def __init__(self) -> None:
-        self._own: list[torch.Tensor] = []
-        # of each set, all of the memory in which its tensors lie
-        self._given: dict[int, dict[int, torch.Tensor]] = {}
-
-    def take(self, pair: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of these tensors of set number `pair`, at the same addresses each time."""
-        if pair not in self._given:
-            wholes = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
-            self._given[pair] = {
-                place: torch.empty(0, dtype=torch.int32, device=tensors[0].device).set_(storage)
-                for place, storage in wholes.items()
-            }
-            self._own = self._own or [x.clone() for x in self._given[pair].values()]
-        of = dict(zip(self._given[pair], self._own, strict=True))
-        for given, own in zip(self._given[pair].values(), self._own, strict=True):
-            own.copy_(given)
-        return [of[x.untyped_storage().data_ptr()].as_strided(x.shape, x.stride(), x.storage_offset()) for x in tensors]
-
-
 class TurboModelRunner(ModelRunner):
     """Transformers' runner, which prepares what the cache reads of a pass, and replays steps.
 
@@ -75,7 +51,6 @@ class TurboModelRunner(ModelRunner):
         self.pad_inputs = False
         self.graphs, self._prompts = graphs, prompts
         self._layouts: dict[tuple[int, ...], Layout] = {}
-        self._shared = SharedInputs()
         # the layout of the last pass, if it was replayed
         self.replayed: tuple[int, ...] | None = None
         layers = len(self.cache.storage.nonfinite)
@@ -156,15 +131,16 @@ class TurboModelRunner(ModelRunner):
             batch_data[name] = _sized(batch_data[name], layout.outputs)
         # those of an earlier pass may lie there
         batch_data["logits_indices"][known:].zero_()
-        given = [*(batch_data[name] for name in STAGED), *self.inputs_and_outputs.get_cb_kwargs()]
-        read = given
-        if not self.graphs.off and hasattr(self.inputs_and_outputs, "io_pairs"):
-            read = self._shared.take(self._pair, given)
-        batch_data |= zip(STAGED, read, strict=False)
+        ids = zip(("carried", "before", "out"), self.inputs_and_outputs.get_cb_kwargs(), strict=True)
+        # one capture serves both sets of inputs of asynchronous batching
+        given = {name: batch_data[name] for name in STAGED} | dict(ids)
+        read = given if self.graphs.off else self.graphs.take(key, given)
+        batch_data |= {name: read[name] for name in STAGED}
         if self.supports_logits_to_keep(model):
             batch_data["logits_to_keep"] = batch_data["logits_indices"]
         forward: Any = functools.partial(_in_layout, model, layout)
-        step = functools.partial(self._forward_process_and_sample, forward, batch_data, *read[len(STAGED) :])
+        outputs = read["carried"], read["before"], read["out"]
+        step = functools.partial(self._forward_process_and_sample, forward, batch_data, *outputs)
         if self.graphs.off:
             step()
         elif any(self.cache.storage.ranks_heads) and layout.ranks_heads:
@@ -174,7 +150,7 @@ class TurboModelRunner(ModelRunner):
             self.replayed = key if self.graphs.captured(key) else None
             self._run(key, step)
         if read is not given:
-            given[-1][:, : layout.outputs].copy_(read[-1][:, : layout.outputs])
+            given["out"][:, : layout.outputs].copy_(read["out"][:, : layout.outputs])
 
     def _run(self, key: tuple[int, ...], step: Callable[[], Any]) -> None:
         """Compute a pass of this layout, by its capture from the second time on."""
