@@ -113,6 +113,7 @@ class StepRunner(Runner):
         try:
             out = self.run(size, step, functools.partial(steps.capturing, size))
         except NotCaptured as error:
+            steps.cancel()
             self._not_captured(error, size == 1 and self._fused, steps.mark.ranks.speaks)
             out = None
         if out is None:

@@ -41,13 +41,12 @@ class TurboBatchingManager(ContinuousBatchingManager):
         launched: str | None,
     ):
         self.serving = serving
-        given, cuda = continuous_batching_config, model.device.type == "cuda"
-        self._captures = _captures(given.use_cuda_graph, launched)
-        self._asked = given.use_cuda_graph is not None
+        own, cuda = copy.copy(continuous_batching_config), model.device.type == "cuda"
+        self._captures = _captures(own.use_cuda_graph, launched)
+        self._asked = own.use_cuda_graph is not None
         # of Transformers' own captures nothing is used
-        own = copy.copy(given)
         own.use_cuda_graph = False
-        if given.use_async_batching is None:
+        if own.use_async_batching is None:
             own.use_async_batching = self._captures and cuda
         super().__init__(model, generation_config, own, workload_hints)
         _check_options(self.continuous_batching_config, cuda)
@@ -93,9 +92,8 @@ class TurboBatchingManager(ContinuousBatchingManager):
                 f"scheduler_type must be one of {', '.join(SCHEDULER_MAPPING)}; got {cb.scheduler_type!r}."
             )
         of_kind: Any = SCHEDULER_MAPPING[cb.scheduler_type]
-        scheduler = of_kind(
-            cache=cache, safety_margin=cb.safety_margin, max_requests_per_batch=cb.max_requests_per_batch or 1
-        )
+        most = cb.max_requests_per_batch or 1
+        scheduler = of_kind(cache=cache, safety_margin=cb.safety_margin, max_requests_per_batch=most)
         accept = scheduler.add_waiting_request
         # asynchronous batching computes a token more than it needs
         capacity = cache.capacity - bool(cb.use_async_batching)
@@ -169,12 +167,12 @@ def init_continuous_batching(
         manager: ContinuousBatchingManager = kept
         return manager
     require_none_running(model)
-    chosen = generation_config if generation_config is not None else model.generation_config
+    chosen = generation_config or model.generation_config
     if chosen.eos_token_id is None:
         # as in Transformers, which writes it to the model's own config: no end token
         chosen = copy.deepcopy(chosen)
         chosen.eos_token_id = -1
-    config = continuous_batching_config if continuous_batching_config is not None else ContinuousBatchingConfig()
+    config = continuous_batching_config or ContinuousBatchingConfig()
     return TurboBatchingManager(model, chosen, config, workload_hints, serving, launched)
 
 
