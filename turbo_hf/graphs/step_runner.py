@@ -326,17 +326,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """All modules of a model, each once. Asked in each `generate`, where torch's own walk would take milliseconds."""
-    modules, known = [model], {model}
-    for module in modules:
-        # a module may occur in several places, or in a cycle
-        held = [x for x in module._modules.values() if x is not None and x not in known]
-        modules += held
-        known.update(held)
-    return modules
-
-
 def _has_hook(module: torch.nn.Module) -> bool:
     """Whether a module has a hook of the user's, or one of accelerate's that does more than move tensors."""
     moves = module.__dict__.get("_hf_hook")
@@ -352,7 +341,7 @@ def hooked_module(model: torch.nn.Module, modules: Iterable[torch.nn.Module] | N
     """The name of a module of this model that has a hook of the user's; None: none has. modules: all of its modules."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "every module"
-    found = next(filter(_has_hook, modules or _modules_of(model)), None)
+    found = next(filter(_has_hook, modules or model.modules()), None)
     names = (name or "the model" for name, held in model.named_modules() if held is found)
     return None if found is None else next(names)
 
@@ -371,7 +360,7 @@ def why_no_replay_of(model: Any, walk: bool = True) -> str | None:
     reason = _why_no_replay_there(model)
     if reason is not None or not walk:
         return reason
-    modules = _modules_of(model)
+    modules = list(model.modules())
     places = {held.device for module in modules for held in module._parameters.values() if held is not None}
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         reason = "another attention has been chosen"
