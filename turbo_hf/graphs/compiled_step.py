@@ -106,7 +106,7 @@ class CompiledStep:
     def ready(self, model: Any, inputs: dict[str, Any], warm: Callable[[Callable[[], Any]], Any]) -> bool:
         """Whether a step over such inputs is compiled; the first time it is compiled here, without touching a cache.
 
-        inputs: keywords of the model, with a TurboCache and without a mask. warm: as in `Device`.
+        inputs: keywords of the model, with a TurboCache and without a mask. warm: as in `CudaDevice`.
         """
         cache = inputs[CACHE]
         if self._refused or cache.decompressed:

@@ -4,23 +4,13 @@ import functools
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from turbo_hf.errors import out_of_memory
-
-
-class Device(Protocol):
-    """Where steps run before they are replayed, and how they are captured."""
-
-    def warm(self, step: Callable[[], Any]) -> Any:
-        """Run the step itself, so that a capture finds everything compiled and allocated."""
-
-    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """A call that replays the step and returns what it returned. Computes nothing."""
 
 
 class Part(NamedTuple):
@@ -140,13 +130,16 @@ class CudaDevice:
         self._anchors: dict[torch.device, Callable[[], Any]] = {}
 
     def warm(self, step: Callable[[], Any]) -> Any:
-        """As `Device.warm`."""
+        """Run the step itself, so that a capture finds everything compiled and allocated."""
         for stream in self._streams.values():
             step = functools.partial(_aside, stream, step)
         return step()
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """As `Device.capture`. Other threads may go on using the device."""
+        """A call that replays the step and returns what it returned. Computes nothing.
+
+        Other threads may go on using the device.
+        """
         try:
             return self._captured(step)
         except BaseException as error:

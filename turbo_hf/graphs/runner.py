@@ -9,7 +9,6 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from turbo_hf.errors import Unsupported
-from turbo_hf.graphs.devices import Device
 
 
 class NotCaptured(Exception):
@@ -34,7 +33,7 @@ class Runner:
     """Passes by kind: their inputs go to memory that keeps its address, from which a capture reads them.
 
     Args:
-        device: how passes are captured; None: they are launched.
+        device: what captures passes, a `CudaDevice`; None: they are launched.
         why_not: why no pass can be captured, None if one can; asked at first, and whenever somebody has made a hook.
         demanded: whether that is an error.
 
@@ -45,11 +44,10 @@ class Runner:
         off: whether all passes are launched from now on.
     """
 
-    def __init__(self, device: Device | None, why_not: Callable[[], str | None] | None = None, demanded: bool = False):
+    def __init__(self, device: Any, why_not: Callable[[], str | None] | None = None, demanded: bool = False):
         self.captures, self.warmups, self.off = 0, 1, device is None
         self.kinds: dict[Hashable, Kind] = {}
-        self.device: Any = device
-        self._why_not, self._demanded = why_not, demanded
+        self.device, self._why_not, self._demanded = device, why_not, demanded
         # how many hooks torch had made when `why_not` was called last
         self._hooks: int | None = None
 

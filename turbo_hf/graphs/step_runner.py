@@ -24,7 +24,7 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import CALIBRATED, TurboConfig
 from turbo_hf.errors import warn
 from turbo_hf.graphs.compiled_step import CompiledStep
-from turbo_hf.graphs.devices import Device, only_moves
+from turbo_hf.graphs.devices import only_moves
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_never_replayed, why_no_replay, why_no_replay_under
 from turbo_hf.graphs.runner import NotCaptured, Runner
 from turbo_hf.layout import power_of_two
@@ -53,7 +53,7 @@ class StepRunner(Runner):
     Args:
         model: the patched model.
         limit: columns at the end of generation; None: not known.
-        device: where steps run.
+        device: as in `Runner`.
         demanded: if True, a cache whose steps can never be replayed, and a step that cannot be captured, are errors;
             else the model runs normally, after a warning if a capture failed.
         compiled: the compiled step; None: steps are not compiled. The first step, whose mask is checked, never is.
@@ -66,7 +66,7 @@ class StepRunner(Runner):
         self,
         model: Any,
         limit: int | None,
-        device: Device,
+        device: Any,
         demanded: bool = False,
         compiled: CompiledStep | None = None,
         forward: Callable[..., Any] | None = None,

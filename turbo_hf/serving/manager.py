@@ -42,8 +42,12 @@ class TurboBatchingManager(ContinuousBatchingManager):
     ):
         self.serving = serving
         own, cuda = copy.copy(continuous_batching_config), model.device.type == "cuda"
-        self._captures = _captures(own.use_cuda_graph, launched)
-        self._asked = own.use_cuda_graph is not None
+        if own.use_cuda_graph:
+            raise Unsupported(
+                f"use_cuda_graph={own.use_cuda_graph}: TurboConfig.cuda_graphs says whether passes over compressed "
+                "pages are captured. Choose None or False in the ContinuousBatchingConfig, or remove the patch."
+            )
+        self._captures = own.use_cuda_graph is None and launched is None
         # of Transformers' own captures nothing is used
         own.use_cuda_graph = False
         if own.use_async_batching is None:
@@ -57,7 +61,6 @@ class TurboBatchingManager(ContinuousBatchingManager):
                 f"{self.distributed_helper.tp_size} processes. Use generate, or remove the patch."
             )
         serving.managers.add(self)
-        serving.made += 1
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """The patch's attention stays. Raises: Unsupported, if another was chosen since the patch."""
@@ -108,9 +111,8 @@ class TurboBatchingManager(ContinuousBatchingManager):
             graphs=Runner(
                 CudaDevice(self.model.device) if self._captures else None,
                 functools.partial(why_hooked, self.model),
-                self._asked or self.serving.config.cuda_graphs is True,
+                self.serving.config.cuda_graphs is True,
             ),
-            prompts=not self._asked,
             cache=cache,
             config=config,
             generation_config=self.generation_config,
@@ -200,24 +202,6 @@ def require_none_running(model: Any) -> None:
             "a manager of continuous batching runs on this model, and its pool takes the memory that is planned for "
             "one. Stop it first (manager.stop()), or send it your requests."
         )
-
-
-def _captures(given: bool | tuple[bool, bool] | None, launched: str | None) -> bool:
-    """Whether steps are captured. given: Transformers' use_cuda_graph, for passes that hold prompts and for steps.
-
-    Raises:
-        Unsupported: it asks for what cannot be captured.
-    """
-    if given is None:
-        return launched is None
-    of_prompts, of_steps = (given, given) if isinstance(given, bool) else given
-    reason = "not all passes that hold prompts are captured" if of_prompts else launched if of_steps else None
-    if reason is not None:
-        raise Unsupported(
-            f"use_cuda_graph={given}: {reason}. Choose {'(False, True) or ' * (launched is None)}None in the "
-            "ContinuousBatchingConfig, or remove the patch."
-        )
-    return of_steps
 
 
 def _check_options(cb: ContinuousBatchingConfig, cuda: bool) -> None:

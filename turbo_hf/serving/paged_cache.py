@@ -37,9 +37,7 @@ class Serving:
 
     shape, config, orders, balances: as in `Storage`.
     managers: those that exist.
-    made: how many were made.
     prompt_tokens: tokens of all prompts; hit_tokens: those of them that a stored prefix has saved.
-    evicted: blocks of stored prefixes that were given up for others.
     """
 
     shape: Shape
@@ -47,10 +45,8 @@ class Serving:
     orders: list[tuple[int, ...] | None]
     balances: list[torch.Tensor | None]
     managers: "WeakSet[Any]" = field(default_factory=WeakSet)
-    made: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
-    evicted: int = 0
 
     def memory(self) -> Memory | None:
         """The memory of the newest manager that has a cache; None: there is none."""
@@ -59,12 +55,12 @@ class Serving:
         return found
 
     def words(self) -> str:
-        """For the report; "" before the first manager."""
-        if not self.made:
-            return ""
-        share = self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-        text = f"continuous batching: {self.hit_tokens:,} of {self.prompt_tokens:,} prompt tokens ({share:.0%}) were "
-        return f"{text}found in stored prefixes, {self.evicted:,} stored blocks evicted"
+        """For the report; "" before the first request."""
+        found, of = self.hit_tokens, self.prompt_tokens
+        said = (
+            f"continuous batching: {found:,} of {of:,} prompt tokens ({found / max(1, of):.0%}) were found in stored "
+        )
+        return f"{said}prefixes" if of else ""
 
 
 class TurboAllocator(CacheAllocator):
@@ -168,15 +164,15 @@ class TurboAllocator(CacheAllocator):
             chain.append(compute_block_hash(parent, token_ids[n * block : (n + 1) * block]))
             self.ledger.register_new_hash(table[n], chain[-1])
 
-    def evict(self, count: int) -> int:
-        """Give up the `count` blocks that no request has used for longest; returns how many there were."""
+    def evict(self, count: int) -> bool:
+        """Give up the `count` blocks that no request has used for longest; returns whether there were any."""
         ledger = self.ledger
         oldest = list(ledger.cached_blocks)[:count]
         for block in oldest:
             del ledger.cached_blocks[block]
             del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
         self.pool.free_blocks(self.index, oldest)
-        return len(oldest)
+        return bool(oldest)
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
         """See Transformers."""
@@ -312,10 +308,7 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         """Give up stored prefixes that no request uses, the oldest first, until a quarter of the pool is free; at least
         one block in sixteen, so that repeated calls free all of them."""
         free = self.num_sectors - self._blocks_in_use()
-        wanted = max(self.num_sectors // 4 - free, self.num_sectors // 16, 1)
-        evicted = self.allocator.evict(wanted)
-        self.serving.evicted += evicted
-        return evicted > 0
+        return self.allocator.evict(max(self.num_sectors // 4 - free, self.num_sectors // 16, 1))
 
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict[str, tuple[list[int], list[int]]]

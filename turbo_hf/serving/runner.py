@@ -39,17 +39,17 @@ class TurboModelRunner(ModelRunner):
     (`Layout`).
 
     Args:
-        graphs: captures passes, by layout; off: they are launched. It refuses captures of steps alone.
-        prompts: whether passes with prompts may be captured.
+        graphs: captures passes, by layout; off: they are launched. If it demands captures, then those of steps alone.
         options: of Transformers' runner.
     """
 
     cache: Any
 
-    def __init__(self, graphs: Runner, prompts: bool, **options: Any):
+    def __init__(self, graphs: Runner, **options: Any):
         super().__init__(**options)
-        self.pad_inputs = False
-        self.graphs, self._prompts = graphs, prompts
+        self.pad_inputs, self.graphs = False, graphs
+        # whether passes with prompts may be captured
+        self._prompts = True
         self._layouts: dict[tuple[int, ...], Layout] = {}
         # the layout of the last pass, if it was replayed
         self.replayed: tuple[int, ...] | None = None
@@ -210,16 +210,15 @@ def _in_layout(model: Any, layout: Layout, **inputs: Any) -> Any:
 
 
 class TurboBatchProcessor(ContinuousBatchProcessor):
-    """Transformers' processor with a `TurboModelRunner`, whose arguments `graphs` and `prompts` are."""
+    """Transformers' processor with a `TurboModelRunner`, whose argument `graphs` is."""
 
     cache: Any
     model_runner: Any
 
-    def __init__(self, graphs: Runner, prompts: bool, **options: Any):
+    def __init__(self, graphs: Runner, **options: Any):
         super().__init__(**options)
         self.model_runner = TurboModelRunner(
             graphs,
-            prompts,
             logit_processor=self.logit_processor,
             cb_config=self.cb_config,
             cache=self.cache,
