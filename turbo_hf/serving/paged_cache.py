@@ -57,10 +57,8 @@ class Serving:
     def words(self) -> str:
         """For the report; "" before the first request."""
         found, of = self.hit_tokens, self.prompt_tokens
-        said = (
-            f"continuous batching: {found:,} of {of:,} prompt tokens ({found / max(1, of):.0%}) were found in stored "
-        )
-        return f"{said}prefixes" if of else ""
+        share = f"{found:,} of {of:,} prompt tokens ({found / max(1, of):.0%})"
+        return f"continuous batching: {share} were found in stored prefixes" if of else ""
 
 
 class TurboAllocator(CacheAllocator):
