@@ -97,10 +97,7 @@ class TurboModelRunner(ModelRunner):
         if not prompts:
             return (*of_steps, 0, 0, 0, 0)
         count, new = power_of_two(len(prompts)), power_of_two(max(LEAST, *(row.new for row in prompts)))
-        ranked = any(self.cache.storage.ranks_heads) and any(
-            row.past < self.cache.storage.shape.block for row in prompts
-        )
-        own = self.graphs.off or not self._prompts or ranked or len({row.past > 0 for row in prompts}) > 1
+        own = self.graphs.off or not self._prompts or len({row.past > 0 for row in prompts}) > 1
         most = of_steps[0] + count * new > self.cache.max_batch_tokens
         # a past is unpacked for all rows at once
         most |= count * max(row.past + row.new for row in prompts) > self.cache.storage.shape.together
@@ -143,9 +140,6 @@ class TurboModelRunner(ModelRunner):
         step = functools.partial(self._forward_process_and_sample, forward, batch_data, *outputs)
         if self.graphs.off:
             step()
-        elif any(self.cache.storage.ranks_heads) and layout.ranks_heads:
-            # the host tells which rows rank their heads
-            self.graphs.device.warm(step)
         else:
             self.replayed = key if self.graphs.captured(key) else None
             self._run(key, step)
