@@ -105,7 +105,7 @@ def channels_of(shape: tuple[int, ...]) -> torch.Tensor:
 
 def coded_sizes(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """What INT8 tokens [..., b, D] with scales [..., b] are divided by: their root mean squares in one unit, by which
-    the largest number is 126, rounded up to bfloat16. float64 [..., b]; by the roundings of float32, as it is defined."""
+    the largest number is 126, rounded up to bfloat16. float64 [..., b], by the roundings of float32."""
     root = (codes.double().square().sum(-1).float() * (1 / codes.shape[-1])).double().sqrt().float()
     most = codes.abs().amax(-1).float() / root.clamp(min=1)
     unit = (most.amax(-1, keepdim=True).double() / 126).float()
@@ -115,8 +115,8 @@ def coded_sizes(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def assert_sizes(was: torch.Tensor, got: torch.Tensor, size: torch.Tensor) -> None:
-    """Tokens was, got [..., b, D], got in units of sizes [..., b]: the sizes are the nearest of bfloat16 by which tokens
-    are as long as before in their own direction."""
+    """Tokens was, got [..., b, D], got in units of sizes [..., b]: by these, tokens are as long as before in their own
+    direction, as nearly as bfloat16 can say."""
     own, now = was.square().sum(-1), (was * got).sum(-1) * size
     assert bool(((now - own).abs() <= (2.0**-8 + 16 * EPS) * own).all())
 

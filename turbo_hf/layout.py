@@ -38,10 +38,10 @@ A page has two axes: each token has a size, and each channel a range. What a cod
     x[token, channel] = size[token] * code                                                  8 bit
 
 At 8 bit, codes and sizes are those of the open tokens. Below, tokens are divided by their root mean squares, times a
-unit of the block in which every zero and every zero + span is an integer from -127 to 127. A channel's range leaves out
-`INSET` of its numbers' at both ends: the few numbers out there lose more, all others less. The sizes that are stored are
-then those by which each token is as long in its own direction as it was: an error in that direction moves the scores of
-the queries that read the token most.
+unit of the block in which every zero and every zero + span is an integer from -127 to 127. At both ends, a zero and
+a span leave out `INSET` of the range of their channel's numbers: the few out there lose half a step at most, all others
+less. The sizes that are stored are those by which each token is, in its own direction, as long as it was: queries that
+read a token most point there.
 
 VALUE_ORDER: within each group of 16 tokens, values are in the order in which a thread of an 8-bit tensor-core
 instruction holds the probabilities that it has just computed, so that P feeds P V without a shuffle.

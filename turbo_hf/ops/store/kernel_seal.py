@@ -79,7 +79,7 @@ def _fitted(own, stored, size, share, LEVELS: tl.constexpr):
     own, stored: int32, sums of products of a token's codes with themselves, and with what is stored (`_stored`).
     """
     own = own.to(tl.float32) * LEVELS * share
-    factor = tl.div_rn(own, tl.maximum(tl.maximum(stored.to(tl.float32), own / 2), 1.17549435e-38))
+    factor = tl.div_rn(own, tl.maximum(tl.maximum(stored.to(tl.float32), own * 0.5), 1.17549435e-38))
     exact = size * factor
     # the nearest number that bfloat16 can hold; NaN stays
     return ((exact.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True) + exact * 0.0

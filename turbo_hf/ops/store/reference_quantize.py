@@ -97,8 +97,8 @@ def _sizes(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _by_channel(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """int32 codes of numbers x [..., b, D] from -127 to 127, and each channel's zero and span (TurboAttention eq. 5, 6),
-    which leave `INSET` out at both ends."""
+    """int32 codes of numbers x [..., b, D] from -127 to 127, and each channel's zero and span, which leave out `INSET`
+    at both ends (TurboAttention eq. 5, 6)."""
     levels = 2**bits - 1
     low, high = x.amin(-2, keepdim=True), x.amax(-2, keepdim=True)
     inset = (high - low) * INSET[bits]
