@@ -202,16 +202,6 @@ def test_two_models_and_two_patches_are_compiled_apart() -> None:
         assert not held(code)
 
 
-def test_a_model_that_has_changed_its_type_is_compiled_anew() -> None:
-    model, ids = tiny_llama(num_hidden_layers=1), prompts(1, 40)
-    with turbo_hf.patch(model, COMPILED) as handle:
-        for count, dtype in enumerate((torch.float32, torch.bfloat16), start=1):
-            model.to(dtype)
-            model.generate(ids, max_new_tokens=5, do_sample=False)
-            assert compilations() == count
-        assert "compiled as one graph" in handle.report().steps
-
-
 # --- what is not compiled ------------------------------------------------------------------------------------------
 
 
@@ -321,16 +311,6 @@ def test_a_mask_or_keyword_of_their_own_ends_the_attempt() -> None:
 
 
 # --- what is left behind -------------------------------------------------------------------------------------------
-
-
-def test_remove_puts_back_what_was_there() -> None:
-    model, ids = tiny_llama(), prompts(1, 40)
-    before, want = dict(vars(model)), model(ids).logits
-    with turbo_hf.patch(model, COMPILED):
-        model.generate(ids, max_new_tokens=5, do_sample=False)
-    assert vars(model) == before
-    assert not any(module._compiled_call_impl or "forward" in vars(module) for module in model.modules())
-    assert torch.equal(model(ids).logits, want)
 
 
 def test_copies_compile_their_own() -> None:

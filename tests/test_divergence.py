@@ -99,14 +99,11 @@ def test_impossible_tokens_add_nothing() -> None:
 @pytest.mark.parametrize(
     ("kl", "noise", "words"),
     [
-        (0.0, 0.0, LIKE),
         (0.003, 0.0, LIKE),
         (0.0031, 0.0, SMALL),
         (0.0031, 0.002, LIKE),
         (0.011, 0.0, EVALUATE),
-        (0.009, 0.005, LIKE),
         (0.009, 0.0051, SMALL),
-        (0.2, 0.13, NEVER),
         (0.11, 0.0, NEVER),
         (math.nan, 0.0, NEVER),
         (math.nan, math.nan, NEVER),
@@ -124,14 +121,6 @@ def test_a_text_is_read_by_passes() -> None:
     for passes in ((20, 19), (20, *[1] * 19), (20, 16, 3)):
         got = log_probabilities(model, Reading(ids, passes), DynamicCache(config=model.config))
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-
-
-def test_cases_split_the_tail() -> None:
-    assert Case(100, "steps").passes(40) == (100, 16, 16, 8)
-    assert Case(100, "steps").passes(40, again=True) == (100, 8, 8, 8, 8, 8)
-    assert Case(100, "chunk").passes(41) == (100, 41)
-    assert Case(100, "chunk").passes(41, again=True) == (100, 20, 21)
-    assert sum(Case(7, "answer").passes(35)) == 42
 
 
 def test_methods_are_read_through_their_caches() -> None:
@@ -218,13 +207,13 @@ def test_pictures_show_no_figure_that_is_not_finite(tmp_path: Path) -> None:
     ]
 
 
+# --- in patch() and doctor -----------------------------------------------------------------------------------------
+
+
 def test_positions_are_joined_over_texts() -> None:
     texts = [Positions(*(torch.full((n,), float(n)) for _ in range(5))) for n in (1, 3)]
     found = summarize(texts)
     assert (found.positions, found.texts, found.kl) == (4, 2, 2.5)
-
-
-# --- in patch() and doctor -----------------------------------------------------------------------------------------
 
 
 class Words:

@@ -8,9 +8,9 @@ import families_table
 import pytest
 import torch
 import transformers
-from families_modes import MODES, half_cache, prompts, verdict
 from families_table import (
     CONFIG,
+    MODES,
     NOT_TRIED,
     REFUSED,
     WORKS,
@@ -18,9 +18,12 @@ from families_table import (
     Row,
     examine,
     examine_multimodal,
+    half_cache,
     main,
     page,
+    prompts,
     record,
+    verdict,
 )
 from tiny_families import VARIANTS, build, families
 from tiny_multimodal import MODELS

@@ -1,7 +1,6 @@
 """Heads of 16 bit: a paged cache that rounds nothing, alone and beside narrower heads."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,19 +11,15 @@ from op_calls import decode, prefill, seal_blocks
 from oracle import oracle
 from prefill_support import int8_queries
 from stores import make_store, store_codes, tokens
-from transformers import AutoModelForCausalLM
 
-import turbo_hf
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
-from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED, KVStore, empty_pages, open_token_bytes, page_bytes, type_16bit
 from turbo_hf.ops.store.quantize import dequantize
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-MODEL = Path(__file__).parent.parent / "examples" / "lab-llama-4m"
 MODES = [pytest.param(mode, id=mode) for mode in ("native", "turbo")]
 ALL = {"window": 70, "softcap": 5.0, "sinks": True}
 
@@ -219,22 +214,6 @@ def test_nan_and_what_float16_cannot_hold_are_refused(tokens_at_once: int, backe
 
 
 # --- end to end -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("attention", ["auto", "native"])
-def test_generate_gives_the_models_own_tokens(attention: Any, device: torch.device) -> None:
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval().to(device)
-    ids = torch.randint(5, 200, (2, 90)).to(device)
-    mask = torch.ones_like(ids)
-    mask[1, :30] = 0
-    run: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 50, "do_sample": False}
-    want = model.generate(ids, **run)
-    with turbo_hf.patch(model, TurboConfig(bits=16, attention=attention)) as handle:
-        assert torch.equal(model.generate(ids, **run), want)
-        assert "2 x 16 bit" in str(handle.report())
-        held = handle.memory()
-    layers, heads, dim = model.config.num_hidden_layers, model.config.num_key_value_heads, model.config.head_dim
-    assert held.by_kind["codes"] >= layers * heads * 3 * 2 * 64 * dim * 2
 
 
 @pytest.mark.parametrize(

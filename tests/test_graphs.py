@@ -313,17 +313,6 @@ def test_calls_that_run_as_they_did(call: dict[str, Any], runners: list[StepRunn
 # --- patch and report ----------------------------------------------------------------------------------------------
 
 
-def test_remove_puts_back_what_was_there() -> None:
-    model = tiny_llama()
-    before = dict(vars(model))
-    handle = turbo_hf.patch(model, SMALL)
-    assert {"get_compiled_call", "_valid_auto_compile_criteria"} <= set(vars(model))
-    handle.remove()
-    assert {name: id(x) for name, x in vars(model).items()} == {name: id(x) for name, x in before.items()}
-    with turbo_hf.patch(model, PLAIN):
-        assert "get_compiled_call" not in vars(model)
-
-
 def test_a_copy_of_a_patched_model_has_runners_of_its_own(runners: list[StepRunner], device: torch.device) -> None:
     model = tiny_llama().to(device)
     with turbo_hf.patch(model, SMALL):

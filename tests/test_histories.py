@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from histories import draw, fault_of, shrunk
-from histories_acts import History
+from histories import History, draw, fault_of, shrunk
 from histories_support import FAMILIES, subject
 
 from turbo_hf.cache.page_pool import PagePool

@@ -188,12 +188,6 @@ def test_a_class_that_expects_something_else_is_refused(strict: Any, kind: Any, 
             turbo_hf.patch(of_class(kind), config, strict=strict)
 
 
-def test_minimax_m3_is_found_by_its_class() -> None:
-    reason = misfit(minimax())
-    assert reason is not None
-    assert reason.startswith("MiniMaxM3VLAttention asks whether its attention is called")
-
-
 def test_a_lookup_is_no_question_of_the_implementation() -> None:
     assert question(Older.forward) is None
     assert question(Older.blocks) is None

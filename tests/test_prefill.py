@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from op_calls import prefill, quantize_operands
 from oracle import oracle
 from prefill_support import check_prefill, inputs, int8_queries, random_past
-from stores import make_store, tokens
+from stores import make_store
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES
-from turbo_hf.layout import BITS, SCORE_LIMIT, AttentionOutput
+from turbo_hf.layout import BITS, SCORE_LIMIT
 from turbo_hf.ops import reference_flash as flash
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -136,41 +136,6 @@ def test_any_prefill(data: st.DataObject) -> None:
         past = random_past(lengths, k, groups=groups, order=order, block=old, sealed=sealed)
     mode = data.draw(st.sampled_from(ATTENTION_MODES), "mode")
     check_prefill(q, k, v, mode, past=past, starts=starts, block=block, **options)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_row_is_the_same_alone_and_in_a_batch(mode: str, device: torch.device) -> None:
-    """Padding is cut off before blocks are formed, so that it moves no block's edge and no scale."""
-    q, k, v = inputs(3, 100, device)
-    lengths, starts = [130, 0, 64], [0, 37, 99]
-    old_k, old_v = tokens(3, 2, 130, 64, device=device), tokens(3, 2, 130, 64, device=device)
-    past = make_store(old_k, old_v, lengths)
-    options: dict[str, Any] = {"scaling": 0.125, "mode": mode}
-    batch = prefill(q, k, v, past=past, starts=torch.tensor(starts, device=device), **options)
-    for row, start in enumerate(starts):
-        one = slice(row, row + 1)
-        alone_past = make_store(old_k[one], old_v[one], [lengths[row]]) if lengths[row] else None
-        alone = prefill(*(x[one, :, start:] for x in (q, k, v)), past=alone_past, **options)
-        check_same(AttentionOutput(batch.out[one, :, start:], batch.lse[one, :, start:]), alone, largest(v))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_later_tokens_do_not_change_earlier_ones(mode: str, device: torch.device) -> None:
-    """Whole blocks only: tokens that join a block change its scale."""
-    q, k, v = inputs(2, 190, device)
-    long = prefill(q, k, v, scaling=0.125, mode=mode)
-    short = prefill(*(x[:, :, :128] for x in (q, k, v)), scaling=0.125, mode=mode)
-    check_same(AttentionOutput(long.out[:, :, :128], long.lse[:, :, :128]), short, largest(v))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_past_without_tokens_is_no_past(mode: str, device: torch.device) -> None:
-    q, k, v = inputs(2, 70, device)
-    empty = make_store(k, v, [0, 0])
-    for a, b in zip(
-        prefill(q, k, v, scaling=0.125, mode=mode, past=empty), prefill(q, k, v, scaling=0.125, mode=mode), strict=True
-    ):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("mode", MODES)

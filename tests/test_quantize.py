@@ -346,19 +346,6 @@ def test_tables_may_be_wider_than_any_row(device: torch.device) -> None:
     assert_dequantized(store._replace(table=torch.nn.functional.pad(store.table, (0, 2))), torch.float32)
 
 
-def test_rows_may_share_pages(device: torch.device) -> None:
-    k, v = tokens(1, 2, 200, 16, device=device), tokens(1, 2, 200, 16, device=device)
-    one = make_store(k, v, [200])
-    twice = torch.tensor([0, 0], device=device)
-    both = one._replace(
-        **{
-            name: getattr(one, name)[twice]
-            for name in ("order", "table", "sealed", "k_open", "v_open", "k_scale", "v_scale", "open_len")
-        }
-    )
-    assert_dequantized(both, torch.float32)
-
-
 def test_dequantize_a_cache_without_tokens(device: torch.device) -> None:
     x = tokens(2, 2, 4, 16, device=device)
     k, v = dequantize(make_store(x, x, [0, 0]), torch.float32)

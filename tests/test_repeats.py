@@ -149,22 +149,6 @@ def test_a_step_with_nan_is_refused_before_it_is_stored() -> None:
             assert layer.repeat_step(queries, bad, bad, Scoring(1.0)) is None
 
 
-def test_steps_repeat_outside_of_inference_mode() -> None:
-    """What the first repeated step makes in inference mode is written again outside it."""
-    model = tiny_llama(num_hidden_layers=1)
-    ids = prompts(1, 24)
-    with turbo_hf.patch(model, flat_config(backend="reference")) as handle:
-        seen = []
-        for modes in ((True, False), (False, False)):
-            cache = handle.new_cache()
-            with torch.inference_mode(modes[0]), torch.no_grad():
-                for part in (ids[:, :16], *ids[:, 16:20].split(1, 1)):
-                    model(part, **{CACHE: cache})
-            with torch.inference_mode(modes[1]), torch.no_grad():
-                seen.append(torch.cat([model(part, **{CACHE: cache}).logits for part in ids[:, 20:].split(1, 1)], 1))
-        assert torch.equal(*seen)
-
-
 def test_a_copy_keeps_no_addresses() -> None:
     kept = Repeat()
     kept.append = kept.decode = lambda *args: None  # type: ignore[assignment]

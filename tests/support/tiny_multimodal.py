@@ -49,6 +49,7 @@ GRID = {"image_grid_pinpoints": [[SIDE, SIDE]]}
 STRAY = {"text_config": {"sliding_window": None}}
 """A window that these never mask by, while Transformers' own cache drops what lies before it."""
 BEGINNINGS = {"vision_start_token_id": 94, "audio_start_token_id": 95}
+LLAMA4 = ("projector_input_dim", "projector_output_dim", "vision_output_dim")
 MEDIA = {"video_token_index": 98, "image_token_index": 98, "audio_token_id": 98}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
@@ -65,14 +66,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"text_config": {"pad_token_id": 0}, "vision_config": {"pooling_kernel_size": 1}},
     "granite_speech": {"encoder_config": {"input_dim": 16}},
     "granite_speech_plus": {"encoder_config": {"input_dim": 16}},
-    "llama4": {
-        "vision_config": {
-            "intermediate_size": 256,
-            "projector_input_dim": 64,
-            "projector_output_dim": 64,
-            "vision_output_dim": 64,
-        }
-    },
+    "llama4": {"vision_config": {"intermediate_size": 256, **dict.fromkeys(LLAMA4, 64)}},
     "llava_next": GRID,
     "llava_next_video": GRID,
     "llava_onevision": GRID,
