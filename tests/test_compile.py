@@ -17,11 +17,7 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
     program = Path(__file__).parent / "support" / "compile_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(program), *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=environment,
+        [sys.executable, str(program), *arguments], check=False, capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -84,22 +84,13 @@ def test_options_of_a_preset() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"bit": 4, "block": 32},
-            r"^TurboConfig has no option bit, block; options are preset, bits, .*sparse",
-        ),
+        ({"bit": 4, "block": 32}, r"^TurboConfig has no option bit, block; options are preset, bits, .*sparse"),
         ({3: 4}, r"^TurboConfig has no option 3; options are preset, "),
-        (
-            {"sparse": {"probe": 4}},
-            r"^SparseConfig has no option probe; options are selector, probes, sink_tokens, ",
-        ),
+        ({"sparse": {"probe": 4}}, r"^SparseConfig has no option probe; options are selector, probes, sink_tokens, "),
         ({"sparse": {"preset": "saap"}}, r"^SparseConfig has no option preset"),
         ({"expert": {"bits": 4}}, r"^Expert has no option bits; options are block_size, "),
         ({"expert": None}, r"^TurboConfig.expert must be an Expert; got None"),
-        (
-            {"preset": "turbo5"},
-            r"^unknown preset 'turbo5'; presets are int8, turbo4, turbo-k4v3, saap, calibrated\.$",
-        ),
+        ({"preset": "turbo5"}, r"^unknown preset 'turbo5'; presets are int8, turbo4, .*saap, calibrated\.$"),
         ({"preset": {"bits": 4}}, r"^unknown preset {'bits': 4}; presets are "),
         ({"sparse": [1]}, r"^TurboConfig.sparse must be a SparseConfig or None; got \[1\]"),
         ({"bits": "4"}, r"^TurboConfig.bits must be one of .*; got '4'"),

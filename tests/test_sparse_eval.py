@@ -15,25 +15,19 @@ from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cli.main import app
 from turbo_hf.eval.methods import method_named
 
+CHOSEN = SparseConfig(probes=16, read_all_layers=(0, 2))
+
 
 @pytest.mark.parametrize(
     ("name", "config"),
     [
         ("saap", TurboConfig(sparse=SparseConfig())),
         ("turbo4@window", TurboConfig(sparse=SparseConfig(selector="window"))),
-        (
-            "int8/native@saap:probes=16:window_tokens=511:read_all_layers=0+2",
-            TurboConfig(
-                bits=8, attention="native", sparse=SparseConfig(probes=16, window_tokens=511, read_all_layers=(0, 2))
-            ),
-        ),
-        (
-            "turbo4+block_size=32@saap:probes=64",
-            flat_config(block_size=32, sparse=SparseConfig(probes=64)),
-        ),
+        ("int8/native@saap:probes=16:read_all_layers=0+2", TurboConfig(bits=8, attention="native", sparse=CHOSEN)),
+        ("turbo4+block_size=32@saap:probes=64", flat_config(block_size=32, sparse=SparseConfig(probes=64))),
         ("turbo4@window:read_all_layers=", TurboConfig(sparse=SparseConfig(selector="window", read_all_layers=()))),
     ],
-)  # fmt: skip
+)
 def test_names_of_sparse_methods(name: str, config: TurboConfig) -> None:
     assert method_named(name).config == config
 
@@ -114,23 +108,16 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--suite", "lab", "--data", "DATA", "--task", "maid"],
-            "no task maid here; lab has needle, made.",
-        ),
-        (["--suite", "lab", "--data", "DATA", "--calibration", "nowhere"], "none of these methods takes anything from"),
-        (["--suite", "lab", "--data", "DATA", "--calibration", "nowhere", "--methods", "saap"], "no calibration in 'n"),
-        (
-            ["--suite", "lab", "--data", "DATA", "--shortest", "900", "--longest", "800"],
-            "--shortest 900 is above the longest prompt, 800.",
-        ),
+        (["--task", "maid"], "no task maid here; lab has needle, made."),
+        (["--calibration", "nowhere"], "none of these methods takes anything from"),
+        (["--calibration", "nowhere", "--methods", "saap"], "no calibration in 'n"),
+        (["--shortest", "900", "--longest", "800"], "--shortest 900 is above the longest prompt, 800."),
     ],
 )
 def test_wrong_choices_of_a_run_get_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:
     items(tmp_path / "data" / "lab_tasks")
-    own = [str(tmp_path / "data") if word == "DATA" else word for word in words]
-    command = ["eval", str(LAB_MODEL), *own, "--out", str(tmp_path / "out"), "--device", "cpu"]
-    result = CliRunner().invoke(app, command)
+    command = ["eval", str(LAB_MODEL), "--suite", "lab", "--data", str(tmp_path / "data"), *words, "--device", "cpu"]
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out")])
     assert result.exit_code == 1
     assert message in " ".join(result.output.split())
 

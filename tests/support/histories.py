@@ -452,16 +452,7 @@ class Player(Acts):
             raise Fault(f"row {n} alone ends off by {error:.3g}, allowed {self.made.tolerance:.3g}")
 
 
-ACTS = {
-    "advance": 10,
-    "crop": 4,
-    "choose": 3,
-    "fork": 2,
-    "record": 2,
-    "look": 1,
-    "reset": 1,
-    "wrong": 1,
-}
+ACTS = {"advance": 10, "crop": 4, "choose": 3, "fork": 2, "record": 2, "look": 1, "reset": 1, "wrong": 1}
 """Acts, and how often they are drawn."""
 
 

@@ -147,10 +147,7 @@ MSCALE = {"short_mscale": 1.1, "long_mscale": 1.2}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "cohere_compass_text": {"windows": {**WINDOWS, "rope_parameters": {FULL: PLAIN_ROPE, SLIDING: PLAIN_ROPE}}},
     "dots1": {"windows": WINDOWS},
-    "falcon": {
-        "alibi": {"alibi": True},
-        "new decoder architecture": {"new_decoder_architecture": True},
-    },
+    "falcon": {"alibi": {"alibi": True}, "new decoder architecture": {"new_decoder_architecture": True}},
     "gemma3_text": {"bidirectional": {"use_bidirectional_attention": True}},
     "gemma3n_text": {"shared keys": SHARED},
     "gemma4_text": {
@@ -165,11 +162,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {"dynamic rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}},
     "mellum": {"windows": WINDOWS},
     "minimax_m3_vl_text": {
-        "sparse layers": {
-            "layer_types": [FULL, "minimax_m3_sparse"] * 2,
-            "index_block_size": 8,
-            "index_topk_blocks": 2,
-        }
+        "sparse layers": {"layer_types": [FULL, "minimax_m3_sparse"] * 2, "index_block_size": 8, "index_topk_blocks": 2}
     },
     "mistral": {"no window": {"sliding_window": None}},
     "olmo": {"clipped": {"clip_qkv": 1.0}},
