@@ -78,16 +78,12 @@ def snapshot(store: KVStore) -> KVStore:
 @pytest.mark.parametrize(
     ("m", "starts", "dim", "dtype", "given"),
     [
-        (1, None, 16, torch.float16, False),
-        (1, None, 80, torch.float32, True),
-        (5, None, 80, torch.float16, True),
-        (5, [0, 3, 5], 16, torch.float32, True),
-        (5, [0, 3, 5], 80, torch.float16, False),
-        (130, None, 80, torch.float32, False),
-        (130, [0, 33, 130], 16, torch.float16, True),
+        (1, None, 16, torch.float16, False), (1, None, 80, torch.float32, True), (5, None, 80, torch.float16, True),
+        (5, [0, 3, 5], 16, torch.float32, True), (5, [0, 3, 5], 80, torch.float16, False),
+        (130, None, 80, torch.float32, False), (130, [0, 33, 130], 16, torch.float16, True),
         (130, [0, 33, 130], 80, torch.float32, False),
     ],
-)
+)  # fmt: skip
 def test_stores_what_the_quantizer_makes(
     m: int, starts: list[int] | None, dim: int, dtype: torch.dtype, given: bool, backend: str, device: torch.device
 ) -> None:

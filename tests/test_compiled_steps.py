@@ -34,17 +34,10 @@ FEW = {"max_new_tokens": 6}
 VISITS: dict[str, Any] = {"probes": 3, "window_tokens": 12, "read_all_layers": (0,)}
 WINDOWED = {"sliding_window": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": WINDOWED,
-    "gemma2": WINDOWED,
-    "gemma3_text": WINDOWED,
-    "phi3": {},
-    "olmo2": {},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": WINDOWED, "gemma2": WINDOWED, "gemma3_text": WINDOWED,
+    "phi3": {}, "olmo2": {}, "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -109,12 +102,9 @@ def test_the_single_steps_of_drafts_are_compiled(runners: list[StepRunner], devi
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_padded_batch_that_seals_blocks(
-    backend: str,
-    runners: list[StepRunner],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    backend: str, runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
     device: torch.device,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(compiled_step, "BACKEND", backend)
     model = tiny_llama(num_hidden_layers=1).to(device)
     want = answer(model, PLAIN, **ragged())

@@ -26,17 +26,11 @@ from turbo_hf.config.turbo_config import (
 from turbo_hf.layout import HeadGroups
 
 ONE_BY_ONE: dict[str, tuple[Any, ...]] = {
-    "bits": (16, 8, 4, 3, 2),
-    "head_metric": ("priority", "entropy", "min_max", "variation"),
-    "block_size": (32, 64, 128),
-    "buffer_scale": ("token", "universal"),
-    "recent_tokens": (1024,),
-    "layer_bits": ((2, (4, 2), 8), "calibrated"),
-    "attention": ("auto", "turbo", "int8", "half", "fp8", "native"),
-    "cuda_graphs": ("auto", True, False),
-    "compile": (True,),
-    "low_heads": (1,),
-}
+    "bits": (16, 8, 4, 3, 2), "head_metric": ("priority", "entropy", "min_max", "variation"),
+    "block_size": (32, 64, 128), "buffer_scale": ("token", "universal"), "recent_tokens": (1024,),
+    "layer_bits": ((2, (4, 2), 8), "calibrated"), "attention": ("auto", "turbo", "int8", "half", "fp8", "native"),
+    "cuda_graphs": ("auto", True, False), "compile": (True,), "low_heads": (1,),
+}  # fmt: skip
 TOGETHER: list[dict[str, Any]] = [
     {"bits": 8, "low_bits": 4, "low_heads": 0.25},
     {"int8_layers": (), "dense_layers": (0, 5)},

@@ -56,15 +56,11 @@ def goes_on(model: Any, ids: torch.Tensor, cache: TurboCache) -> list[torch.Tens
 
 
 READERS: dict[str, Callable[[TurboCache], Any]] = {
-    "nothing": lambda cache: None,
-    "length": lambda cache: cache.get_seq_length(),
-    "memory": lambda cache: cache.memory(),
-    "copy": copy.deepcopy,
-    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)),
-    "rows": lambda cache: cache.reorder_cache([0, 1]),
-    "recording": lambda cache: (cache.activate_past_recording(), cache.stop_recording()),
-    "keys": list,
-}
+    "nothing": lambda cache: None, "length": lambda cache: cache.get_seq_length(),
+    "memory": lambda cache: cache.memory(), "copy": copy.deepcopy,
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)), "rows": lambda cache: cache.reorder_cache([0, 1]),
+    "recording": lambda cache: (cache.activate_past_recording(), cache.stop_recording()), "keys": list,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)

@@ -61,19 +61,12 @@ def test_figures_are_those_of_an_independent_computation() -> None:
         return float(x.mean(1).std(ddof=1) / math.sqrt(len(x)))
 
     want = {
-        "kl": kl.mean(),
-        "kl_error": error(kl),
+        "kl": kl.mean(), "kl_error": error(kl),
         **dict(zip(("kl_median", "kl_99", "kl_999"), np.quantile(kl, [0.5, 0.99, 0.999]), strict=True)),
-        "kl_max": kl.max(),
-        "moved_rms": math.sqrt((moved**2).mean()),
-        "moved_99": np.quantile(abs(moved), 0.99),
-        "same_top": (p.argmax(-1) == q.argmax(-1)).mean(),
-        "perplexity": math.exp(own_nll.mean()),
-        "ratio": ratio,
-        "ratio_error": ratio * error(own_nll - base_nll),
-        "positions": kl.size,
-        "texts": len(kl),
-    }
+        "kl_max": kl.max(), "moved_rms": math.sqrt((moved**2).mean()), "moved_99": np.quantile(abs(moved), 0.99),
+        "same_top": (p.argmax(-1) == q.argmax(-1)).mean(), "perplexity": math.exp(own_nll.mean()), "ratio": ratio,
+        "ratio_error": ratio * error(own_nll - base_nll), "positions": kl.size, "texts": len(kl),
+    }  # fmt: skip
     assert set(want) == set(Divergence.__slots__)
     for name, figure in want.items():
         # float32 log-probabilities of about 3
@@ -99,17 +92,11 @@ def test_impossible_tokens_add_nothing() -> None:
 @pytest.mark.parametrize(
     ("kl", "noise", "words"),
     [
-        (0.003, 0.0, LIKE),
-        (0.0031, 0.0, SMALL),
-        (0.0031, 0.002, LIKE),
-        (0.011, 0.0, EVALUATE),
-        (0.009, 0.0051, SMALL),
-        (0.11, 0.0, NEVER),
-        (math.nan, 0.0, NEVER),
-        (math.nan, math.nan, NEVER),
+        (0.003, 0.0, LIKE), (0.0031, 0.0, SMALL), (0.0031, 0.002, LIKE), (0.011, 0.0, EVALUATE),
+        (0.009, 0.0051, SMALL), (0.11, 0.0, NEVER), (math.nan, 0.0, NEVER), (math.nan, math.nan, NEVER),
         (math.inf, 0.0, NEVER),
     ],
-)
+)  # fmt: skip
 def test_verdicts(kl: float, noise: float, words: str) -> None:
     assert verdict(kl, noise) == words
 

@@ -30,13 +30,9 @@ from turbo_hf.eval.tasks import carried_prose, needle_task, prose_task
 
 LIMITS = Limits(context=2048, longest=512)
 GIVEN: dict[str, Any] = {
-    "a": "a reply, \u2028 with ä and \ud83d",
-    "b": "",
-    "c": -12.345678901234567,
-    "d": (-0.1, True),
-    "e": (-math.inf, False),
-    "f": 0,
-}
+    "a": "a reply, \u2028 with ä and \ud83d", "b": "", "c": -12.345678901234567, "d": (-0.1, True),
+    "e": (-math.inf, False), "f": 0,
+}  # fmt: skip
 ABOUT = {"model": "a", "limit": None, "versions": {"torch": "2.0"}}
 BEGUN = json.dumps({"identity": ABOUT}) + "\n"
 BATCH = {"rows": 2, "new_tokens": 3, "seconds": 0.5, "kv_bytes": 100, "kv_tokens": 10, "keys": None}

@@ -7,16 +7,15 @@ import pytest
 import torch
 from budgets import check, check_exact, check_turbo, float_budget, largest
 from choices import flat_config
-from op_calls import decode, prefill, seal_blocks
+from op_calls import decode, prefill
 from oracle import oracle
 from prefill_support import int8_queries
 from stores import make_store, store_codes, tokens
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
-from turbo_hf.layout import UNQUANTIZED, KVStore, empty_pages, open_token_bytes, page_bytes, type_16bit
+from turbo_hf.layout import UNQUANTIZED, KVStore
 from turbo_hf.ops.store.quantize import dequantize
-from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -144,24 +143,6 @@ def test_a_prompt_over_a_past(groups: tuple[tuple[int, int], ...], backend: str,
     check_exact(got, q, rows, scaling=0.125)
     with pytest.raises(ValueError, match=r'a past with heads of 16 bit is read in mode "native".*; got \'turbo\''):
         prefill(q, k, v, scaling=0.125, past=store, mode="turbo", backend=backend)
-
-
-def test_16_bit_blocks_are_sealed_without_a_change() -> None:
-    k, v, one = (torch.randn(3, 2, 64, 16).to(torch.bfloat16) for _ in range(3))
-    pages = seal_blocks(k, one[..., 0].float(), v, one[..., 0].float(), UNQUANTIZED)
-    back = reference_unpack_blocks(pages)
-    assert torch.equal(back[0], k)
-    assert torch.equal(back[1], v)
-    assert pages.size.numel() == 0
-
-
-def test_bytes_are_those_allocated() -> None:
-    pages = empty_pages(UNQUANTIZED, 3, 2, 80, 32, torch.device("cpu"), torch.bfloat16)
-    assert sum(x.nbytes for x in pages[1:]) == 6 * page_bytes(80, UNQUANTIZED, 32)
-    assert open_token_bytes(80, unquantized=True) == 2 * (80 * 2 + 4)
-    assert [type_16bit(x) for x in (torch.bfloat16, torch.float16, torch.float32)] == [
-        torch.bfloat16, torch.float16, torch.float16,
-    ]  # fmt: skip
 
 
 # --- layer ----------------------------------------------------------------------------------------------------------

@@ -203,12 +203,9 @@ def test_tokens_beside_layers_that_are_not_rounded(
     ],
 )
 def test_tokens_and_counts_of_sparse_layers(
-    choice: dict[str, Any],
-    lengths: list[int],
-    runners: list[StepRunner],
-    monkeypatch: pytest.MonkeyPatch,
+    choice: dict[str, Any], lengths: list[int], runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
-) -> None:
+) -> None:  # fmt: skip
     # pages of a single block are reserved at a time, and so steps captured again
     monkeypatch.setattr(steps, "AHEAD", 1)
     model = tiny_llama().to(device)

@@ -157,17 +157,11 @@ def test_dense_layers_keep_latents_unrounded() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"sas": True},
-        {"attention": "int8"},
-        {"smooth_k": True},
-        {"buffer_scale": "universal"},
-        {"compile": True},
-        {"value_bits": 2},
-        {"layer_bits": (2, 4, 2, 4)},
-        {"recent_tokens": 64},
+        {"sas": True}, {"attention": "int8"}, {"smooth_k": True}, {"buffer_scale": "universal"}, {"compile": True},
+        {"value_bits": 2}, {"layer_bits": (2, 4, 2, 4)}, {"recent_tokens": 64},
         {"sparse": turbo_hf.SparseConfig(selector="window")},
     ],
-)
+)  # fmt: skip
 def test_options_of_single_heads_are_refused(options: dict[str, Any]) -> None:
     model = model_of()
     with pytest.raises(Unsupported, match=f"{next(iter(options))}.* is not for latent attention"):

@@ -19,17 +19,9 @@ from turbo_hf.errors import logger
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {
-    "PRESETS",
-    "Calibration",
-    "Expert",
-    "Handle",
-    "SparseConfig",
-    "TurboCache",
-    "TurboConfig",
-    "Unsupported",
-    "calibrate",
-    "patch",
-}
+    "PRESETS", "Calibration", "Expert", "Handle", "SparseConfig", "TurboCache", "TurboConfig", "Unsupported",
+    "calibrate", "patch",
+}  # fmt: skip
 
 LAYERS = [
     {"turbo_hf._version", "turbo_hf.errors", "turbo_hf.layout", "turbo_hf.ranks"},
@@ -56,13 +48,8 @@ LAYERS = [
 
 
 CONTRACTS = (
-    "store/contract",
-    "store/quantize",
-    "prefill/contract",
-    "decode/contract",
-    "latent/contract",
-    "sparse/contract",
-)
+    "store/contract", "store/quantize", "prefill/contract", "decode/contract", "latent/contract", "sparse/contract",
+)  # fmt: skip
 """The ops that others call; the modules beside them launch them."""
 
 MOVES = ("exchange_open", "select_rows")

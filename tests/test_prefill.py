@@ -98,14 +98,6 @@ def test_one_huge_value(mode: str, device: torch.device) -> None:
     check_prefill(q, k, v, mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_past_of_mixed_bits_in_any_order(mode: str, device: torch.device) -> None:
-    q, k, v = inputs(3, 17, device, heads=8, kv_heads=4)
-    order = torch.stack([torch.randperm(4) for _ in range(3)])
-    past = random_past([130, 64, 90], k, groups=((8, 1), ((4, 2), 1), ((2, 8), 1), (3, 1)), order=order)
-    check_prefill(q, k, v, mode, past=past)
-
-
 @settings(max_examples=150)
 @given(data=st.data())
 def test_any_prefill(data: st.DataObject) -> None:

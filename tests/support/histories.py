@@ -354,14 +354,10 @@ class Player(Acts):
             return
         passes: list[Callable[[], Any]] = []
         calls: list[Callable[[], Any]] = [
-            lambda: cache.crop(1),
-            lambda: cache.crop(-past - 1),
-            lambda: cache.reorder_cache(torch.tensor([count])),
-            lambda: cache.batch_select_indices([-count - 1]),
-            lambda: cache.batch_select_indices([]),
-            lambda: cache.batch_repeat_interleave(0),
-            lambda: cache.offload(0),
-        ]
+            lambda: cache.crop(1), lambda: cache.crop(-past - 1), lambda: cache.reorder_cache(torch.tensor([count])),
+            lambda: cache.batch_select_indices([-count - 1]), lambda: cache.batch_select_indices([]),
+            lambda: cache.batch_repeat_interleave(0), lambda: cache.offload(0),
+        ]  # fmt: skip
         if self.history.family not in LINEAR_FAMILIES:
             changed: list[Row] = [list(row) for row in world.rows]
             changed[0][0] = None if changed[0][0] is not None else 1

@@ -76,12 +76,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": ALTERNATING,
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {
-        "vocab_size": 260,
-        "num_hidden_layers": 2,
-        "encoder_hash_byte_group_vocab": 50,
-        "patcher_config": BYTES,
-        "global_config": BYTES,
-        "encoder_config": {**BYTES, "hidden_size_global": 64},
+        "vocab_size": 260, "num_hidden_layers": 2, "encoder_hash_byte_group_vocab": 50, "patcher_config": BYTES,
+        "global_config": BYTES, "encoder_config": {**BYTES, "hidden_size_global": 64},
         "decoder_config": {**BYTES, "hidden_size_global": 64},
     },
     "codegen": {"rotary_dim": 8},
@@ -128,7 +124,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 2},
     "zamba2": {"layers_block_type": [LINEAR, "hybrid"] * 2, "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 """By family: fields that its config needs on top of `SMALL`."""
 
 SHARED = {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": [SLIDING, FULL] * 3}

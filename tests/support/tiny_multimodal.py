@@ -27,21 +27,11 @@ TOWER: dict[str, Any] = {
     **dict.fromkeys(WIDE, 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "mlp_dim"), 64),
     **dict.fromkeys(("num_attention_heads", "encoder_attention_heads", "attention_heads", "num_heads"), 4),
-    **dict.fromkeys(("depth", "layers", "encoder_layers", *LAYER_COUNTS), 1),
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "image_size": SIDE,
-    "patch_size": PATCH,
-    "temporal_patch_size": 1,
-    "spatial_merge_size": 2,
-    "initializer_range": SPREAD,
-    "init_std": SPREAD,
-    "vision_use_head": False,
-    "num_mel_bins": 16,
-    "max_source_positions": 32,
-    "fullatt_block_indexes": [0],
-    "deepstack_visual_indexes": [0],
-}
+    **dict.fromkeys(("depth", "layers", "encoder_layers", *LAYER_COUNTS), 1), "num_key_value_heads": 4,
+    "head_dim": 16, "image_size": SIDE, "patch_size": PATCH, "temporal_patch_size": 1, "spatial_merge_size": 2,
+    "initializer_range": SPREAD, "init_std": SPREAD, "vision_use_head": False, "num_mel_bins": 16,
+    "max_source_positions": 32, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0],
+}  # fmt: skip
 """Sizes of what sees and hears."""
 
 MROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}}

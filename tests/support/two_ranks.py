@@ -52,7 +52,7 @@ def calibration_of(model: Any, seed: int = 5) -> Calibration:
     """Of a whole or a split model: on either rank the odd heads need their bits least; an index of 16 buckets."""
     found = an_index(model, seed=seed)
     ranked = torch.tensor([3.0, 1.0, 4.0, 2.0][: model.config.num_key_value_heads])
-    layers = tuple(replace(at, scores=dict.fromkeys(HEAD_METRICS, ranked)) for at in found.layers)
+    layers = tuple(replace(at, scores={metric: ranked.clone() for metric in HEAD_METRICS}) for at in found.layers)
     widths = Widths(tuple(((8, 3), (3, 4))[at.index % 2] for at in layers), 4.5, 0.0, 0)
     return replace(found, layers=layers, widths=widths)
 
