@@ -72,7 +72,7 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
         (["eval", LAB, "--methods", "fp16,turbo5"], "unknown method turbo5; methods are fp16, fp16-eager, int8"),
         (
             ["eval", LAB, "--suite", "all"],
-            "unknown suite all; suites are smoke, core, reasoning, long, ruler, answers",
+            "unknown suite all; suites are smoke, core, reasoning, long, answers",
         ),
         (["eval", LAB, "--data", "no/such-folder"], "expected the data folder at no/such-folder; there is none"),
         (["eval", "no/such-folder"], "cannot load 'no/such-folder'"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_calls import sparse_decode, visit
 from oracle import Codes
-from prefill_support import int8_queries
+from prefill_support import step_queries
 from sas_support import check_sas
 from sparse_attention_support import CHOICE, check_sparse, kept_keys, random_index, spans_of, sparse_store
 from stores import store_codes, tokens
@@ -84,19 +84,20 @@ def test_always_read_tokens_alone(device: torch.device, backend: str) -> None:
     ids=str,
 )
 def test_on_quantized_values(threshold: float | None, groups: HeadGroups, device: torch.device, backend: str) -> None:
-    """Mode "turbo": INT8 queries over INT8 codes of the kept keys, P in INT8, whose steps are all that is missed."""
+    """Mode "turbo": 16-bit queries over INT8 codes of the kept keys, P in INT8, whose steps are all that is missed."""
     store = sparse_store([300, 70, 20], 2, 64, device, groups=groups)
     index, visited = random_index(store, 2, 9, 0.3)
     q = tokens(3, 8, 2, 64, device=device)
     options: dict[str, Any] = {"sas_threshold": threshold, "spans": spans_of(store, index), "backend": backend}
     got = sparse_decode(q, store, index, visited, scaling=0.05, sink_tokens=1, window_tokens=20, **options)
-    fake = int8_queries(q, [0] * 3)
+    fake = step_queries(q, [0] * 3)
     for row, codes in enumerate(store_codes(store)):
+        assert codes.fold is not None
         for head, column in ((0, 0), (1, 0), (0, 1), (1, 1)):
             buckets, seen = index[row, head].tolist(), visited[row, head, column].tolist()
             kept = kept_keys(codes.k.shape[1] - 2 + column, buckets, seen, 1, 20)
             k, k_scale, v, v_scale = (x[head : head + 1, kept] for x in codes[:4])
-            own = Codes(k, k_scale, v, v_scale, codes.tile[kept])
+            own = Codes(k, k_scale, v, v_scale, codes.tile[kept], codes.fold[head : head + 1, kept])
             at = (slice(row, row + 1), slice(4 * head, 4 * head + 4), slice(column, column + 1))
             part = AttentionOutput(got.out[at], got.lse[at])
             if threshold is None:

@@ -1,6 +1,5 @@
 """What is measured: head shapes of real models, prompts and decode steps, and the amount of work in them."""
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,13 +80,13 @@ def parse_tokens(text: str) -> int:
     return power if power // 1000 == number else number * 1024
 
 
-def largest(holds: Callable[[int], bool], most: float, least: int = 0, fineness: float = math.inf) -> int:
-    """The largest number up to `most` that holds, else `least`: by doubling, then bisection to 1 / fineness of it."""
-    low, high = least, max(1, 2 * least)
+def largest(holds: Callable[[int], bool], most: float) -> int:
+    """The largest number up to `most` that holds, else 0: by doubling, then bisection."""
+    low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high
     high = int(min(high, most + 1))
-    while high - low > max(1, low // fineness):
+    while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low

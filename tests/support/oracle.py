@@ -60,6 +60,8 @@ class Codes(NamedTuple):
     """INT8 tokens of one row, float64: k, v [Hkv, T, D] integer-valued; k_scale, v_scale [Hkv, T].
 
     tile: int64 [T], which tokens share one scale of P.
+    fold: [Hkv, T, 2], how far a step's rounding of queries times spans moves q . k, in units of the query's codes: at
+        most, and in the root mean square; None: not at all.
     """
 
     k: Tensor
@@ -67,6 +69,7 @@ class Codes(NamedTuple):
     v: Tensor
     v_scale: Tensor
     tile: Tensor
+    fold: Tensor | None = None
 
     def values(self) -> KeyValue:
         """What the codes stand for."""

@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import INT8_MAX, UNQUANTIZED, AttentionOutput, KVStore, Scoring
+from turbo_hf.layout import QUERY_MAX, UNQUANTIZED, AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.decode.reference_products import StoredProducts
 from turbo_hf.ops.maths import counted, ratio, scaled
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
@@ -46,7 +46,7 @@ def _attend(
     starts: torch.Tensor | None,
     chosen: torch.Tensor | None,
 ) -> AttentionOutput:
-    """All heads in the same way: q and P in INT8 on INT8 codes, unless P is not rounded or keys are unquantized."""
+    """All heads in the same way: codes of q, P and keys, unless P is not rounded or keys are unquantized."""
     acc = torch.promote_types(q.dtype, torch.float32)
     batch, _, tokens, _ = q.shape
     # the queries are the row's last tokens, so they end where the row ends
@@ -59,8 +59,8 @@ def _attend(
     if how.p_type == torch.int8:
         x = q.masked_fill(padding[:, None, :, None], 0.0).float()
         largest = counted(x.abs().amax(-1))
-        codes = torch.round(scaled(x, largest, INT8_MAX))
-        rounded = Operand(codes.to(acc), ratio(largest, INT8_MAX).to(acc), query)
+        codes = torch.round(scaled(x, largest, QUERY_MAX))
+        rounded = Operand(codes.to(acc), ratio(largest, QUERY_MAX).to(acc), query)
     # with unrounded queries, products with codes would cancel where those with dequantized numbers do not
     codes_alone = store.k_open.dtype == torch.int8 and how.p_type == torch.int8
     runs = (_of_codes if codes_alone else _of_numbers)(store, rounded, plain, chosen)
@@ -82,7 +82,7 @@ def _of_codes(store: KVStore, q: Operand, plain: Operand, chosen: torch.Tensor |
 
 
 def _of_numbers(store: KVStore, q: Operand, plain: Operand, chosen: torch.Tensor | None) -> list[Run]:
-    """A layer with 16-bit heads, whose open tokens are no codes either. q: in INT8, if P is."""
+    """A layer with 16-bit heads, whose open tokens are no codes either. q: in codes, if P is."""
     acc = q.x.dtype
     k, k_scale, v, v_scale, index = expand(store)
     keys, values = Operand(k.to(acc), k_scale.to(acc), index), Operand(v.to(acc), v_scale.to(acc), index)

@@ -3,12 +3,18 @@
 A code c of a channel with span s and zero z stands for (c s + L z) / L, L = 2^bits - 1, in units of its token's size
 (TurboAttention eq. 5). So L q . k = (q s) . c + L q . z, and L times the weighted sum of v is s times that of c, plus
 L z times the sum of weights: sums of integers. Sizes are divided by L.
+
+Codes of queries have 16 bit. Kernels need q s in 16 bit too, as two INT8 digits (`ops.kernel_unpack.folded`): it is
+counted in units of 256, and so is L q . z, both rounded to the nearest integer, halves up.
 """
 
 import torch
 
 from turbo_hf.layout import KVStore, PagedHeads, half_merge, in_value_order
 from turbo_hf.ops.store.reference_pages import by_index, index_of_slots
+
+FOLD = 256
+"""What products of queries with spans and zeros are divided by."""
 
 CODES = 1 << 19
 """Codes that are unpacked at a time, so that they stay in a CPU's cache."""
@@ -67,7 +73,9 @@ class StoredProducts:
         """float32 [2, B, Hkv, blocks x b]: sizes over L."""
         page, parts = _pages(self.store.table), []
         for pages in self.store.paged:
-            levels = torch.tensor([_levels(pages.bits), _levels(pages.value_bits)], device=pages.size.device)
+            # a share of a query counts FOLD of its codes
+            units = _levels(pages.bits) / (FOLD if pages.bits < 8 else 1), _levels(pages.value_bits)
+            levels = torch.tensor(units, dtype=torch.float32, device=pages.size.device)
             parts.append(_taken(pages.size, page).float() / levels[:, None])
         size = torch.cat(parts, 1).unflatten(0, self.store.table.shape).transpose(1, 2)
         return (size if self._in_order else by_index(size, self._slot_of_head)).permute(3, 0, 1, 2, 4).flatten(3)
@@ -82,7 +90,7 @@ class StoredProducts:
         return torch.cat(parts, 3) if len(parts) > 1 else parts[0]
 
     def scores(self, q: torch.Tensor) -> torch.Tensor:
-        """q . k without the scales of keys: q [B, Hkv, R, D] -> [B, Hkv, R, T]."""
+        """q . k without the scales of keys: codes q [B, Hkv, R, D] -> [B, Hkv, R, T]."""
         block = self.store.block
         score: torch.Tensor = q.new_empty(*q.shape[:3], self.tokens)
         # in whole blocks, here and below, so that results do not depend on what else the buffer has room for
@@ -90,15 +98,18 @@ class StoredProducts:
         if not self._sealed:
             return score
         of_slot = (q if self._in_order else by_index(q, self._head_of_slot))[:, None]
+        shares, half = of_slot / FOLD, of_slot.new_tensor(0.5)
         sealed = score[..., : self._sealed] if self._in_order else q.new_empty(*q.shape[:3], self._sealed)
         tiles = sealed.unflatten(-1, (-1, block))
         for slots, part, pages, page in self._parts:
-            query, codes = of_slot[:, :, slots], self._codes(pages.k, page, pages.bits)
+            codes = self._codes(pages.k, page, pages.bits)
             if pages.bits < 8:
                 zero, span = self._ranges(pages.meta[:, :, :2], page, pages.bits)
-                products = ((query * span) @ codes.mT).add_((query * zero).sum(-1, keepdim=True))
+                folded = torch.addcmul(half, shares[:, :, slots], span).floor_()
+                of_zeros = (shares[:, :, slots] * zero).sum(-1, keepdim=True).add_(half).floor_()
+                products = (folded @ codes.mT).add_(of_zeros)
             else:
-                products = query @ codes.mT
+                products = of_slot[:, :, slots] @ codes.mT
             tiles[:, slots, :, part] = products.permute(0, 2, 3, 1, 4)
         if not self._in_order:
             score[..., : self._sealed] = by_index(sealed, self._slot_of_head)

@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import INT8_MAX, UNQUANTIZED, KVStore, Scoring
+from turbo_hf.layout import QUERY_MAX, UNQUANTIZED, KVStore, Scoring
 from turbo_hf.ops.decode.reference_products import StoredProducts
 from turbo_hf.ops.maths import counted
 from turbo_hf.ops.reference_flash import rounded, sas_exp
@@ -41,7 +41,7 @@ class RepeatedDecode:
         x = q.float()
         largest = counted(x.abs().amax(-1))
         if self._top is None or self._top.shape != largest.shape:
-            self._top = torch.full_like(largest, INT8_MAX)
+            self._top = torch.full_like(largest, QUERY_MAX)
         inverse = self._top / torch.where(largest > self._zero, largest, self._one)
         codes = x.double().mul_(inverse[..., None]).round_().float().view(*self._shape[:3], q.shape[-1])
         q_scale = (largest / self._top * self._scaling).view(self._shape)
