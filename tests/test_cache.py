@@ -206,18 +206,6 @@ def test_recording_ends_in_linear_layers_too(tokens: int) -> None:
         assert [first[1].record_past, cache.turbo_layers()[0].record_past] == [False, False]
 
 
-def test_memory_is_that_of_the_whole_model_and_of_any_cache() -> None:
-    model = tiny_llama(num_hidden_layers=4)
-    with turbo_hf.patch(model) as handle:
-        assert handle.memory().layers == ()
-        model.generate(prompts(1, 50), max_new_tokens=12, do_sample=False, assistant_early_exit=2)
-        assert len(handle.memory().layers) == 4
-        own = TurboCache(model.config)
-        feed(model, 70, own)
-    assert own.memory().tokens == 140
-    assert own.memory().total == sum(sum(layer.nbytes().values()) for layer in own.turbo_layers())
-
-
 def test_a_sparse_cache_needs_what_selects_its_keys() -> None:
     with pytest.raises(ValueError, match=r"a sparse TurboCache needs .* handle.new_cache\(\)"):
         TurboCache(tiny_llama().config, "saap")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from choices import flat_config
-from graphs_support import NEW, Again, an_index, answer, answer_and_report, ragged, watch_runners
+from graphs_support import NEW, Again, an_index, answer, answer_and_report, ragged
 from models import SHAPE, prompts, tiny_llama
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,11 +48,6 @@ def compiler(monkeypatch: pytest.MonkeyPatch, runners: list[StepRunner]) -> Iter
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
-    return watch_runners(monkeypatch)
 
 
 def compilations() -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from choices import flat_config
-from graphs_support import LENGTHS, NEW, PLAIN, SMALL, an_index, answer, answer_and_report, ragged, watch_runners
+from graphs_support import LENGTHS, NEW, PLAIN, SMALL, an_index, answer, answer_and_report, ragged
 from models import prompts, tiny_llama, tiny_mistral
 from torch import Tensor
 from transformers.models.llama import modeling_llama
@@ -25,12 +25,6 @@ from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs import step_runner as graphs
 from turbo_hf.graphs.step_runner import StepRunner, describe
 from turbo_hf.models.versions import CACHE
-
-
-@pytest.fixture
-def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
-    return watch_runners(monkeypatch)
-
 
 # --- the same tokens -----------------------------------------------------------------------------------------------
 CALLS: list[tuple[dict[str, Any], list[int]]] = [

@@ -394,11 +394,6 @@ def test_masks_that_others_make_are_read(kind: Any, inference: bool, monkeypatch
 LAUNCHED = "decode steps: launched, since {} has a hook"
 
 
-@pytest.fixture
-def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
-    return watch_runners(monkeypatch)
-
-
 @pytest.mark.parametrize("call", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}])
 def test_hooks_act_as_without_graphs(call: dict[str, Any], runners: list[StepRunner], device: torch.device) -> None:
     """One returns another output, one another input, one keeps what it sees."""

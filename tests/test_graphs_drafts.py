@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from choices import flat_config
-from graphs_support import SMALL, an_index, answer, watch_runners
+from graphs_support import SMALL, an_index, answer
 from models import prompts, tiny_llama, tiny_mistral
 from steps_support import (
     CONFIGS,
@@ -34,11 +34,6 @@ from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_no_replay
 from turbo_hf.graphs.step_runner import StepRunner
 
 # --- the same tokens -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
-    return watch_runners(monkeypatch)
 
 
 def repeating() -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """What a prompt costs the host: waits for the device; and when it hears of NaN."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -33,51 +32,43 @@ from turbo_hf.eval.reading import without_plans
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.prefill.launch import unpack_tiles
 
-READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.unique", "tolist")
+READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.unique")
 """What waits for the device, where a tensor lies there."""
 
 MESSAGE = "layer {}: keys or values hold NaN or Inf"
 
 
 class Work(TorchDispatchMode):
-    """Counts operations, launches of kernels among them; what a kernel does in the interpreter is not the host's."""
+    """Counts how often the host waits, or would; what a kernel does in the interpreter is not the host's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
-        self._inside = False
+        self.reads, self._inside = 0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._inside:
-            self.counts[str(func).rpartition(".")[0]] += 1
+        self.reads += not self._inside and str(func).rpartition(".")[0] in READS
         return func(*args, **(kwargs or {}))
 
     def launched(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run` of a kernel, counted."""
+        """`run` of a kernel."""
 
-        def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            self.counts["launch"] += 1
+        def uncounted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             self._inside = True
             try:
                 return run(kernel, *args, **kwargs)
             finally:
                 self._inside = False
 
-        return counted
+        return uncounted
 
     def listed(self, tolist: Callable[..., Any]) -> Callable[..., Any]:
         """`Tensor.tolist`, which no mode sees on a CPU, counted."""
 
         def counted(x: torch.Tensor) -> Any:
-            self.counts["tolist"] += not self._inside
+            self.reads += not self._inside
             return tolist(x)
 
         return counted
-
-    @property
-    def reads(self) -> int:
-        """Times that the host waited, or would have."""
-        return sum(self.counts[name] for name in READS)
 
 
 @contextmanager

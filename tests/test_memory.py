@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from choices import EVERY_PRESET, flat_config
+from choices import EVERY_PRESET
 from models import left_padded, prompts, tiny_mistral
 from plan_support import costs
 from torch import Tensor
@@ -53,16 +53,6 @@ def test_uncompressed_layers_are_counted_as_dense(llama: Any) -> None:
     assert memory.by_kind["dense"] == 2 * 2 * 2 * 64 * 16 * 8
     assert memory.layers[0]["codes"] + memory.layers[0]["scales"] >= 2 * 2 * page_bytes(16, 4)
     assert memory.full_precision == 2 * 2 * 2 * 64 * 16 * 8
-
-
-def test_heads_of_16_bit_are_counted_as_what_they_take(llama: Any) -> None:
-    dense = cache_bytes(costs(llama.config), 640)
-    full = cache_bytes(costs(llama.config, TurboConfig(bits=16)), 640)
-    assert full == dense
-    one = cache_bytes(costs(llama.config, TurboConfig(bits=2, recent_tokens=64, dense_layers=(0, 1))), 640)
-    assert one == full
-    mixed = cache_bytes(costs(llama.config, flat_config(bits=16, low_bits=4, low_heads=0.5)), 640)
-    assert mixed == full / 2 + 2 * 10 * page_bytes(16, 4)
 
 
 def test_the_index_is_counted_where_there_is_one(llama: Any) -> None:

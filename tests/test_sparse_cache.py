@@ -206,16 +206,6 @@ def test_sinks_and_a_cap_of_scores_are_those_of_dense_decode(
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("selector", ["kmeans-rotated", "window"])
-def test_a_row_is_the_same_alone_and_in_a_batch(llama: Any, selector: str) -> None:
-    config = sparse(selector, **small(selector))
-    batch = answers(llama, config, **ragged())
-    dense = answers(llama, replace(config, sparse=None), **ragged())
-    assert not torch.equal(batch, dense), "sparse decode changes no token"
-    for row, length in enumerate((90, 70, 31)):
-        assert torch.equal(answers(llama, config, input_ids=prompts(1, length, length))[0], batch[row])
-
-
 def test_assisted_decoding_gives_the_same_tokens(llama: Any) -> None:
     # a draft's tokens choose keys each for itself, so that verifying them is decoding them
     config = replace(sparse("kmeans-rotated", **ANY), bits=8)
