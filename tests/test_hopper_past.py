@@ -67,10 +67,17 @@ def test_a_past_in_tiles(
 @pytest.mark.parametrize(
     ("bits", "dim", "block", "mode"),
     [
-        (8, 32, 32, "turbo"), (8, 48, 64, "native"), (4, 48, 64, "half"), (4, 32, 32, "native"), (3, 32, 64, "turbo"),
-        (2, 48, 32, "turbo"), (2, 32, 64, "native"), ((4, 2), 48, 32, "half"), ((8, 3), 32, 64, "native"),
+        (8, 32, 32, "turbo"),
+        (8, 48, 64, "native"),
+        (4, 48, 64, "half"),
+        (4, 32, 32, "native"),
+        (3, 32, 64, "turbo"),
+        (2, 48, 32, "turbo"),
+        (2, 32, 64, "native"),
+        ((4, 2), 48, 32, "half"),
+        ((8, 3), 32, 64, "native"),
     ],
-)  # fmt: skip
+)
 def test_a_past_in_blocks(bits: Any, dim: int, block: int, mode: str, backend: str, device: torch.device) -> None:
     """As above, with values of "half" and all of "native" as they are. A token of NaN makes its block's scale NaN."""
     order = torch.stack([torch.randperm(3) for _ in LENGTHS])

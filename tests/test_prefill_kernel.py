@@ -20,10 +20,15 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 NO_BFLOAT16 = "products of bfloat16 need a GPU: the interpreter multiplies them as integers"
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {}, "full": {"causal": False}, "window1": {"window": 1}, "window70": {"window": 70},
-    "full-window20": {"window": 20, "causal": False}, "softcap": {"softcap": 2.0}, "sinks": {"sinks": True},
+    "plain": {},
+    "full": {"causal": False},
+    "window1": {"window": 1},
+    "window70": {"window": 70},
+    "full-window20": {"window": 20, "causal": False},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
     "all": {"window": 70, "softcap": 5.0, "sinks": True},
-}  # fmt: skip
+}
 # modes differ in how they round and in nothing else
 CASES = [*product(("turbo", "native"), OPTIONS), *product(("int8", "half", "fp8"), ["all"])]
 NOT_FINITE = [

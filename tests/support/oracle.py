@@ -21,9 +21,17 @@ class Exact(NamedTuple):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, scaling: float, causal: bool = True, window: int | None = None,
-    softcap: float | None = None, sinks: Tensor | None = None, dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
     """One row: q [Hq, M, D] are the last M of the T tokens whose k, v [Hkv, T, D] are given. Returns out, lse, probs.
 
     In a half-precision `dtype` it is eager attention as models write it: products in that type, softmax in float32.
@@ -37,9 +45,13 @@ def attend(
 
 
 def oracle(
-    q: Tensor, rows: Sequence[KeyValue], *, starts: Sequence[int] | None = None, dtype: torch.dtype = torch.float64,
+    q: Tensor,
+    rows: Sequence[KeyValue],
+    *,
+    starts: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float64,
     **options: Any,
-) -> Exact:  # fmt: skip
+) -> Exact:
     """`attend` of each row: q [B, Hq, M, D], whose columns before `starts[row]` are padding; rows: all keys, values."""
     batch, heads, m, dim = q.shape
     wide = torch.promote_types(dtype, torch.float32)
