@@ -97,8 +97,6 @@ LAYERS = [
     pytest.param(lambda: TurboLayer(flat_config(**KERNELS), window=50), id="window"),
     pytest.param(sparse_layer, id="sparse"),
 ]
-RANKED = [*LAYERS, pytest.param(lambda: TurboLayer(flat_config(low_heads=0.5, **KERNELS)), id="ranked")]
-"""The last one looks at a row's first block for the heads that get the low bits."""
 
 
 def feed(layer: TurboLayer, k: torch.Tensor, new: NewColumns) -> None:
@@ -108,7 +106,7 @@ def feed(layer: TurboLayer, k: torch.Tensor, new: NewColumns) -> None:
     layer.commit(check_later=True)
 
 
-@pytest.mark.parametrize("make", RANKED)
+@pytest.mark.parametrize("make", LAYERS)
 def test_ragged_and_later_chunks_wait_for_nothing(
     make: Callable[[], TurboLayer], monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
@@ -120,7 +118,7 @@ def test_ragged_and_later_chunks_wait_for_nothing(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("make", RANKED)
+@pytest.mark.parametrize("make", LAYERS)
 def test_on_a_gpu_a_prompt_waits_for_nothing(make: Callable[[], TurboLayer]) -> None:
     k, mask = tokens(2, 2, 150, 64, dtype=torch.float16, device="cuda"), torch.arange(150) >= torch.tensor([[0], [70]])
     chunk = columns_of(mask.cuda())

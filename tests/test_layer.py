@@ -72,18 +72,6 @@ def test_a_half_precision_cache_is_that_of_float32() -> None:
     assert half.dequantized(100)[0].dtype == torch.bfloat16
 
 
-def test_the_first_block_ranks_the_heads_of_each_row(device: torch.device) -> None:
-    k, v = (x.to(device) for x in random_kv(2, 128, heads=4))
-    # in row 0 head 3 has by far the widest channels, in row 1 head 0; the second block says the opposite
-    for row, head, other in ((0, 3, 0), (1, 0, 3)):
-        k[row, head, :64, 0] *= 50
-        k[row, other, 64:, 0] *= 5000
-    config = flat_config(bits=4, low_bits=2, low_heads=0.75)
-    layer = filled(config, k, v)
-    assert [pages.bits for pages in layer.kv_store().paged] == [4, 2]
-    assert layer.kv_store().order[:, 0].tolist() == [3, 0]
-
-
 # --- memory --------------------------------------------------------------------------------------------------------
 
 

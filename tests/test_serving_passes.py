@@ -100,8 +100,7 @@ def test_captured_passes_with_prompts_give_the_same_tokens(
             assert output.generated_tokens == got[:AFTER], name
     shapes = [(key[0] > 0, key[2], key[5]) for key in layouts if key[2]]
     assert (True, 1, 1) in shapes, "a prompt with a stored prefix, beside steps"
-    # the first block of a prompt ranks its heads
-    assert ((True, 1, 0) in shapes) == (preset != "turbo-mixed")
+    assert (True, 1, 0) in shapes
     assert runners[0].captures > 2
 
 
@@ -218,7 +217,7 @@ def test_a_short_rest_of_a_prompt_fills_a_block(passes: Any) -> None:
 
 def test_prompts_over_long_pasts_are_not_captured_together() -> None:
     """Each past is unpacked for the pass: no more than in passes that are launched."""
-    stored = SimpleNamespace(ranks_heads=[False], shape=SimpleNamespace(block=64, together=rows.TOGETHER))
+    stored = SimpleNamespace(shape=SimpleNamespace(block=64, together=rows.TOGETHER))
     cache = SimpleNamespace(storage=stored, allocator=SimpleNamespace(rows=lambda prompts: 4), max_batch_tokens=8192)
     made: Any = SimpleNamespace(cache=cache, _device=object(), _prompts=True)
 

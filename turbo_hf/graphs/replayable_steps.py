@@ -151,8 +151,6 @@ def why_no_replay(cache: TurboCache) -> str | None:
             return "blocks of a prompt wait for a crop"
         if layer.state.recording and layer.selector is not None:
             return f"layer {index} is sparse, and its blocks wait for a crop"
-        if not all(layer.ranked):
-            return f"layer {index} has heads without a rank: a row's first block gives it"
     return None
 
 

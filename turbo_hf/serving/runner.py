@@ -149,10 +149,7 @@ class TurboModelRunner(ModelRunner):
         if not prompts:
             return (*of_steps, 0, 0, 0, 0)
         count, new = power_of_two(len(prompts)), power_of_two(max(LEAST, *(row.new for row in prompts)))
-        ranked = any(self.cache.storage.ranks_heads) and any(
-            row.past < self.cache.storage.shape.block for row in prompts
-        )
-        own = self._device is None or not self._prompts or ranked or len({row.past > 0 for row in prompts}) > 1
+        own = self._device is None or not self._prompts or len({row.past > 0 for row in prompts}) > 1
         most = of_steps[0] + count * new > self.cache.max_batch_tokens
         # a past is unpacked for all rows at once
         most |= count * max(row.past + row.new for row in prompts) > self.cache.storage.shape.together
@@ -198,9 +195,6 @@ class TurboModelRunner(ModelRunner):
         step = functools.partial(self._forward_process_and_sample, forward, batch_data, *read[len(STAGED) :])
         if self._device is None:
             step()
-        elif any(self.cache.storage.ranks_heads) and layout.ranks_heads:
-            # the host tells which rows rank their heads
-            self._device.warm(step)
         else:
             self._replay(self._device, key, step)
         if read is not given:
