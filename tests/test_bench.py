@@ -35,10 +35,9 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 
 def test_work_is_counted_as_the_papers_count_it() -> None:
-    full = PromptCase("llama3-8b", SHAPES["llama3-8b"], 4, 16384, False)
-    causal = PromptCase("llama3-8b", SHAPES["llama3-8b"], 4, 16384, True)
-    assert full.flops == 2 * causal.flops == 4 * 4 * 32 * 16384**2 * 128
-    assert str(causal) == "4x16k causal"
+    case = PromptCase("llama3-8b", SHAPES["llama3-8b"], 4, 16384)
+    assert case.flops == 2 * 4 * 32 * 16384**2 * 128
+    assert str(case) == "4x16k causal"
 
 
 def test_every_call_runs_in_every_round_and_none_always_first() -> None:

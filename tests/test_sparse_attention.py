@@ -132,22 +132,22 @@ def test_any_choice_of_keys(lengths: list[int], share: float, queries: int, sink
     [
         ({"sink_tokens": -1}, "sink_tokens must be at least 0 and window_tokens at least 1; got -1 and 20"),
         ({"window_tokens": 0}, "sink_tokens must be at least 0 and window_tokens at least 1; got 1 and 0"),
-        ({"visited": torch.zeros(1, 2, 2, 4, dtype=torch.bool)}, r"visited \[1, 2, 1, C\]"),
-        ({"visited": torch.zeros(1, 4, 1, 4, dtype=torch.bool)}, r"got .*\(1, 4, 1, 4\)"),
-        ({"buckets": torch.zeros(1, 2, 1, 100, dtype=torch.int16)}, r"buckets must be \[1, 2, cap\]"),
-        ({"q": torch.zeros(2, 4, 1, 32)}, "q has 2 rows on cpu; the cache holds 1 on cpu"),
+        ({"visited": torch.zeros(1, 2, 2, 4, dtype=torch.bool)}, r"visited must be torch.bool \[1, 2, 1, C\]"),
+        ({"visited": torch.zeros(1, 4, 1, 4, dtype=torch.bool)}, r"got .*\[1, 4, 1, 4\]"),
+        ({"buckets": torch.zeros(1, 2, 1, 100, dtype=torch.int16)}, r"buckets must be torch.int16 \[1, 2, cap\]"),
+        ({"q": torch.zeros(2, 4, 1, 32)}, r"q must be \[1, Hq, M, D\] on cpu"),
         ({"softcap": -1.0}, "softcap must be above 0"),
         (
             {"spans": torch.zeros(1, 1, 3, 2, dtype=torch.int16)},
-            r"spans must be torch.int16 \[1, 2, n, 2\]; got .* \[1, 1, 3, 2\]",
+            r"spans must be torch.int16 \[1, 2, n, 2\] on cpu; got .* \[1, 1, 3, 2\]",
         ),
         ({"spans": torch.zeros(1, 2, 3, 2)}, "spans must be torch.int16 .* got torch.float32"),
         ({"buckets": torch.zeros(1, 2, 100, dtype=torch.int64)}, "buckets must be torch.int16 .* got torch.int64"),
         (
             {"buckets": torch.zeros(1, 2, 63, dtype=torch.int16)},
-            "with cap >= 64, the tokens sealed in the longest row, .* got torch.int16 with cap 63",
+            "buckets must have cap >= 64, the tokens sealed in the longest row; got 63",
         ),
-        ({"visited": torch.zeros(1, 2, 1, 4)}, "visited torch.bool; got .* and torch.float32"),
+        ({"visited": torch.zeros(1, 2, 1, 4)}, "visited must be torch.bool .* got torch.float32"),
     ],
 )
 def test_sparse_decode_says_what_is_wrong(wrong: dict[str, Any], message: str) -> None:
@@ -161,7 +161,7 @@ def test_sparse_decode_says_what_is_wrong(wrong: dict[str, Any], message: str) -
 def test_sparse_decode_refuses_lengths_that_are_not_the_caches() -> None:
     store = sparse_store([100], 2, 32, torch.device("cpu"))._replace(open_len=torch.tensor([1, 1, 1]))
     index, visited = random_index(store, 1, 4, 0.5)
-    with pytest.raises(ValueError, match=r"store.open_len must be \[B\] = \[1\]; got \(3,\)"):
+    with pytest.raises(ValueError, match=r"store.open_len must be \[1\] on cpu; got torch.int64 \[3\]"):
         sparse_decode(torch.zeros(1, 4, 1, 32), store, index, visited, **CHOICE)
 
 

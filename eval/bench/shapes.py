@@ -29,22 +29,20 @@ SIZES = ("16x1k", "4x4k", "4x16k", "1x32k", "1x131k")
 
 @dataclass(frozen=True, slots=True)
 class PromptCase:
-    """One prompt pass: `batch` rows of `tokens` tokens that attend to each other."""
+    """One prompt pass: `batch` rows of `tokens` tokens, each of which attends to those up to itself."""
 
     shape: str
     heads: Heads
     batch: int
     tokens: int
-    causal: bool
 
     def __str__(self) -> str:
-        return f"{self.batch}x{tokens_label(self.tokens)} {'causal' if self.causal else 'full'}"
+        return f"{self.batch}x{tokens_label(self.tokens)} causal"
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of Q K^T and P V; half of the square if causal."""
-        square = 4.0 * self.batch * self.heads.query * self.tokens**2 * self.heads.dim
-        return square / 2 if self.causal else square
+        """Floating-point operations of Q K^T and P V, half of the square."""
+        return 2.0 * self.batch * self.heads.query * self.tokens**2 * self.heads.dim
 
 
 def find_shape(name: str, shapes: dict[str, Heads] = SHAPES) -> Heads:

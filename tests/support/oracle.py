@@ -26,7 +26,6 @@ def attend(
     v: Tensor,
     *,
     scaling: float,
-    causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -38,7 +37,7 @@ def attend(
     """
     q, k, v = (x.detach().to("cpu", dtype) for x in (q, k, v))
     places = torch.arange(k.shape[1] - q.shape[1], k.shape[1])
-    how: dict[str, Any] = {"scaling": scaling, "causal": causal, "window": window, "softcap": softcap, "sinks": sinks}
+    how: dict[str, Any] = {"scaling": scaling, "causal": True, "window": window, "softcap": softcap, "sinks": sinks}
     p, total, lse = weights(q, k, places, **how)
     probs = p / total
     return by_kv_head(probs.to(dtype), v), lse, probs

@@ -254,9 +254,6 @@ class LayerStorage:
             return None
         if most + tokens > store.k_open.shape[2] or state.is_due() or not self.is_decoding(tokens):
             return None
-        # without a kernel, NaN and Inf are refused before anything is written
-        if not (self.in_place or _surely_finite(k, v)):
-            return None
         mark, after = self.mark, self.states.stored(state, tokens, None, True)
         mark.turn(self.index)
         mark.writing = self.name
@@ -333,7 +330,8 @@ class LayerStorage:
             # columns before the longest row's first token are padding in every row
             first = min(new.starts or [0])
             self.lazy_initialization(k[:, :, first:], v[:, :, first:])
-        if self.replay is None and not self.in_place:
+        exact = self.buffer.k.is_floating_point()
+        if self.replay is None and not self.in_place and (exact or not _surely_finite(k, v)):
             # refuse before anything is written
             self._require_finite(new.blank(k), new.blank(v))
         if turn:
