@@ -1,6 +1,7 @@
 """Fixtures and settings of all tests: devices, seeds, no network, poisoned memory."""
 
 import gc
+import importlib
 import os
 import re
 import sys
@@ -150,6 +151,13 @@ def llama() -> Any:
     return tiny_llama(attn_implementation="sdpa").double()
 
 
+@pytest.fixture
+def runners(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`watch_runners` of continuous batching in its tests, of `generate` elsewhere."""
+    kind = "serving_support" if "serving" in request.path.name else "graphs_support"
+    return importlib.import_module(kind).watch_runners(monkeypatch)
+
+
 # --- continuous batching; `serving_support` needs transformers 5.19 ---------------------------------------------------
 
 
@@ -159,14 +167,6 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Any:
     from serving_support import record_passes  # noqa: PLC0415
 
     return record_passes(monkeypatch)
-
-
-@pytest.fixture
-def runners(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`serving_support.watch_runners`."""
-    from serving_support import watch_runners  # noqa: PLC0415
-
-    return watch_runners(monkeypatch)
 
 
 @pytest.fixture

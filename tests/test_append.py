@@ -78,16 +78,12 @@ def snapshot(store: KVStore) -> KVStore:
 @pytest.mark.parametrize(
     ("m", "starts", "dim", "dtype", "given"),
     [
-        (1, None, 16, torch.float16, False),
-        (1, None, 80, torch.float32, True),
-        (5, None, 80, torch.float16, True),
-        (5, [0, 3, 5], 16, torch.float32, True),
-        (5, [0, 3, 5], 80, torch.float16, False),
-        (130, None, 80, torch.float32, False),
-        (130, [0, 33, 130], 16, torch.float16, True),
+        (1, None, 16, torch.float16, False), (1, None, 80, torch.float32, True), (5, None, 80, torch.float16, True),
+        (5, [0, 3, 5], 16, torch.float32, True), (5, [0, 3, 5], 80, torch.float16, False),
+        (130, None, 80, torch.float32, False), (130, [0, 33, 130], 16, torch.float16, True),
         (130, [0, 33, 130], 80, torch.float32, False),
     ],
-)
+)  # fmt: skip
 def test_stores_what_the_quantizer_makes(
     m: int, starts: list[int] | None, dim: int, dtype: torch.dtype, given: bool, backend: str, device: torch.device
 ) -> None:
@@ -173,13 +169,7 @@ def test_the_span_grows_to_the_largest_scales(m: int, backend: str, device: torc
 
 @pytest.mark.parametrize(
     ("m", "where", "which", "bad"),
-    [
-        (2, 1, 0, torch.nan),
-        (2, 1, 1, torch.inf),
-        (70, 0, 0, torch.inf),
-        (70, 40, 1, torch.nan),
-        (70, 69, 0, torch.nan),
-    ],
+    [(2, 1, 0, torch.nan), (2, 1, 1, torch.inf), (70, 0, 0, torch.inf), (70, 40, 1, torch.nan), (70, 69, 0, torch.nan)],
 )
 def test_nan_and_inf_are_reported(
     m: int, where: int, which: int, bad: float, backend: str, device: torch.device
@@ -234,10 +224,7 @@ def test_whole_blocks_go_to_the_pages_that_the_table_names(
     ("wrong", "message"),
     [
         ({"v": torch.zeros(1, 2, 1, 32)}, r"v must be \[1, 2, M, 16\] like the store; got \(1, 2, 1, 32\)"),
-        (
-            dict.fromkeys(("k", "v"), torch.zeros(1, 2, 17, 16)),
-            "k brings 17 tokens per row; the store has room for 16",
-        ),
+        (dict.fromkeys(("k", "v"), torch.zeros(1, 2, 17, 16)), "k brings 17 tokens per row; the store has room for 16"),
         ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[1\] on cpu; got \[2\] on cpu"),
         ({"given_scale": torch.zeros(1, 2, 1)}, r"given_scale must be \[1, 2, 2\] on cpu; got \[1, 2, 1\]"),
         ({"max_scale": torch.zeros(2, 2)}, r"max_scale must be \[1, 2, 2\] on cpu; got \[2, 2\]"),

@@ -17,8 +17,7 @@ from turbo_hf.eval.bench.checked import Sample, verify
 from turbo_hf.eval.bench.decode import check_decode
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.prefill import inputs
-from turbo_hf.eval.bench.random_cache import one_head, packed_stores
-from turbo_hf.eval.bench.rivals import Rival
+from turbo_hf.eval.bench.random_cache import packed_stores
 from turbo_hf.eval.bench.shapes import (
     DECODE_SHAPES,
     SHAPES,
@@ -96,18 +95,6 @@ def test_caches_share_no_page_and_differ() -> None:
     assert not torch.equal(dense[0], dense[1])
     again = packed_stores(case, groups_of("mixed", case.heads.kv), 3, CPU, 0)
     assert torch.equal(dequantize(again[2], torch.float32)[0], dense[2])
-
-
-@pytest.mark.parametrize("size", ["3x150", "2x128", "2x20"])
-def test_one_head_is_that_head(size: str) -> None:
-    case = toy(size, ragged=size == "3x150", shape="llama3-8b")
-    (store,) = packed_stores(case, groups_of("mixed", case.heads.kv), 1, CPU, 0)
-    whole = dequantize(store, torch.float32)
-    for row, head in ((0, 0), (1, 3), (len(case.lengths) - 1, 7)):
-        part = dequantize(one_head(store, row, head), torch.float32)
-        for x, want in zip(part, whole, strict=True):
-            n = case.lengths[row]
-            assert torch.equal(x[0, 0, :n], want[row, head, :n])
 
 
 def test_pieces_fill_every_page(monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
@@ -344,23 +331,6 @@ def test_fp16_that_does_not_fit_is_left_out_and_said_so(monkeypatch: pytest.Monk
     assert "do not fit beside the rest" in theirs["note"]
     assert ours["figures"]["us"] > 0
     assert ours["speedup"] == {}
-
-
-def test_a_rival_that_cannot_run_has_a_note_and_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, fails = Rival("FA2", lambda: None), Rival("FA2", None, "cannot run: no kernel")
-    assert bench._rotation([fails, fails], CPU) == (None, "cannot run: no kernel")
-    rotation, note = bench._rotation([runs, runs], CPU)
-    assert rotation is not None
-    assert (rotation.launches, note) == (2, "")
-
-    def raises(error: Exception, *_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(bench, "Rotation", partial(raises, RuntimeError("operation not permitted")))
-    assert bench._rotation([runs], CPU) == (None, "cannot run in a graph: operation not permitted")
-    monkeypatch.setattr(bench, "Rotation", partial(raises, torch.OutOfMemoryError("CUDA out of memory.")))
-    with pytest.raises(torch.OutOfMemoryError):
-        bench._rotation([runs], CPU)
 
 
 @pytest.mark.gpu

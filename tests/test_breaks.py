@@ -269,7 +269,6 @@ CONFIG = flat_config(bits=8, block_size=32)
 STEPS = 4
 HOLDS = pytest.mark.parametrize("held", [HELD - 20, HELD - 1], ids=["open", "seals"])
 ERRORS = pytest.mark.parametrize("error", [Broken, BrokenError])
-# of a runner that is collected while the exception comes
 
 
 def judged(found: Counter[str]) -> None:
@@ -286,17 +285,12 @@ def route(monkeypatch: pytest.MonkeyPatch) -> Route:
 
 
 @HOLDS
-@ERRORS
-def test_an_exception_at_any_line_of_replayed_steps(held: int, error: type[BaseException], route: Route) -> None:
-    steps = replayed(Again, STEPS)
-    judged(every_line(route, Operation("steps", held, STEPS, steps, one_by_one=True), error, 263))
-
-
-@pytest.mark.parametrize(("held", "error"), [(HELD - 20, BrokenError), (HELD - 1, Broken)])
-def test_an_exception_at_any_line_of_the_steps_of_a_beam_search(
-    held: int, error: type[BaseException], route: Route
+@pytest.mark.parametrize(("error", "within"), [(Broken, False), (BrokenError, False), (Broken, True)])
+def test_an_exception_at_any_line_of_replayed_steps(
+    held: int, error: type[BaseException], within: bool, route: Route
 ) -> None:
-    steps = replayed(Again, STEPS, within=True)
+    """within: those of a beam search."""
+    steps = replayed(Again, STEPS, within)
     judged(every_line(route, Operation("steps", held, STEPS, steps, one_by_one=True), error, 263))
 
 

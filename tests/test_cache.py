@@ -4,7 +4,6 @@ import contextlib
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -133,13 +132,6 @@ def test_a_mask_of_another_batch_is_refused(llama: Any) -> None:
         forward(llama, prompts(3, 9), cache)
 
 
-def test_a_cache_filled_with_gradients_on_can_be_copied(llama: Any) -> None:
-    cache = TurboCache(llama.config)
-    logits = llama(prompts(2, 70), **{CACHE: cache}).logits
-    assert logits.requires_grad
-    assert torch.equal(*(forward(llama, prompts(2, 5), each) for each in (copy.deepcopy(cache), cache)))
-
-
 def test_a_mask_that_was_written_over_is_read_again(llama: Any) -> None:
     with turbo_hf.patch(llama) as handle, torch.no_grad():
         cache = handle.new_cache()
@@ -191,29 +183,6 @@ def test_all_layers_are_cropped_or_none() -> None:
         assert dense.keys.shape[2] == 31
 
 
-@pytest.mark.parametrize("dense", [(0,), (1,)])
-def test_prompt_lookup_beside_uncompressed_windows(dense: tuple[int, ...]) -> None:
-    model, ids = tiny_mistral(24), prompts(1, 60)
-    ways: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 2}
-    want = model.generate(ids, **ways)
-    exact = flat_config(bits=16, block_size=32, attention="native")
-    with turbo_hf.patch(model, exact):
-        cache = TurboCache(model.config, exact, uncompressed_layers=dense)
-        assert torch.equal(model.generate(ids, **ways, **{CACHE: cache}), want)
-
-
-def test_a_copied_model_with_another_attention_is_silent() -> None:
-    model = tiny_llama()
-    with turbo_hf.patch(model) as handle:
-        handle.new_cache()
-        own = copy.deepcopy(model)
-        own.set_attn_implementation("sdpa")
-    # a copy has no handle that could be named
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        own.generate(prompts(1, 9), max_new_tokens=2)
-
-
 @pytest.mark.parametrize("tokens", [2, 40], ids=["shorter-than-the-convolution", "longer"])
 def test_recording_ends_in_linear_layers_too(tokens: int) -> None:
     case = next(case for case in GENERIC_CASES if case.model_type == "qwen3_next")
@@ -235,18 +204,6 @@ def test_recording_ends_in_linear_layers_too(tokens: int) -> None:
         want, got = (model(prompts(2, tokens), **{CACHE: each}).logits for each in (handle.new_cache(), cache))
         assert torch.equal(got, want)
         assert [first[1].record_past, cache.turbo_layers()[0].record_past] == [False, False]
-
-
-def test_memory_is_that_of_the_whole_model_and_of_any_cache() -> None:
-    model = tiny_llama(num_hidden_layers=4)
-    with turbo_hf.patch(model) as handle:
-        assert handle.memory().layers == ()
-        model.generate(prompts(1, 50), max_new_tokens=12, do_sample=False, assistant_early_exit=2)
-        assert len(handle.memory().layers) == 4
-        own = TurboCache(model.config)
-        feed(model, 70, own)
-    assert own.memory().tokens == 140
-    assert own.memory().total == sum(sum(layer.nbytes().values()) for layer in own.turbo_layers())
 
 
 def test_a_sparse_cache_needs_what_selects_its_keys() -> None:
@@ -404,23 +361,6 @@ def test_a_copy_goes_on_in_any_mode_beside_the_original(make: Any, mode: str, wa
 
 
 @makes
-@modes
-def test_a_cache_goes_on_in_any_mode(make: Any, mode: str) -> None:
-    model, cache = begin(make, mode)
-    _, same = begin(make, "no_grad")
-    for number, later in enumerate(("inference", "no_grad", "grad", "inference")):
-        for each, how in ((cache, later), (same, "no_grad")):
-            with MODES[how]():
-                each.batch_select_indices([1, 0])
-                each.stop_recording()
-        for tokens in (1, 20):
-            assert torch.equal(step(model, cache, tokens, number, later), step(model, same, tokens, number))
-    with MODES["no_grad" if mode == "inference" else "inference"]():
-        cache.reset()
-    assert torch.equal(step(model, cache, 40, 3), step(model, make()[1], 40, 3))
-
-
-@makes
 def test_no_tensor_of_a_copy_is_shared_or_of_inference_mode(make: Any) -> None:
     _, cache = begin(make, "inference")
     with torch.inference_mode():
@@ -431,32 +371,6 @@ def test_no_tensor_of_a_copy_is_shared_or_of_inference_mode(make: Any) -> None:
     assert copied
     assert not any(x.is_inference() for x in copied)
     assert not {x.untyped_storage().data_ptr() for x in copied} & (own - selectors)
-
-
-@modes
-def test_a_cache_that_was_told_of_padding_is_copied_with_it(mode: str) -> None:
-    model, batch = tiny_llama(), left_padded([prompts(1, n, seed=n)[0] for n in (40, 9)])
-    told = TurboCache(model.config, attention_mask=batch["attention_mask"])
-    with MODES[mode]():
-        twin = copy.deepcopy(told)
-    for cache in (told, twin):
-        model.generate(**batch, **{CACHE: cache}, max_new_tokens=3)
-        assert [layer.lengths() for layer in cache.turbo_layers()] == [[42, 11]] * 2
-
-
-@modes
-def test_a_copied_layer_shares_nothing_that_is_written(mode: str) -> None:
-    model, cache = begin(patched_llama(), mode)
-    layer: Any = cache.layers[0]
-    for way in (copy.copy, copy.deepcopy):
-        before = [x.clone() for x in (layer.keys, layer.values)]
-        with MODES[mode]():
-            kept = way(layer)
-        step(model, cache, 3, 5)
-        cache.crop(-3)
-        step(model, cache, 40, 6)
-        cache.crop(-40)
-        assert all(torch.equal(x, y) for x, y in zip((kept.keys, kept.values), before, strict=True))
 
 
 @modes

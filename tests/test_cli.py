@@ -17,14 +17,13 @@ import torch
 import typer.main
 from calibration_support import lab
 from choices import EVERY_PRESET, flat_config
-from models import LAB_MODEL, lab_model
+from models import LAB_MODEL
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-import turbo_hf
 from turbo_hf import PRESETS, TurboConfig
 from turbo_hf.calibration.widths import Widths
-from turbo_hf.cli.generate import _continue, _sampling
+from turbo_hf.cli.generate import _sampling
 from turbo_hf.cli.main import LATER, app, load_command
 
 LAB = str(LAB_MODEL)
@@ -336,19 +335,6 @@ def test_a_prompt_is_continued(tmp_path: Path) -> None:
     replace(lab(), widths=widths).save_pretrained(tmp_path)
     made = generated(LAB, PROMPT, "--calibration", str(tmp_path), "--max-new-tokens", "2", "--json")
     assert last_json(made)["config"]["layer_bits"] == [4, 8, 3, [4, 2], 4, 8]
-
-
-def test_it_says_what_generate_says() -> None:
-    model, tokenizer = lab_model()
-    inputs = tokenizer(PROMPT, return_tensors="pt")
-    with turbo_hf.patch(model, EXACT) as handle:
-        want = model.generate(**inputs, max_new_tokens=12)[0, inputs.input_ids.shape[1] :]
-        cache, ids = handle.new_cache(), inputs.input_ids[0].tolist()
-        reply = _continue(model, tokenizer, ids, cache, {"max_new_tokens": 12})
-        with pytest.raises(ValueError, match="the prompt has no tokens: there is nothing to continue"):
-            _continue(model, tokenizer, [], cache, {})
-    assert reply["text"] == tokenizer.decode(want, skip_special_tokens=True)
-    assert reply["new_tokens"] == len(want)
 
 
 def test_a_seed_repeats_what_is_sampled() -> None:

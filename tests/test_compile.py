@@ -17,11 +17,7 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
     program = Path(__file__).parent / "support" / "compile_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(program), *arguments],
-        check=False,
-        capture_output=True,
-        text=True,
-        env=environment,
+        [sys.executable, str(program), *arguments], check=False, capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -46,19 +42,10 @@ def test_kernels_compile_and_fit() -> None:
         "sparse_decode_kernel",
     }
     wanted |= {
-        "append_kernel",
-        "seal_open_kernel",
-        "assign_kernel",
-        "layer_kernel",
-        "logits_kernel",
-        "list_kernel",
-        "rank_kernel",
-        "latent_kernel",
-        "seal_latents_kernel",
-        "merge_kernel",
-        "merge_parts_kernel",
+        "append_kernel", "seal_open_kernel", "assign_kernel", "layer_kernel", "logits_kernel", "list_kernel",
+        "rank_kernel", "latent_kernel", "seal_latents_kernel", "merge_kernel", "merge_parts_kernel",
         "exchange_open_kernel",
-    }
+    }  # fmt: skip
     assert {kernel["kernel"] for kernel in kernels} >= wanted
     assert not [kernel for kernel in kernels if kernel["shared"] > 227 << 10]
     launches = {"a step": 4, "a prompt": 4, "a prompt without ranges": 3}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from choices import flat_config
-from graphs_support import NEW, Again, an_index, answer, answer_and_report, ragged, watch_runners
+from graphs_support import NEW, Again, an_index, answer, answer_and_report, ragged
 from models import SHAPE, prompts, tiny_llama
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -34,17 +34,10 @@ FEW = {"max_new_tokens": 6}
 VISITS: dict[str, Any] = {"probes": 3, "window_tokens": 12, "read_all_layers": (0,)}
 WINDOWED = {"sliding_window": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": WINDOWED,
-    "gemma2": WINDOWED,
-    "gemma3_text": WINDOWED,
-    "phi3": {},
-    "olmo2": {},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": WINDOWED, "gemma2": WINDOWED, "gemma3_text": WINDOWED,
+    "phi3": {}, "olmo2": {}, "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2},
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -55,11 +48,6 @@ def compiler(monkeypatch: pytest.MonkeyPatch, runners: list[StepRunner]) -> Iter
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
-    return watch_runners(monkeypatch)
 
 
 def compilations() -> int:
@@ -109,12 +97,9 @@ def test_the_single_steps_of_drafts_are_compiled(runners: list[StepRunner], devi
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_padded_batch_that_seals_blocks(
-    backend: str,
-    runners: list[StepRunner],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    backend: str, runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
     device: torch.device,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setattr(compiled_step, "BACKEND", backend)
     model = tiny_llama(num_hidden_layers=1).to(device)
     want = answer(model, PLAIN, **ragged())
@@ -200,16 +185,6 @@ def test_two_models_and_two_patches_are_compiled_apart() -> None:
             code = handle._compiled._code if handle._compiled is not None else None
             assert held(code)
         assert not held(code)
-
-
-def test_a_model_that_has_changed_its_type_is_compiled_anew() -> None:
-    model, ids = tiny_llama(num_hidden_layers=1), prompts(1, 40)
-    with turbo_hf.patch(model, COMPILED) as handle:
-        for count, dtype in enumerate((torch.float32, torch.bfloat16), start=1):
-            model.to(dtype)
-            model.generate(ids, max_new_tokens=5, do_sample=False)
-            assert compilations() == count
-        assert "compiled as one graph" in handle.report().steps
 
 
 # --- what is not compiled ------------------------------------------------------------------------------------------
@@ -321,16 +296,6 @@ def test_a_mask_or_keyword_of_their_own_ends_the_attempt() -> None:
 
 
 # --- what is left behind -------------------------------------------------------------------------------------------
-
-
-def test_remove_puts_back_what_was_there() -> None:
-    model, ids = tiny_llama(), prompts(1, 40)
-    before, want = dict(vars(model)), model(ids).logits
-    with turbo_hf.patch(model, COMPILED):
-        model.generate(ids, max_new_tokens=5, do_sample=False)
-    assert vars(model) == before
-    assert not any(module._compiled_call_impl or "forward" in vars(module) for module in model.modules())
-    assert torch.equal(model(ids).logits, want)
 
 
 def test_copies_compile_their_own() -> None:

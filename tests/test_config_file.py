@@ -3,7 +3,7 @@
 import json
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import yaml
@@ -63,31 +63,11 @@ def test_layers_may_be_lists() -> None:
     assert config.dense_layers == (0, 2)
 
 
-def test_read_all_layers_come_back_from_files(tmp_path: Path) -> None:
-    for name, text in (
-        ("mine.json", '{"sparse": {"read_all_layers": [3]}}'),
-        ("mine.yaml", "sparse: {read_all_layers: [3]}"),
-    ):
-        (tmp_path / name).write_text(text)
-        assert resolve_config(tmp_path / name).sparse == SparseConfig(read_all_layers=(3,))
-    with pytest.raises(ValueError, match="SparseConfig has no option dense_layers; options are selector, probes, "):
-        SparseConfig.from_dict({"dense_layers": [3]})
-    with pytest.raises(ValueError, match=r"SparseConfig.read_all_layers must be a tuple of layer indices; got 1"):
-        SparseConfig(read_all_layers=cast(Any, 1))
-
-
 def test_attention_native_rounds_nothing() -> None:
     config = TurboConfig(attention="native")
     assert (config.prompt_attention, config.decode_attention) == ("native", "native")
     with pytest.raises(ValueError, match='attention "native" rounds none'):
         TurboConfig(attention="native", expert=Expert(smooth_k=True))
-
-
-def test_other_names_in_a_method() -> None:
-    assert method_named("turbo4/native").config == TurboConfig(attention="native")
-    config = method_named("turbo4@window:read_all_layers=0+2").config
-    assert config is not None
-    assert config.sparse == SparseConfig(selector="window", read_all_layers=(0, 2))
 
 
 def test_options_of_a_preset() -> None:
@@ -104,22 +84,13 @@ def test_options_of_a_preset() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"bit": 4, "block": 32},
-            r"^TurboConfig has no option bit, block; options are preset, bits, .*sparse",
-        ),
+        ({"bit": 4, "block": 32}, r"^TurboConfig has no option bit, block; options are preset, bits, .*sparse"),
         ({3: 4}, r"^TurboConfig has no option 3; options are preset, "),
-        (
-            {"sparse": {"probe": 4}},
-            r"^SparseConfig has no option probe; options are selector, probes, sink_tokens, ",
-        ),
+        ({"sparse": {"probe": 4}}, r"^SparseConfig has no option probe; options are selector, probes, sink_tokens, "),
         ({"sparse": {"preset": "saap"}}, r"^SparseConfig has no option preset"),
         ({"expert": {"bits": 4}}, r"^Expert has no option bits; options are block_size, "),
         ({"expert": None}, r"^TurboConfig.expert must be an Expert; got None"),
-        (
-            {"preset": "turbo5"},
-            r"^unknown preset 'turbo5'; presets are int8, turbo4, turbo-k4v3, saap, calibrated\.$",
-        ),
+        ({"preset": "turbo5"}, r"^unknown preset 'turbo5'; presets are int8, turbo4, .*saap, calibrated\.$"),
         ({"preset": {"bits": 4}}, r"^unknown preset {'bits': 4}; presets are "),
         ({"sparse": [1]}, r"^TurboConfig.sparse must be a SparseConfig or None; got \[1\]"),
         ({"bits": "4"}, r"^TurboConfig.bits must be one of .*; got '4'"),

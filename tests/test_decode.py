@@ -12,7 +12,6 @@ from choices import FLOATS, OPTIONS, TWO_MODES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_calls import decode, prefill
-from oracle import oracle
 from prefill_support import step_queries
 from stores import make_store, random_store, store_codes, tokens, unpack
 
@@ -246,51 +245,6 @@ def test_a_cache_without_a_token(backend: str) -> None:
 
 
 @pytest.mark.parametrize("mode", TWO_MODES)
-def test_a_row_is_the_same_alone_and_in_a_batch(mode: str, device: torch.device, backend: str) -> None:
-    lengths, starts = [130, 5, 64], [0, 3, 1]
-    k, v = tokens(3, 2, 130, 64, device=device), tokens(3, 2, 130, 64, device=device)
-    q, order = tokens(3, 4, 4, 64, device=device), torch.tensor([[0, 1], [1, 0], [1, 0]])
-    options: dict[str, Any] = {"scaling": 0.125, "window": 100, "mode": mode}
-    groups = ((4, 1), (2, 1))
-    store = make_store(k, v, lengths, groups=groups, order=order)
-    batch = decode(q, store, starts=torch.tensor(starts, device=device), backend=backend, **options)
-    for row, (length, start) in enumerate(zip(lengths, starts, strict=True)):
-        one = slice(row, row + 1)
-        store = make_store(k[one], v[one], [length], groups=groups, order=order[one])
-        alone = decode(q[one, :, start:], store, backend=backend, **options)
-        check_same(AttentionOutput(batch.out[one, :, start:], batch.lse[one, :, start:]), alone, largest(v))
-
-
-@pytest.mark.parametrize("mode", TWO_MODES)
-def test_several_tokens_are_the_same_one_by_one(mode: str, device: torch.device, backend: str) -> None:
-    k, v = tokens(3, 2, 136, 64, device=device), tokens(3, 2, 136, 64, device=device)
-    store, q = make_store(k, v, [136, 90, 72]), tokens(3, 4, 8, 64, device=device)
-    together = decode(q, store, scaling=0.125, mode=mode, backend=backend)
-    for i in (0, 3, 7):
-        shorter, one = store._replace(open_len=store.open_len - (7 - i)), slice(i, i + 1)
-        alone = decode(q[:, :, one], shorter, scaling=0.125, mode=mode, backend=backend)
-        check_same(AttentionOutput(together.out[:, :, one], together.lse[:, :, one]), alone, largest(v))
-
-
-def test_rounding_p_costs_what_its_step_says(device: torch.device, backend: str) -> None:
-    """P is rounded, to steps of its tile's maximum / 127: neither exact nor coarser."""
-    k, v = torch.randn(2, 2, 512, 64, device=device), torch.randn(2, 2, 512, 64, device=device)
-    store, q = make_store(k, v, [512, 512]), torch.randn(2, 4, 4, 64, device=device)
-    turbo = decode(q, store, scaling=0.125, backend=backend).out.double().cpu()
-    rows = [row.values() for row in store_codes(store)]
-    exact = oracle(step_queries(q, [0, 0]), rows, scaling=0.125)
-    steps = []
-    for probs, row in zip(exact.probs, store_codes(store), strict=True):
-        weight = (probs * row.v_scale.repeat_interleave(2, 0)[:, None]).unflatten(-1, (-1, 64))
-        step = weight.amax(-1) / 127
-        squares = row.v.square().unflatten(1, (-1, 64)).sum(2).repeat_interleave(2, 0)
-        steps.append(torch.einsum("hmb,hbd->hmd", step**2 / 12, squares))
-    expected = float(torch.stack(steps).mean().sqrt())
-    error = float((turbo - exact.out).square().mean().sqrt())
-    assert expected / 2 < error < expected * 2
-
-
-@pytest.mark.parametrize("mode", TWO_MODES)
 @pytest.mark.parametrize("bits", [4, 3, 2])
 def test_the_widest_ranges_overflow_nothing(bits: int, mode: str, device: torch.device, backend: str) -> None:
     """The widest spans that a page can hold, times the largest codes of queries: all numbers of a token are as large as
@@ -410,7 +364,6 @@ def test_blocks_that_do_not_fit_in_float32_are_refused(device: torch.device) -> 
 Q = torch.zeros(1, 2, 1, 16)
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(1, 3, 1, 16)}, r"q must be \[B, Hq, M, 16\] with Hq a multiple of 2; got \(1, "),
-    ({"q": torch.zeros(1, 2, 1, 32)}, r"q must be \[B, Hq, M, 16\] with Hq a multiple of 2; got \(1, "),
     ({"q": torch.zeros(2, 2, 1, 16)}, r"q must be \[1, Hq, M, D\] on cpu; got torch.float32 \[2, 2, 1, 16\] on cpu"),
     ({"q": torch.zeros(1, 2, 1, 16, device="meta")}, r"q must be \[1, Hq, M, D\] on cpu; got .* on meta"),
     ({"q": Q.to(torch.int8)}, "q must be float16, bfloat16, float32 or float64; got torch.int8"),
@@ -448,12 +401,10 @@ def test_options_that_leave_nothing_to_attend_to(options: dict[str, Any], messag
     ("change", "message"),
     [
         ({"sealed_host": (2,)}, r"store.sealed_host must hold the numbers in store.sealed, \(1,\); got \(2,\)"),
-        ({"sealed_host": (1, 1)}, r"store.sealed_host must hold the numbers in store.sealed, \(1,\); got \(1, 1\)"),
         (
             {"sealed": torch.tensor([3])},
             r"store.sealed must give 1 rows of 0 to 1 blocks, as the table has; got \(3,\)",
         ),
-        ({"sealed": torch.tensor([-1])}, r"store.sealed must give 1 rows of 0 to 1 blocks"),
         ({"sealed": torch.tensor([1, 1])}, r"store.sealed must be \[1\] on cpu; got torch.int64 \[2\]"),
         ({"open_len": torch.tensor([1, 1])}, r"store.open_len must be \[1\] on cpu; got torch.int64 \[2\]"),
         ({"table": torch.zeros(2, 1, dtype=torch.int64)}, r"store.table must be \[1, blocks\] on cpu; got .* \[2, 1\]"),

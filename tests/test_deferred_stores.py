@@ -56,15 +56,11 @@ def goes_on(model: Any, ids: torch.Tensor, cache: TurboCache) -> list[torch.Tens
 
 
 READERS: dict[str, Callable[[TurboCache], Any]] = {
-    "nothing": lambda cache: None,
-    "length": lambda cache: cache.get_seq_length(),
-    "memory": lambda cache: cache.memory(),
-    "copy": copy.deepcopy,
-    "pickle": pickle.dumps,
-    "rows": lambda cache: cache.reorder_cache([0, 1]),
-    "recording": lambda cache: (cache.activate_past_recording(), cache.stop_recording()),
-    "keys": list,
-}
+    "nothing": lambda cache: None, "length": lambda cache: cache.get_seq_length(),
+    "memory": lambda cache: cache.memory(), "copy": copy.deepcopy,
+    "pickle": lambda cache: pickle.loads(pickle.dumps(cache)), "rows": lambda cache: cache.reorder_cache([0, 1]),
+    "recording": lambda cache: (cache.activate_past_recording(), cache.stop_recording()), "keys": list,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
@@ -77,18 +73,14 @@ def test_it_is_stored_before_anything_reads_it(window: int | None, reader: Calla
         with torch.no_grad():
             model(ids, **{CACHE: plain})
         cache = started(model, handle, ids)
-        reader(cache)
+        kept = reader(cache)
+        assert not isinstance(kept, TurboCache) or kept.get_seq_length() == TOKENS
         want, got = (goes_on(model, ids, each) for each in (plain, cache))
     assert all(torch.equal(*pair) for pair in zip(want, got, strict=True))
     assert cache.get_seq_length() == plain.get_seq_length()
 
 
 Small = tuple[Any, Any, torch.Tensor]
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
-def test_a_copy_holds_it(copied: Callable[[TurboCache], TurboCache], small: Small) -> None:
-    assert copied(started(*small)).get_seq_length() == TOKENS
 
 
 def test_it_is_cropped_and_forgotten_as_if_it_were_stored(small: Small) -> None:

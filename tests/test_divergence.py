@@ -61,19 +61,12 @@ def test_figures_are_those_of_an_independent_computation() -> None:
         return float(x.mean(1).std(ddof=1) / math.sqrt(len(x)))
 
     want = {
-        "kl": kl.mean(),
-        "kl_error": error(kl),
+        "kl": kl.mean(), "kl_error": error(kl),
         **dict(zip(("kl_median", "kl_99", "kl_999"), np.quantile(kl, [0.5, 0.99, 0.999]), strict=True)),
-        "kl_max": kl.max(),
-        "moved_rms": math.sqrt((moved**2).mean()),
-        "moved_99": np.quantile(abs(moved), 0.99),
-        "same_top": (p.argmax(-1) == q.argmax(-1)).mean(),
-        "perplexity": math.exp(own_nll.mean()),
-        "ratio": ratio,
-        "ratio_error": ratio * error(own_nll - base_nll),
-        "positions": kl.size,
-        "texts": len(kl),
-    }
+        "kl_max": kl.max(), "moved_rms": math.sqrt((moved**2).mean()), "moved_99": np.quantile(abs(moved), 0.99),
+        "same_top": (p.argmax(-1) == q.argmax(-1)).mean(), "perplexity": math.exp(own_nll.mean()), "ratio": ratio,
+        "ratio_error": ratio * error(own_nll - base_nll), "positions": kl.size, "texts": len(kl),
+    }  # fmt: skip
     assert set(want) == set(Divergence.__slots__)
     for name, figure in want.items():
         # float32 log-probabilities of about 3
@@ -99,20 +92,11 @@ def test_impossible_tokens_add_nothing() -> None:
 @pytest.mark.parametrize(
     ("kl", "noise", "words"),
     [
-        (0.0, 0.0, LIKE),
-        (0.003, 0.0, LIKE),
-        (0.0031, 0.0, SMALL),
-        (0.0031, 0.002, LIKE),
-        (0.011, 0.0, EVALUATE),
-        (0.009, 0.005, LIKE),
-        (0.009, 0.0051, SMALL),
-        (0.2, 0.13, NEVER),
-        (0.11, 0.0, NEVER),
-        (math.nan, 0.0, NEVER),
-        (math.nan, math.nan, NEVER),
+        (0.003, 0.0, LIKE), (0.0031, 0.0, SMALL), (0.0031, 0.002, LIKE), (0.011, 0.0, EVALUATE),
+        (0.009, 0.0051, SMALL), (0.11, 0.0, NEVER), (math.nan, 0.0, NEVER), (math.nan, math.nan, NEVER),
         (math.inf, 0.0, NEVER),
     ],
-)
+)  # fmt: skip
 def test_verdicts(kl: float, noise: float, words: str) -> None:
     assert verdict(kl, noise) == words
 
@@ -124,14 +108,6 @@ def test_a_text_is_read_by_passes() -> None:
     for passes in ((20, 19), (20, *[1] * 19), (20, 16, 3)):
         got = log_probabilities(model, Reading(ids, passes), DynamicCache(config=model.config))
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
-
-
-def test_cases_split_the_tail() -> None:
-    assert Case(100, "steps").passes(40) == (100, 16, 16, 8)
-    assert Case(100, "steps").passes(40, again=True) == (100, 8, 8, 8, 8, 8)
-    assert Case(100, "chunk").passes(41) == (100, 41)
-    assert Case(100, "chunk").passes(41, again=True) == (100, 20, 21)
-    assert sum(Case(7, "answer").passes(35)) == 42
 
 
 def test_methods_are_read_through_their_caches() -> None:
@@ -218,13 +194,13 @@ def test_pictures_show_no_figure_that_is_not_finite(tmp_path: Path) -> None:
     ]
 
 
+# --- in patch() and doctor -----------------------------------------------------------------------------------------
+
+
 def test_positions_are_joined_over_texts() -> None:
     texts = [Positions(*(torch.full((n,), float(n)) for _ in range(5))) for n in (1, 3)]
     found = summarize(texts)
     assert (found.positions, found.texts, found.kl) == (4, 2, 2.5)
-
-
-# --- in patch() and doctor -----------------------------------------------------------------------------------------
 
 
 class Words:

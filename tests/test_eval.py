@@ -38,15 +38,12 @@ def test_needles_longer_than_the_carried_text(lab: tuple[Any, Any]) -> None:
     assert 19500 < needle.tokens <= 20000
 
 
-@pytest.mark.parametrize("asked", [(0, 256, 512), (4, 512, 256)], ids=["none", "reversed"])
-def test_needles_refuse(lab: tuple[Any, Any], asked: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="wants count >= 1 and shortest <= longest"):
+@pytest.mark.parametrize(
+    ("asked", "said"), [((0, 256, 512), "count >= 1"), ((4, 512, 256), "shortest <= l"), ((1, 20, 20), "has no room")]
+)
+def test_needles_refuse(lab: tuple[Any, Any], asked: tuple[int, int, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         needles(lab[1], *asked)
-
-
-def test_needles_refuse_a_prompt_without_room(lab: tuple[Any, Any]) -> None:
-    with pytest.raises(ValueError, match="has no room for the question"):
-        needles(lab[1], 1, 20, 20)
 
 
 def test_demo_on_the_carried_model(lab: tuple[Any, Any]) -> None:

@@ -59,13 +59,8 @@ def test_means_leave_out_what_the_baseline_cannot_do() -> None:
     assert single["means"][0]["methods"]["x"]["stderr"] is single["differences"][0]["stderr"] is None
     titled = {title: rows for title, _, rows in tables(single)}
     assert titled["points of accuracy against fp16 ± standard error of the pairs"][0][1] == "-100.00"
-    assert found["serving"]["x"] == {
-        "simulated": False,
-        "prompts": 4,
-        "kv_bytes_per_token": 10,
-        "compression": 1.0,
-        "tokens_per_s": 4.0,
-    }
+    figures = {"simulated": False, "prompts": 4, "kv_bytes_per_token": 10, "compression": 1.0, "tokens_per_s": 4.0}
+    assert found["serving"]["x"] == figures
 
 
 def test_the_standard_error_of_a_share_is_that_of_a_sample() -> None:
@@ -77,19 +72,10 @@ def test_the_standard_error_of_a_share_is_that_of_a_sample() -> None:
         assert row["methods"]["x"]["stderr"] == error
 
 
-@pytest.mark.parametrize(
-    ("doc", "up_to"),
-    [
-        pytest.param({"length": 1}, 1, id="one"),
-        pytest.param({"length": 1023}, 1024, id="below"),
-        pytest.param({"length": 1024}, 1024, id="power"),
-        pytest.param({"length": 1025}, 2048, id="above"),
-        pytest.param({"length": 0}, 0, id="zero"),
-        pytest.param({}, 0, id="unknown"),
-    ],
-)
-def test_a_length_belongs_to_the_power_of_two_that_it_does_not_exceed(doc: dict[str, int], up_to: int) -> None:
-    assert length_class(doc) == up_to
+def test_a_length_belongs_to_the_power_of_two_that_it_does_not_exceed() -> None:
+    lengths = {1: 1, 1023: 1024, 1024: 1024, 1025: 2048, 0: 0}
+    assert {n: length_class({"length": n}) for n in lengths} == lengths
+    assert length_class({}) == 0
 
 
 def test_a_task_of_one_length_tells_nothing_of_lengths() -> None:

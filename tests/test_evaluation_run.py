@@ -39,22 +39,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Spec], dic
     specs = [needle_task(tokenizer, [200, 300], [0.0, 1.0], [0]), prose_task("prose", carried_prose(1, 8))]
     tasks, notes = load_tasks(specs, tokenizer, LIMITS)
     assert not notes
-    outcomes = {
-        label: run_method(
-            label,
-            method,
-            model,
-            tokenizer,
-            tasks,
-            folder,
-            answers_of(label, method, folder, {}),
-            batch=4,
-            limits=LIMITS,
-        )
-        for label, method in (
-            (name, method_named(base)) for name, base in ((BASELINE, BASELINE), (AGAIN, BASELINE), ("turbo4", "turbo4"))
-        )
-    }
+    outcomes = {}
+    for label, base in ((BASELINE, BASELINE), (AGAIN, BASELINE), ("turbo4", "turbo4")):
+        method = method_named(base)
+        given = (model, tokenizer, tasks, folder, answers_of(label, method, folder, {}))
+        outcomes[label] = run_method(label, method, *given, batch=4, limits=LIMITS)
     return folder, specs, outcomes
 
 
@@ -164,15 +153,8 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
     assert list(found["serving"]) == [BASELINE, AGAIN, "turbo4"]
     assert found["serving"]["turbo4"]["compression"] > 1.5
     names = {path.name for path in tmp_path.iterdir()}
-    assert {
-        "report.html",
-        "report.md",
-        "report.json",
-        "accuracy.png",
-        "needle-turbo4.png",
-        "turbo4",
-        "fp16-again",
-    } <= names
+    reports = {f"report.{ending}" for ending in ("html", "md", "json")}
+    assert reports | {"accuracy.png", "needle-turbo4.png", "turbo4", "fp16-again"} <= names
     assert json.loads((tmp_path / "report.json").read_text())["accuracy"] == found["accuracy"]
     whole = (tmp_path / "report.html").read_text()
     assert whole.count("data:image/png;base64,") == 2

@@ -13,7 +13,6 @@ from turbo_hf.eval.published import (
     CompressedLayer,
     Kivi,
     KVarN,
-    Scheme,
     SimulatedCache,
     balance,
     by_channel,
@@ -89,42 +88,6 @@ def test_kivi_is_its_algorithm(bits: int) -> None:
                 torch.testing.assert_close(own[row, head, 200 - length :], kivi_directly(text, bits, values=kind))
 
 
-def row_by_row(scheme: Scheme, keys: torch.Tensor, values: torch.Tensor, left: int, first: int) -> list[torch.Tensor]:
-    """What one row [H, columns, D] holds at the end, where each pass after the first brings one token."""
-    held = [keys[None, :, left:].clone(), values[None, :, left:].clone()]
-    tokens, first = keys.shape[-2] - left, max(0, first - left)
-    stored = (0, 0)
-    for length in range(first, tokens + 1):
-        now = scheme.sealed(length)
-        for x, store, begin, end in zip(held, (scheme.keys, scheme.values), stored, now, strict=True):
-            if end > begin:
-                x[:, :, begin:end] = store(x[:, :, begin:end])
-        stored = now
-    return [x[0] for x in held]
-
-
-@pytest.mark.parametrize("at_once", [1 << 23, 3 * 64 * HEADS * DIM])
-@pytest.mark.parametrize("scheme", [Kivi(2, 2), KVarN(4, 2, 64)], ids=["kivi", "kvarn"])
-def test_rows_compressed_together_are_rows_compressed_alone(
-    scheme: Scheme, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(published, "AT_ONCE", at_once)
-    prompt, columns = 200, 340
-    # two of one length, one that begins after the prompt, blocks that several rows fill in one step
-    padding = [0, 7, 71, 71, 135, 136, 199, 210, 64, 1, 2, 65]
-    keys, values = torch.randn(2, len(padding), HEADS, columns, DIM).unbind(0)
-    layer = CompressedLayer(scheme, padding)
-    layer.update(keys[:, :, :prompt], values[:, :, :prompt])
-    for at in range(prompt, columns):
-        layer.update(keys[:, :, at : at + 1], values[:, :, at : at + 1])
-    for row, left in enumerate(padding):
-        held = row_by_row(scheme, keys[row], values[row], left, prompt)
-        assert torch.equal(layer.keys[row, :, left:], held[0])
-        assert torch.equal(layer.values[row, :, left:], held[1])
-        # padding is nobody's
-        assert torch.equal(layer.keys[row, :, :left], keys[row, :, :left])
-
-
 def test_computed_bytes_are_those_of_a_count() -> None:
     # 4 bit of 192 keys and 136 values, 3 groups of keys a channel, one of values a token, the rest at 2 bytes
     per_head = (192 + 136) * DIM // 2 + 4 * (3 * DIM + 136) + 2 * (8 + 64) * DIM
@@ -152,9 +115,11 @@ def test_kvarn_scales_tokens_and_channels_before_it_rounds() -> None:
 
 
 @pytest.mark.parametrize("name", ["kivi2", "kvarn-k4v2-g64"])
-def test_rows_do_not_depend_on_their_batch(name: str) -> None:
+def test_rows_do_not_depend_on_their_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
-    rows = [prompts(1, n, seed=n)[0] for n in (130, 97, 30)]
+    # two of one length, which are compressed one after the other
+    rows = [prompts(1, n, seed=n)[0] for n in (130, 97, 30, 97)]
+    monkeypatch.setattr(published, "AT_ONCE", 1)
     method = method_named(name)
     assert method.make is not None
 
@@ -168,17 +133,6 @@ def test_rows_do_not_depend_on_their_batch(name: str) -> None:
     assert torch.equal(together, torch.cat([tokens for tokens, _ in alone]))
     assert cache.computed_bytes() == sum(own.computed_bytes() for _, own in alone)
     assert cache.tokens() == sum(len(row) + 69 for row in rows)
-
-
-def test_a_simulated_cache_keeps_what_it_read() -> None:
-    model, tokenizer = lab_model()
-    text = f"One of the special magic numbers for quiet-river is: 4281734. {'The grass is green. ' * 40}"
-    text += "What is the special magic number for quiet-river? The special magic number for quiet-river is"
-    inputs = tokenizer(text, return_tensors="pt")
-    make = method_named("kivi4").make
-    assert make is not None
-    out = model.generate(**inputs, **{CACHE: make(model, inputs.attention_mask)}, max_new_tokens=12, do_sample=False)
-    assert "4281734" in tokenizer.decode(out[0, inputs.input_ids.shape[1] :])
 
 
 def test_simulations_refuse() -> None:

@@ -62,18 +62,6 @@ def test_logits_are_those_of_eager_attention(case: Case) -> None:
     check_step(model, padded(), 8)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-@pytest.mark.parametrize(("first", "last"), [(60, 80), (40, 60)], ids=["right", "middle"])
-def test_padding_in_other_places(name: str, first: int, last: int) -> None:
-    """In full attention. A window counts tokens here, and columns in Transformers, where padding lies between them."""
-    case = next(case for case in FAMILY_CASES if case.model_type == name)
-    options = {**case.options, "layer_types": [FULL] * 3} if "layer_types" in case.options else case.options
-    ids = prompts(3, 80)
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    batch["attention_mask"][1, first:last] = 0
-    check_step(build(name, **options), batch, 4)
-
-
 def check_step(model: PreTrainedModel, batch: dict[str, Tensor], bits: int) -> None:
     """The prompt's logits are the model's own, and a step's are those of eager attention on a copy of the cache."""
     mask, token = batch["attention_mask"], prompts(len(LENGTHS), 1, 1)
@@ -172,14 +160,13 @@ def test_refused_types_exist() -> None:
     assert len(set(REFUSED) & set(CONFIG_MAPPING.keys())) >= len(REFUSED) - 1
 
 
+ROUTED = {**LATENT, **EXPERTS, "num_key_value_heads": 4}
+
+
 @pytest.mark.parametrize(
     ("model_type", "options", "reason"),
     [
-        (
-            "deepseek_v3",
-            {**LATENT, **EXPERTS, "num_key_value_heads": 4, "kv_lora_rank": 24},
-            "kv_lora_rank 24 is no multiple of 16",
-        ),
+        ("deepseek_v3", {**ROUTED, "kv_lora_rank": 24}, "kv_lora_rank 24 is no multiple of 16"),
         ("bloom", {}, "no attention module that uses Transformers' AttentionInterface"),
         ("mpt", {"d_model": 64, "n_heads": 4}, "no attention module that uses Transformers' Att"),
         ("llama", {"head_dim": 24}, "head dim 24 is no multiple of 16"),
@@ -191,8 +178,8 @@ def test_refused_types_exist() -> None:
         ("falcon_h1", {**MAMBA, "mamba_d_ssm": 128}, "one layer of the cache holds its keys and values and a rec"),
         (
             "deepseek_v32",
-            {**LATENT, **EXPERTS, "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16},
-            "_attention is neither full nor sliding-window attention, nor anything that is known here: an indexer",
+            {**ROUTED, "index_n_heads": 2, "index_head_dim": 16},
+            "nor anything .* known here: an indexer",
         ),
         ("bart", {"d_model": 64, "decoder_layers": 2}, "cross-attention"),
         ("gpt2", {"n_embd": 64, "n_head": 4, "add_cross_attention": True}, "cross-attention"),
@@ -203,8 +190,8 @@ def test_refused_types_exist() -> None:
         ("minimax", {**EXPERTS, "layer_types": [FULL] * 3}, "no cache but its own"),
         (
             "llama4_text",
-            {"layer_types": [CHUNKED] * 3, "intermediate_size_mlp": 96, **EXPERTS},
-            "chunked_attention is neither full nor sliding",
+            {**EXPERTS, "layer_types": [CHUNKED] * 3, "intermediate_size_mlp": 96},
+            "is neither full nor sl",
         ),
     ],
 )
@@ -316,12 +303,6 @@ def with_image(gemma3: Any) -> tuple[dict[str, Tensor], Tensor]:
     mask[1, :15] = 0
     image = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 32, 32), "token_type_ids": (ids == IMAGE).long()}
     return image, mask
-
-
-def test_image_blocks_are_refused(gemma3: Any) -> None:
-    image, mask = with_image(gemma3)
-    with turbo_hf.patch(gemma3, exact(8)) as handle, pytest.raises(Unsupported, match="prefix or image blocks"):
-        gemma3(**image, attention_mask=mask, **{CACHE: handle.new_cache()})
 
 
 def test_image_blocks_fall_back_to_dense_attention(gemma3: Any) -> None:

@@ -8,9 +8,9 @@ import families_table
 import pytest
 import torch
 import transformers
-from families_modes import MODES, half_cache, prompts, verdict
 from families_table import (
     CONFIG,
+    MODES,
     NOT_TRIED,
     REFUSED,
     WORKS,
@@ -18,9 +18,12 @@ from families_table import (
     Row,
     examine,
     examine_multimodal,
+    half_cache,
     main,
     page,
+    prompts,
     record,
+    verdict,
 )
 from tiny_families import VARIANTS, build, families
 from tiny_multimodal import MODELS
@@ -31,21 +34,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
 SEEN = json.loads((ROOT / "eval" / "results" / "families.json").read_text())
 SAMPLE = [
-    ("llama", "dynamic rope"),
-    ("gemma2", ""),
-    ("gemma3n_text", "shared keys"),
-    ("gpt_oss", ""),
-    ("gpt_neox", ""),
-    ("gpt_bigcode", "many KV heads"),
-    ("bamba", ""),
-    ("minimax_m3_vl_text", "sparse layers"),
-    ("phimoe", "longrope in mid-answer"),
-    ("qwen3_next", ""),
-    ("bloom", ""),
-    ("deepseek_v3", ""),
-    ("mllama", ""),
+    ("llama", "dynamic rope"), ("gemma2", ""), ("gemma3n_text", "shared keys"), ("gpt_oss", ""), ("gpt_neox", ""),
+    ("gpt_bigcode", "many KV heads"), ("bamba", ""), ("minimax_m3_vl_text", "sparse layers"),
+    ("phimoe", "longrope in mid-answer"), ("qwen3_next", ""), ("bloom", ""), ("deepseek_v3", ""), ("mllama", ""),
     ("recurrent_gemma", ""),
-]
+]  # fmt: skip
 
 
 def name_of(row: dict[str, Any]) -> str:

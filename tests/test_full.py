@@ -1,30 +1,24 @@
 """Heads of 16 bit: a paged cache that rounds nothing, alone and beside narrower heads."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from budgets import check, check_exact, check_turbo, float_budget, largest
 from choices import flat_config
-from op_calls import decode, prefill, seal_blocks
+from op_calls import decode, prefill
 from oracle import oracle
 from prefill_support import step_queries
 from stores import make_store, store_codes, tokens
-from transformers import AutoModelForCausalLM
 
-import turbo_hf
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
-from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import UNQUANTIZED, KVStore, empty_pages, open_token_bytes, page_bytes, type_16bit
+from turbo_hf.layout import UNQUANTIZED, KVStore
 from turbo_hf.ops.store.quantize import dequantize
-from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-MODEL = Path(__file__).parent.parent / "examples" / "lab-llama-4m"
 MODES = [pytest.param(mode, id=mode) for mode in ("native", "turbo")]
 ALL = {"window": 70, "softcap": 5.0, "sinks": True}
 
@@ -153,24 +147,6 @@ def test_a_prompt_over_a_past(groups: tuple[tuple[int, int], ...], backend: str,
         prefill(q, k, v, scaling=0.125, past=store, mode="turbo", backend=backend)
 
 
-def test_16_bit_blocks_are_sealed_without_a_change() -> None:
-    k, v, one = (torch.randn(3, 2, 64, 16).to(torch.bfloat16) for _ in range(3))
-    pages = seal_blocks(k, one[..., 0].float(), v, one[..., 0].float(), UNQUANTIZED)
-    back = reference_unpack_blocks(pages)
-    assert torch.equal(back[0], k)
-    assert torch.equal(back[1], v)
-    assert pages.size.numel() == 0
-
-
-def test_bytes_are_those_allocated() -> None:
-    pages = empty_pages(UNQUANTIZED, 3, 2, 80, 32, torch.device("cpu"), torch.bfloat16)
-    assert sum(x.nbytes for x in pages[1:]) == 6 * page_bytes(80, UNQUANTIZED, 32)
-    assert open_token_bytes(80, unquantized=True) == 2 * (80 * 2 + 4)
-    assert [type_16bit(x) for x in (torch.bfloat16, torch.float16, torch.float32)] == [
-        torch.bfloat16, torch.float16, torch.float16,
-    ]  # fmt: skip
-
-
 # --- layer ----------------------------------------------------------------------------------------------------------
 
 
@@ -221,22 +197,6 @@ def test_nan_and_what_float16_cannot_hold_are_refused(tokens_at_once: int, backe
 
 
 # --- end to end -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("attention", ["auto", "native"])
-def test_generate_gives_the_models_own_tokens(attention: Any, device: torch.device) -> None:
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval().to(device)
-    ids = torch.randint(5, 200, (2, 90)).to(device)
-    mask = torch.ones_like(ids)
-    mask[1, :30] = 0
-    run: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 50, "do_sample": False}
-    want = model.generate(ids, **run)
-    with turbo_hf.patch(model, TurboConfig(bits=16, attention=attention)) as handle:
-        assert torch.equal(model.generate(ids, **run), want)
-        assert "2 x 16 bit" in str(handle.report())
-        held = handle.memory()
-    layers, heads, dim = model.config.num_hidden_layers, model.config.num_key_value_heads, model.config.head_dim
-    assert held.by_kind["codes"] >= layers * heads * 3 * 2 * 64 * dim * 2
 
 
 @pytest.mark.parametrize(

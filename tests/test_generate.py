@@ -1,8 +1,6 @@
-"""`generate` on a patched model: exact attention, rows by themselves, memory, drafts, several calls, own loops."""
+"""`generate` on a patched model: exact attention, rows by themselves, memory, drafts, several calls."""
 
 import copy
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +9,11 @@ from choices import flat_config
 from generate_support import EXACT, EXACT4, MODES, answer, mistral, oracle, patched, ragged, story
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import lab_model, left_padded, prompts, tiny_llama
-from torch import Tensor
+from layer_support import tensors_of
+from models import lab_model, prompts, tiny_llama
 
 import turbo_hf
-from turbo_hf import TurboCache, TurboConfig
+from turbo_hf import TurboConfig
 from turbo_hf.models.versions import CACHE
 
 
@@ -32,18 +30,6 @@ def config(request: pytest.FixtureRequest) -> TurboConfig:
 def test_greedy_tokens_are_the_oracles(llama: Any, config: TurboConfig) -> None:
     batch = ragged()
     assert torch.equal(patched(llama, config, **batch), oracle(llama, config, **batch))
-
-
-@pytest.mark.parametrize("config", EXACT)
-def test_the_oracle_notices_quantization_and_padding(llama: Any, config: TurboConfig) -> None:
-    batch = ragged()
-    want = oracle(llama, config, **batch)
-    assert not torch.equal(want, answer(llama, **batch)), "quantization changes no token"
-    shown = {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["attention_mask"])}
-    assert not torch.equal(want, oracle(llama, config, **shown)), "padding changes no token"
-    if config.bits < 8:
-        padded = answer(llama, **dict[str, Any]({CACHE: TurboCache(llama.config, config)}), **batch)
-        assert not torch.equal(want, padded), "where a block begins changes no token"
 
 
 @pytest.mark.parametrize("lengths", [[150, 150], [150, 126]], ids=["even", "padded"])
@@ -81,17 +67,6 @@ def test_a_sliding_window_gives_the_oracles_tokens(window: int, size: int | None
 
 
 # --- rows do not depend on each other ------------------------------------------------------------------------------
-
-
-def test_a_row_that_ends_early_does_not_disturb_the_others(llama: Any, config: TurboConfig) -> None:
-    batch = ragged([60, 125, 64])
-    free = patched(llama, config, **batch)
-    end = int(free[1, 5])
-    stopped = patched(llama, config, eos_token_id=end, pad_token_id=0, **batch)
-    for row, whole in enumerate(free.tolist()):
-        stop = whole.index(end) + 1 if end in whole else len(whole)
-        assert stopped[row, :stop].tolist() == whole[:stop]
-        assert not stopped[row, stop:].any()
 
 
 def test_input_embeddings_serve_as_a_prompt(llama: Any, config: TurboConfig) -> None:
@@ -154,19 +129,6 @@ def test_passes_of_a_batch_are_those_of_its_rows_alone(llama: Any, data: st.Data
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
-def reachable(thing: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Every tensor behind an object."""
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, Tensor):
-        yield thing
-        return
-    parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple | set) else ()
-    for part in (*parts, *getattr(thing, "__dict__", {}).values()):
-        yield from reachable(part, seen)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 2}, {"prefill_chunk_size": 40}], ids=["greedy", "beams", "chunks"]
 )
@@ -180,7 +142,7 @@ def test_no_full_precision_copy_survives(llama: Any, config: TurboConfig, option
         for x in (layer.buffer.k_scale, layer.buffer.v_scale, *(pages.size for pages in layer.pool.paged))
     }
     assert len(scales) == 2 * 3
-    floats = [x for x in reachable(cache, set()) if x.is_floating_point()]
+    floats = [x for x in tensors_of(cache) if x.is_floating_point()]
     assert {id(x) for x in floats} == scales
 
 
@@ -197,40 +159,6 @@ def test_stop_strings_and_token_healing(strict: Any) -> None:
         want = model.generate(**given)
         with turbo_hf.patch(model, "int8", strict=strict):
             assert torch.equal(model.generate(**given), want)
-
-
-def lookup(pairs: int, seed: int) -> tuple[str, str]:
-    """A JSON object of random keys and values with a question for one of them, and the answer."""
-    generator = random.Random(seed)
-    items = [(f"{generator.getrandbits(32):08x}", f"{generator.getrandbits(32):08x}") for _ in range(pairs)]
-    key, value = items[seed % pairs]
-    text = ", ".join(f'"{k}": "{v}"' for k, v in items)
-    return (
-        "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
-        f'{{{text}}}\n\nKey: "{key}"\nThe value associated with the specified key is:',
-        f' "{value}"',
-    )
-
-
-@pytest.mark.parametrize(
-    ("config", "size"),
-    [
-        pytest.param("int8", 64, id="int8"),
-        pytest.param("turbo4", None, id="turbo4"),
-        pytest.param("turbo-mixed", 64, id="turbo-mixed"),
-        pytest.param(EXACT4, None, id="native"),
-        pytest.param(flat_config(sas=True), 64, id="sas"),
-        pytest.param(flat_config(buffer_scale="universal"), None, id="universal"),
-        pytest.param(TurboConfig(int8_layers=(0,), dense_layers=(5,)), 64, id="layers"),
-    ],
-)
-def test_the_trained_model_finds_its_values(config: str | TurboConfig, size: int | None) -> None:
-    model, tokenizer = lab_model()
-    tasks = [lookup(pairs, seed) for seed, pairs in enumerate((3, 9, 12))]
-    batch = tokenizer([text for text, _ in tasks], return_tensors="pt", padding=True)
-    got = patched(model, config, tokens=12, prefill_chunk_size=size, **batch)
-    for text, (_, value) in zip(tokenizer.batch_decode(got, skip_special_tokens=True), tasks, strict=True):
-        assert text.startswith(value)
 
 
 # --- drafts --------------------------------------------------------------------------------------------------------
@@ -252,14 +180,10 @@ def test_drafts_give_the_oracles_tokens(config: TurboConfig, window: int | None)
 @pytest.mark.parametrize(
     ("draft", "assistant_patched", "config"),
     [
-        ("lookup", False, TurboConfig(bits=8)),
-        ("lookup", False, EXACT4),
-        ("good", True, TurboConfig()),
-        ("good", False, EXACT4),
-        ("bad", False, TurboConfig()),
-        ("bad", True, EXACT4),
+        ("lookup", False, TurboConfig(bits=8)), ("lookup", False, EXACT4), ("good", True, TurboConfig()),
+        ("good", False, EXACT4), ("bad", False, TurboConfig()), ("bad", True, EXACT4),
     ],
-)
+)  # fmt: skip
 def test_drafts_give_the_greedy_tokens(draft: str, assistant_patched: bool, config: TurboConfig) -> None:
     model, _ = lab_model()
     want = patched(model, config, tokens=60, **story())
@@ -296,72 +220,6 @@ def test_drafts_leave_a_cache_that_can_go_on(llama: Any) -> None:
 # --- one cache, several calls --------------------------------------------------------------------------------------
 
 
-def turns(model: Any, batch: dict[str, Any], then: dict[str, Any], cache: TurboCache | None) -> Tensor:
-    """Generate, append the second prompt, generate on. Returns the second answer."""
-    options: dict[str, Any] = {"max_new_tokens": 10, "return_dict_in_generate": True}
-    if cache is not None:
-        options[CACHE] = cache
-    first = model.generate(**batch, **options)
-    ids = torch.cat((first.sequences, then["input_ids"]), 1)
-    generated = torch.ones(len(ids), 10, dtype=torch.int64)
-    mask = torch.cat((batch["attention_mask"], generated, then["attention_mask"]), 1)
-    options[CACHE] = first[CACHE]
-    second = model.generate(input_ids=ids, attention_mask=mask, **options)
-    assert second[CACHE] is first[CACHE]
-    assert second[CACHE].get_seq_length() == ids.shape[1] + 9
-    new: Tensor = second.sequences[:, ids.shape[1] :]
-    return new
-
-
-def test_a_second_turn_gives_the_oracles_tokens(llama: Any) -> None:
-    batch = ragged([60, 125, 1])
-    then = left_padded([prompts(1, n, seed=10 + n)[0] for n in (3, 40, 17)])
-    mask = torch.cat((batch["attention_mask"], torch.ones(3, 10, dtype=torch.int64), then["attention_mask"]), 1)
-    want = turns(llama, batch, then, TurboCache(llama.config, EXACT4, attention_mask=mask))
-    with turbo_hf.patch(llama, EXACT4):
-        assert torch.equal(turns(llama, batch, then, None), want)
-
-
-def test_a_prefix_is_continued_twice(llama: Any, config: TurboConfig) -> None:
-    prefix = prompts(1, 100)
-    tails = [prompts(1, 40, seed=1), prompts(1, 30, seed=2)]
-    with turbo_hf.patch(llama, config) as handle:
-        cache = handle.new_cache()
-        llama(prefix, **{CACHE: cache})
-        answers = []
-        for tail in (*tails, tails[0]):
-            ids = torch.cat((prefix, tail), 1)
-            answers.append(answer(llama, input_ids=ids, **dict[str, Any]({CACHE: copy.deepcopy(cache)})))
-        assert cache.get_seq_length() == 100
-        fresh = []
-        for tail in tails:
-            own = handle.new_cache()
-            llama(prefix, **{CACHE: own})
-            fresh.append(answer(llama, input_ids=torch.cat((prefix, tail), 1), **dict[str, Any]({CACHE: own})))
-    assert torch.equal(answers[0], answers[2])
-    assert torch.equal(answers[0], fresh[0])
-    assert torch.equal(answers[1], fresh[1])
-
-
-def test_a_cache_filled_in_inference_mode_goes_on_outside_it(llama: Any, config: TurboConfig) -> None:
-    # 36 open tokens in room for 48: the next ones are written into the tensors that are there
-    ids = torch.cat((prompts(1, 100), prompts(1, 5, seed=1)), 1)
-    with turbo_hf.patch(llama, config) as handle:
-        caches = [handle.new_cache(), handle.new_cache()]
-        with torch.inference_mode():
-            llama(ids[:, :100], **{CACHE: caches[0]})
-        with torch.no_grad():
-            llama(ids[:, :100], **{CACHE: caches[1]})
-        caches.append(copy.deepcopy(caches[0]))
-        got = [answer(llama, tokens=40, input_ids=ids, **dict[str, Any]({CACHE: cache})) for cache in caches]
-        with torch.inference_mode():
-            inside = answer(llama, input_ids=ids[:, :100])
-        outside = answer(llama, input_ids=ids[:, :100])
-    assert torch.equal(got[0], got[1])
-    assert torch.equal(got[2], got[1])
-    assert torch.equal(inside, outside)
-
-
 def test_a_cache_refuses_another_batch_and_another_past(llama: Any) -> None:
     with turbo_hf.patch(llama) as handle:
         cache = handle.new_cache()
@@ -371,6 +229,10 @@ def test_a_cache_refuses_another_batch_and_another_past(llama: Any) -> None:
             llama.generate(first, attention_mask=torch.ones_like(first), **{CACHE: cache}, max_new_tokens=3)
         with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
             llama(first[:, -1:], **{CACHE: cache})
+        changed = torch.nn.functional.pad(batch["attention_mask"], (0, 3), value=1)
+        changed[1, 15] = 0
+        with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
+            llama(first[:, -1:], attention_mask=changed, **{CACHE: cache})
         with pytest.raises(ValueError, match=r"holds 2 rows of 2 heads of .* channels; this pass brings 3"):
             llama(prompts(3, 1), attention_mask=torch.ones(3, 23), **{CACHE: cache})
         with pytest.raises(ValueError, match="attention_mask has 3 rows, this pass 2"):
@@ -385,21 +247,6 @@ def test_a_cache_refuses_another_batch_and_another_past(llama: Any) -> None:
 
 
 # --- a loop of one's own -------------------------------------------------------------------------------------------
-
-
-def test_a_loop_of_ones_own_gives_the_tokens_of_generate(llama: Any, config: TurboConfig) -> None:
-    batch = ragged()
-    mask, ids, tokens = batch["attention_mask"], batch["input_ids"], []
-    with turbo_hf.patch(llama, config) as handle, torch.no_grad():
-        want = answer(llama, tokens=8, **batch)
-        cache = handle.new_cache()
-        for _ in range(8):
-            position = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            logits = llama(ids, attention_mask=mask, position_ids=position, **{CACHE: cache}).logits
-            ids = logits[:, -1:].argmax(-1)
-            tokens.append(ids)
-            mask = torch.cat((mask, torch.ones_like(ids)), 1)
-    assert torch.equal(torch.cat(tokens, 1), want)
 
 
 def test_a_pass_may_be_all_padding(llama: Any, config: TurboConfig) -> None:

@@ -222,16 +222,10 @@ def test_prefill_over_16_bit_in_smaller_tiles(block: int, device: torch.device) 
 @pytest.mark.parametrize(
     ("bits", "sizes"),
     [
-        (16, (64, 128)),
-        (16, (256, 64)),
-        (8, (128, 64)),
-        (4, (64, 128)),
-        (4, (256, 64)),
-        (3, (64, 128)),
-        ((4, 2), (128, 64)),
-        ((8, 3), (256, 64)),
+        (16, (64, 128)), (16, (256, 64)), (8, (128, 64)), (4, (64, 128)), (4, (256, 64)), (3, (64, 128)),
+        ((4, 2), (128, 64)), ((8, 3), (256, 64)),
     ],
-)
+)  # fmt: skip
 def test_decode_in_smaller_tiles(memory: int, bits: Width, sizes: tuple[int, int], device: torch.device) -> None:
     dim, block = sizes
     k, v = (tokens(2, 2, 300, dim, dtype=torch.float16, device=device) for _ in range(2))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from choices import flat_config
-from graphs_support import LENGTHS, NEW, PLAIN, SMALL, an_index, answer, answer_and_report, ragged, watch_runners
+from graphs_support import LENGTHS, NEW, PLAIN, SMALL, an_index, answer, answer_and_report, ragged
 from models import prompts, tiny_llama, tiny_mistral
 from torch import Tensor
 from transformers.models.llama import modeling_llama
@@ -25,12 +25,6 @@ from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs import step_runner as graphs
 from turbo_hf.graphs.step_runner import StepRunner, describe
 from turbo_hf.models.versions import CACHE
-
-
-@pytest.fixture
-def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
-    return watch_runners(monkeypatch)
-
 
 # --- the same tokens -----------------------------------------------------------------------------------------------
 CALLS: list[tuple[dict[str, Any], list[int]]] = [
@@ -203,12 +197,9 @@ def test_tokens_beside_layers_that_are_not_rounded(
     ],
 )
 def test_tokens_and_counts_of_sparse_layers(
-    choice: dict[str, Any],
-    lengths: list[int],
-    runners: list[StepRunner],
-    monkeypatch: pytest.MonkeyPatch,
+    choice: dict[str, Any], lengths: list[int], runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
-) -> None:
+) -> None:  # fmt: skip
     # pages of a single block are reserved at a time, and so steps captured again
     monkeypatch.setattr(steps, "AHEAD", 1)
     model = tiny_llama().to(device)
@@ -311,17 +302,6 @@ def test_calls_that_run_as_they_did(call: dict[str, Any], runners: list[StepRunn
 
 
 # --- patch and report ----------------------------------------------------------------------------------------------
-
-
-def test_remove_puts_back_what_was_there() -> None:
-    model = tiny_llama()
-    before = dict(vars(model))
-    handle = turbo_hf.patch(model, SMALL)
-    assert {"get_compiled_call", "_valid_auto_compile_criteria"} <= set(vars(model))
-    handle.remove()
-    assert {name: id(x) for name, x in vars(model).items()} == {name: id(x) for name, x in before.items()}
-    with turbo_hf.patch(model, PLAIN):
-        assert "get_compiled_call" not in vars(model)
 
 
 def test_a_copy_of_a_patched_model_has_runners_of_its_own(runners: list[StepRunner], device: torch.device) -> None:

@@ -94,11 +94,6 @@ def test_other_calls_go_to_the_model(bench: Bench, options: dict[str, Any]) -> N
     assert bench.cache.get_seq_length() == 41
 
 
-def test_passes_of_several_tokens_go_to_the_model(bench: Bench) -> None:
-    bench.pass_(prompts(2, 3), bench.runner)
-    assert bench.counts == (0, 0, 0)
-
-
 def test_gradients_go_to_the_model(bench: Bench) -> None:
     known = {"input_ids": torch.ones(2, 1, dtype=torch.long), "position_ids": torch.full((2, 1), 40)}
     out = bench.runner(**known, **{CACHE: bench.cache})
@@ -131,14 +126,6 @@ def test_a_token_that_the_mask_hides_goes_to_the_model(bench: Bench) -> None:
     bench.step(attention_mask=hidden)
     assert bench.counts == (1, 1, 2)
     assert bench.cache.turbo_layers()[0].lengths() == [43, 44]
-
-
-def test_a_changed_mask_is_refused_as_ever(bench: Bench) -> None:
-    bench.step()
-    changed = torch.ones(2, 42, dtype=torch.long)
-    changed[0, 3] = 0
-    with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
-        bench.step(attention_mask=changed)
 
 
 def test_padding_that_changes_is_refused_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,11 +392,6 @@ def test_masks_that_others_make_are_read(kind: Any, inference: bool, monkeypatch
 
 
 LAUNCHED = "decode steps: launched, since {} has a hook"
-
-
-@pytest.fixture
-def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
-    return watch_runners(monkeypatch)
 
 
 @pytest.mark.parametrize("call", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}])

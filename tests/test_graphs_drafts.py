@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from choices import flat_config
-from graphs_support import PLAIN, SMALL, an_index, answer, watch_runners
+from graphs_support import SMALL, an_index, answer
 from models import prompts, tiny_llama, tiny_mistral
 from steps_support import (
     CONFIGS,
@@ -34,11 +34,6 @@ from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_no_replay
 from turbo_hf.graphs.step_runner import StepRunner
 
 # --- the same tokens -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
-    return watch_runners(monkeypatch)
 
 
 def repeating() -> dict[str, Tensor]:
@@ -113,17 +108,6 @@ def test_most_passes_are_replayed(runners: list[StepRunner]) -> None:
         device: Any = runner.device
         assert device.replayed > 3 * device.warmed
         assert runner.warmups == 1
-
-
-def test_sampled_drafts(runners: list[StepRunner]) -> None:
-    model = tiny_llama()
-    found = []
-    for own in (PLAIN, SMALL):
-        drafter = drafter_of(model, "heuristic")
-        turbo_hf.patch(drafter, own)
-        found.append(answer(model, own, **repeating(), do_sample=True, assistant_model=drafter))
-    assert torch.equal(*found)
-    assert all(runner.captures for runner in runners)
 
 
 def test_what_is_not_captured_runs_as_before(runners: list[StepRunner]) -> None:

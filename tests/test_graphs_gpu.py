@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from choices import flat_config
-from graphs_support import PLAIN, SMALL, an_index, answer, answer_and_report, ragged, watch_runners
+from graphs_support import PLAIN, SMALL, an_index, answer, answer_and_report, ragged
 from models import SHAPE, prompts, tiny_llama
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,11 +18,6 @@ from turbo_hf.graphs.devices import CudaDevice, Parts, only_moves
 from turbo_hf.graphs.step_runner import StepRunner, why_no_replay_of
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods as generation
-
-
-@pytest.fixture
-def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
-    return watch_runners(monkeypatch)
 
 
 def half(**options: Any) -> Any:

@@ -24,13 +24,9 @@ LOG2_E = 1 / math.log(2)
 
 
 def layer_of(
-    bits: int,
-    backend: Any,
-    lengths: list[int],
-    device: torch.device,
-    dtype: torch.dtype,
+    bits: int, backend: Any, lengths: list[int], device: torch.device, dtype: torch.dtype,
     sizes: tuple[int, int] = (RANK, ROTARY),
-) -> Any:
+) -> Any:  # fmt: skip
     """A latent layer that holds random rows of these lengths, left-padded. sizes: their channels, rotary parts'."""
     longest, seeded = max(lengths), torch.Generator().manual_seed(1)
     latent, rotary = (torch.randn(len(lengths), 1, longest, n, generator=seeded).to(device, dtype) for n in sizes)

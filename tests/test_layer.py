@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import check_exact, check_turbo
 from choices import flat_config
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from layer_support import (
@@ -24,14 +23,11 @@ from layer_support import (
     tensors_of,
 )
 from models import tiny_llama
-from op_calls import decode
-from prefill_support import step_queries
-from stores import store_codes
 from torch import Tensor
 
 from turbo_hf.cache.claimed_cache import claimed
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns, columns_from_mask, columns_of
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.page_pool import PagePool
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.cache.turbo_cache import TurboCache
@@ -120,48 +116,6 @@ def test_growth_copies_a_constant_number_of_pages_a_page(monkeypatch: pytest.Mon
     assert blocks <= layer.pool.pages <= blocks + blocks // 32
 
 
-@pytest.mark.parametrize("shrinks", [False, True], ids=["grows", "shrinks"])
-def test_pages_for_which_there_is_no_memory_change_nothing(shrinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = filled(flat_config(block_size=32), *random_kv(3, 200))
-    # rows that share pages, between pages that no row holds
-    layer.batch_select_indices(torch.tensor([1, 1, 2]))
-    pool, sealed, before = layer.pool, layer.state.sealed, layer.dequantized(200)
-
-    def full(*args: Any, **kwargs: Any) -> Any:
-        raise torch.OutOfMemoryError("no memory")
-
-    if shrinks:
-        pool.reserve(sealed, [3, 0, 3])
-    with monkeypatch.context() as patched:
-        patched.setattr("turbo_hf.cache.page_pool.empty_pages", full)
-        with pytest.raises(torch.OutOfMemoryError):
-            pool.trim(sealed) if shrinks else pool.reserve(sealed, [20, 20, 20])
-    assert all(torch.equal(x, y) for x, y in zip(layer.dequantized(200), before, strict=True))
-    pool.reserve(sealed, [9, 9, 9])
-    held = pool.table[:, :15]
-    assert int(held.max()) < pool.pages
-    assert len(held[:, 6:].unique()) == 27
-    pool.trim(sealed)
-    assert pool.pages == 12
-    assert all(torch.equal(x, y) for x, y in zip(layer.dequantized(200), before, strict=True))
-
-
-def test_layers_that_have_stored_the_same_count_the_same() -> None:
-    k, v = random_kv(2, 200)
-    layers = [TurboLayer(TurboConfig(bits=bits), window=70) for bits in (4, 8)]
-    for layer in layers:
-        layer.update(k, v)
-        before = layer.state
-        kept = copy.deepcopy(before)
-        layer.update(*random_kv(2, 80))
-        layer.crop(-3)
-        layer.reorder_cache([1, 0])
-        # what another layer may share does not change
-        assert before == kept
-        assert layer.state != before
-    assert layers[0].state == layers[1].state
-
-
 # --- update without the attention function -------------------------------------------------------------------------
 
 
@@ -241,45 +195,6 @@ def test_an_unclaimed_update_returns_dense_keys_and_values(window: int | None) -
             assert torch.equal(got[1][row], want[1])
         at += tokens
     assert_layer(layer, naive)
-
-
-def test_padding_told_beforehand_is_not_stored() -> None:
-    k, v = random_kv(2, 90)
-    layer = TurboLayer(TurboConfig())
-    layer.given_mask = torch.arange(70) >= torch.tensor([[0], [50]])
-    layer.update(k[:, :, :20], v[:, :, :20])
-    layer.update(k[:, :, 20:65], v[:, :, 20:65])
-    # this pass begins inside the mask and ends behind it
-    dense = layer.update(k[:, :, 65:80], v[:, :, 65:80])
-    layer.update(k[:, :, 80:], v[:, :, 80:])
-    assert layer.seen == 90
-    assert layer.lengths() == [90, 40]
-    assert dense[0].shape[2] == 80
-    assert not dense[0][1, :, :50].any()
-    assert_same_rows(layer, 1, filled(TurboConfig(), k[1:, :, 50:], v[1:, :, 50:]), 0)
-
-
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_padding_of_every_row_takes_no_room(backend: Any, device: torch.device) -> None:
-    k, v = (x.to(device) for x in random_kv(2, 60))
-    valid = torch.arange(60, device=device) >= torch.tensor([[40], [50]], device=device)
-    config = flat_config(backend=backend)
-    layer = filled(config, k, v, valid)
-    assert layer.lengths() == [20, 10]
-    assert_same_rows(layer, 0, filled(config, k[:1, :, 40:], v[:1, :, 40:]), 0)
-
-
-def test_a_pass_that_is_all_padding_stores_nothing() -> None:
-    k, v = random_kv(1, 40)
-    layer = TurboLayer(TurboConfig())
-    layer.given_mask = torch.arange(40)[None] >= 25
-    assert not layer.update(k[:, :, :3], v[:, :, :3])[0][:, :, 3:].any()
-    assert layer.lengths() == [0]
-    assert not layer.dequantized(3)[0].any()
-    got = decode(torch.randn(1, HEADS, 1, 16), layer.kv_store(), scaling=1.0, starts=torch.tensor([1]))
-    assert not got.out.any()
-    layer.update(k[:, :, 3:], v[:, :, 3:])
-    assert_same_rows(layer, 0, filled(TurboConfig(), k[:, :, 25:], v[:, :, 25:]), 0)
 
 
 # --- universal scale -----------------------------------------------------------------------------------------------
@@ -507,36 +422,6 @@ def test_beams_share_pages_and_then_part() -> None:
 # --- window --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("window", "mode"),
-    [(1, "native"), (63, "turbo"), (64, "native"), (65, "turbo"), (65, "native"), (200, "turbo")],
-)
-def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device: torch.device) -> None:
-    k, v = (x.to(device) for x in random_kv(2, 500))
-    rolled, whole = TurboLayer(TurboConfig(), window), TurboLayer(TurboConfig())
-    at = 0
-    for tokens in (300, 7, 64, *[1] * 16, 113):
-        part = slice(at, at + tokens)
-        for layer in (rolled, whole):
-            layer.append(k[:, :, part], v[:, :, part], NewColumns(tokens))
-        at += tokens
-        if tokens <= DECODE_TOKENS:
-            # as in a pass: attention reads the cache before it is committed
-            q = torch.randn(2, 2 * HEADS, tokens, 16, device=device)
-            got = decode(q, rolled.kv_store(), scaling=0.3, window=window, mode=mode)
-            rows = store_codes(whole.kv_store())
-            if mode == "native":
-                check_exact(got, q, [row.values() for row in rows], scaling=0.3, window=window)
-            else:
-                check_turbo(got, step_queries(q, [0] * len(q)), q.dtype, rows, scaling=0.3, window=window)
-        rolled.commit()
-        whole.commit()
-        assert max(rolled.lengths()) < window - 1 + 64
-    assert rolled.state.dropped[0] > 0
-    assert rolled.get_max_length() == window
-    assert whole.get_max_length() == -1
-
-
 def test_a_rolling_window_has_bounded_memory() -> None:
     layer, sizes = TurboLayer(TurboConfig(), 128), []
     for step in range(60):
@@ -572,17 +457,6 @@ def test_nan_and_infinity_are_refused(seen: int, which: int, bad: float, scale: 
         assert_same_rows(layer, 0, clean, 0)
 
 
-def test_another_batch_or_other_heads_are_refused() -> None:
-    layer = filled(TurboConfig(), *random_kv(2, 20))
-    with pytest.raises(ValueError, match="holds 2 rows of 3 heads of 16 channels; this pass brings 3 of 3"):
-        feed(layer, *random_kv(3, 1))
-    with pytest.raises(ValueError, match="holds 2 rows of 3 heads of 16 channels; this pass brings 2 of 4"):
-        feed(layer, *random_kv(2, 1, heads=4))
-    layer.reset()
-    feed(layer, *random_kv(3, 1))
-    assert layer.lengths() == [1, 1, 1]
-
-
 def test_keys_and_values_of_unlike_shape_are_refused() -> None:
     layer = TurboLayer(TurboConfig(), index=4)
     with pytest.raises(ValueError, match=r"layer 4: keys \(1, 3, 3, 32\) and values \(1, 3, 3, 16\) differ"):
@@ -592,35 +466,3 @@ def test_keys_and_values_of_unlike_shape_are_refused() -> None:
 
 
 # --- masks of a pass -----------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=4))
-def test_a_chunk_puts_tokens_at_the_end_and_takes_them_back(rows: list[list[bool]]) -> None:
-    valid = torch.tensor(rows)
-    chunk = columns_of(valid)
-    starts = chunk.starts or [0] * len(rows)
-    assert [chunk.tokens - start for start in starts] == valid.sum(-1).tolist()
-    x = torch.arange(1.0, 7.0).expand(len(rows), 2, 6)[..., None]
-    aligned = chunk.align(x)
-    for row, real in enumerate(valid):
-        tokens = x[row, :, real]
-        assert torch.equal(aligned[row, :, 6 - tokens.shape[1] :], tokens)
-    assert torch.equal(chunk.restore(aligned), x)
-    if valid.all():
-        assert chunk == NewColumns(6)
-
-
-def test_a_mask_that_contradicts_the_cache_is_refused() -> None:
-    stored = torch.tensor([[0, 1, 1], [1, 1, 1]], dtype=torch.bool)
-    mask = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1]])
-    assert columns_from_mask(mask, 3, 2, stored).starts == [1, 0]
-    assert columns_from_mask(torch.ones(2, 5), 3, 2, None) == NewColumns(2)
-    with pytest.raises(ValueError, match="attention_mask has 2 columns; the cache holds 3 and this pass brings 2"):
-        columns_from_mask(mask[:, 3:], 3, 2, stored)
-    for past in (None, ~stored):
-        with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
-            columns_from_mask(mask, 3, 2, past)
-    # no mask shows every column, so it contradicts a cache that left some out
-    assert columns_from_mask(None, 3, 2, stored[1:]) == NewColumns(2)
-    with pytest.raises(ValueError, match="none means all ones"):
-        columns_from_mask(None, 3, 2, stored)

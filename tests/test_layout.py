@@ -8,36 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stores import unpack
 
-from turbo_hf.layout import (
-    BITS,
-    BLOCK_SIZES,
-    PagedHeads,
-    empty_pages,
-    half_merge,
-    half_split,
-    page_bytes,
-    value_order,
-)
-
-PACKED = [pytest.param(bits, id=f"{bits}bit") for bits in BITS if bits != 8]
-
-
-def random_codes(*shape: int, bits: int) -> torch.Tensor:
-    return torch.randint(0, 2**bits, shape, dtype=torch.uint8)
-
-
-@pytest.mark.parametrize("bits", PACKED)
-def test_every_byte_unpacks_to_codes_that_pack_to_it(bits: int) -> None:
-    packed = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 2 * bits)
-    assert torch.equal(half_split(half_merge(packed, bits), bits), packed)
-
-
-@pytest.mark.parametrize("bits", PACKED)
-def test_packing_takes_any_strides(bits: int) -> None:
-    codes = random_codes(32, 16, bits=bits)
-    packed = half_split(codes.T, bits)
-    assert torch.equal(packed, half_split(codes.T.contiguous(), bits))
-    assert torch.equal(half_merge(packed.T.contiguous().T, bits), codes.T)
+from turbo_hf.layout import BITS, BLOCK_SIZES, PagedHeads, empty_pages, half_merge, half_split, page_bytes, value_order
 
 
 @given(bits=st.sampled_from((4, 3, 2)), n=st.integers(1, 24).map(lambda i: 16 * i), data=st.data())

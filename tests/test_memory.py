@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from choices import EVERY_PRESET, flat_config
-from models import left_padded, prompts, tiny_llama, tiny_mistral
+from choices import EVERY_PRESET
+from models import left_padded, prompts, tiny_mistral
 from plan_support import costs
 from torch import Tensor
 
-import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.memory import SHOWN, Memory, cache_bytes, group_layers, measure
 from turbo_hf.config.turbo_config import PRESETS
@@ -54,16 +53,6 @@ def test_uncompressed_layers_are_counted_as_dense(llama: Any) -> None:
     assert memory.by_kind["dense"] == 2 * 2 * 2 * 64 * 16 * 8
     assert memory.layers[0]["codes"] + memory.layers[0]["scales"] >= 2 * 2 * page_bytes(16, 4)
     assert memory.full_precision == 2 * 2 * 2 * 64 * 16 * 8
-
-
-def test_heads_of_16_bit_are_counted_as_what_they_take(llama: Any) -> None:
-    dense = cache_bytes(costs(llama.config), 640)
-    full = cache_bytes(costs(llama.config, TurboConfig(bits=16)), 640)
-    assert full == dense
-    one = cache_bytes(costs(llama.config, TurboConfig(bits=2, recent_tokens=64, dense_layers=(0, 1))), 640)
-    assert one == full
-    mixed = cache_bytes(costs(llama.config, flat_config(bits=16, low_bits=4, low_heads=0.5)), 640)
-    assert mixed == full / 2 + 2 * 10 * page_bytes(16, 4)
 
 
 def test_the_index_is_counted_where_there_is_one(llama: Any) -> None:
@@ -111,19 +100,6 @@ def test_memory_of_many_layers_fits_a_screen() -> None:
     assert len(uneven) == 2 + SHOWN + 1
     assert uneven[-1] == f"  and {80 - SHOWN} lines more: see `layers`"
     assert str(Memory((), 0, 0)) == "no cache yet"
-
-
-def test_memory_says_what_it_measured() -> None:
-    model = tiny_llama(num_hidden_layers=3)
-    with turbo_hf.patch(model, TurboConfig(dense_layers=(1,))) as handle:
-        model.generate(prompts(2, 70), max_new_tokens=2, do_sample=False)
-        memory = handle.memory()
-    first, kinds, rounded, exact = str(memory).splitlines()
-    assert first.startswith(f"{memory.tokens} tokens in {memory.total:,} bytes; ")
-    assert first.endswith(f"{memory.compression:.2f} x smaller than in float32")
-    assert f"codes {memory.by_kind['codes']:,}" in kinds
-    assert rounded.startswith("  each of layers 0, 2: codes ")
-    assert exact.startswith(f"  layer 1: codes {memory.layers[1]['codes']:,}")
 
 
 def test_a_report_of_many_layers_fits_a_screen() -> None:

@@ -90,25 +90,13 @@ CONFIG = flat_config(bits=16, attention="native", block_size=32)
 WINDOW = 24
 MIXED: dict[str, Any] = {"layer_types": [SLIDING, FULL] * 2, "sliding_window": WINDOW}
 FIELDS: list[dict[str, Any]] = [
-    {"sliding_window": WINDOW},
-    MIXED,
-    {"attn_logit_softcapping": 2.0},
-    {"softcap": 2.0},
-    {"attention_sinks": True},
-    {"attention_multiplier": 9.0},
-    {"query_pre_attn_scalar": 1.0},
-    {"attention_chunk_size": WINDOW},
-    {"local_attention": WINDOW},
-    {"num_key_value_heads": 1},
-    {"head_dim": 8},
-    {"is_causal": False},
-    {"use_bidirectional_attention": True},
-    {"num_kv_shared_layers": 2},
-    {"kv_lora_rank": 16},
-    {"partial_rotary_factor": 0.25},
-    {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}},
+    {"sliding_window": WINDOW}, MIXED, {"attn_logit_softcapping": 2.0}, {"softcap": 2.0}, {"attention_sinks": True},
+    {"attention_multiplier": 9.0}, {"query_pre_attn_scalar": 1.0}, {"attention_chunk_size": WINDOW},
+    {"local_attention": WINDOW}, {"num_key_value_heads": 1}, {"head_dim": 8}, {"is_causal": False},
+    {"use_bidirectional_attention": True}, {"num_kv_shared_layers": 2}, {"kv_lora_rank": 16},
+    {"partial_rotary_factor": 0.25}, {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}},
     {"no_rope_layers": [0] * 4},
-]
+]  # fmt: skip
 
 
 @torch.no_grad()

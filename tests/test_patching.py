@@ -353,16 +353,6 @@ def test_gradients_through_a_compressed_cache_are_refused() -> None:
         out.loss.backward()
 
 
-@pytest.mark.parametrize("options", [{}, {"attn_implementation": "sdpa"}], ids=["eager", "sdpa"])
-def test_generate_without_a_cache_is_that_of_the_model(options: dict[str, Any]) -> None:
-    model = tiny_llama(**options)
-    stock = generate(model, use_cache=False)
-    with turbo_hf.patch(model, "turbo2") as handle:
-        assert torch.equal(generate(model, use_cache=False), stock)
-        assert handle.memory() == Memory((), 0, 0)
-        assert not torch.equal(generate(model), stock)
-
-
 def test_a_cache_with_use_cache_false_is_refused() -> None:
     """`generate` would pass all tokens at each step, over the ones that are cached already."""
     model = tiny_llama()
@@ -371,35 +361,3 @@ def test_a_cache_with_use_cache_false_is_refused() -> None:
         with pytest.raises(ValueError, match=r"use_cache=False with a TurboCache.*or set use_cache=True"):
             generate(model, use_cache=False, **{CACHE: cache})
         assert cache.get_seq_length() == 0
-
-
-def test_another_implementation_set_meanwhile() -> None:
-    model = tiny_llama(attn_implementation="sdpa")
-    before, stock = snapshot(model), generate(model)
-    handle = turbo_hf.patch(model, "turbo2")
-    ours = generate(model)
-    assert not torch.equal(ours, stock)
-    cache = handle.new_cache()
-    model.set_attn_implementation("sdpa")
-    assert torch.equal(generate(model), stock)
-    ids = prompts(2, 70)
-    assert isinstance(model(ids, use_cache=True)[CACHE], DynamicCache)
-    torch.testing.assert_close(logits(model, ids, **{CACHE: cache}), logits(model, ids))
-    model.set_attn_implementation(NAME)
-    assert torch.equal(generate(model), ours)
-    handle.remove()
-    assert not changes(before, snapshot(model))
-
-
-@pytest.mark.parametrize("preset", ["int8", "turbo4", "turbo2"])
-def test_keys_and_values_next_to_nothing_are_no_nan(preset: str) -> None:
-    model = tiny_llama()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.k_proj.weight.mul_(1e-42)
-            layer.self_attn.v_proj.weight.mul_(1e-42)
-    stock = logits(model, prompts(1, 200))
-    with turbo_hf.patch(model, preset) as handle, torch.no_grad():
-        cache = handle.new_cache()
-        parts = [model(ids, **{CACHE: cache}).logits for ids in prompts(1, 200).split([190, 10], 1)]
-    assert torch.allclose(torch.cat(parts, 1), stock, atol=1e-5)

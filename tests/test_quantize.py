@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from op_calls import quantize_tokens, seal_blocks
-from stores import CODE_MAX, make_store, page_codes, store_codes, tokens, unpack
+from stores import CODE_MAX, make_store, store_codes, tokens, unpack
 
 from turbo_hf.config.expected import FLOATS
 from turbo_hf.config.turbo_config import HEAD_METRICS
@@ -193,39 +193,6 @@ def test_sealing_tokens_costs_half_a_step_of_their_channels(dim: int, bits: int,
         assert bool(((got * size[..., None] - want.double()).abs() <= bound + 4 * EPS * want.double().abs()).all())
 
 
-@pytest.mark.parametrize("bits", STAGE_2)
-def test_uneven_tokens_and_channels_cost_no_more_than_even_ones(bits: int, device: torch.device) -> None:
-    """A token keeps its size, and a channel its range: a factor of 10 between tokens of a block, and between channels,
-    leaves each token's relative error where it was."""
-    even = torch.randn(4, 2, 64, 64, device=device)
-    by_token, by_channel = (10 ** torch.rand(shape, device=device) for shape in ((4, 2, 64, 1), (4, 2, 1, 64)))
-
-    def error(x: torch.Tensor) -> torch.Tensor:
-        """Of keys and of values: the mean over channels and tokens of the error relative to the channel's size."""
-        codes, scale = quantize_tokens(x)
-        pages = seal_blocks(codes, scale, codes, scale, bits)
-        back = (back * pages.size[:, :, i].float()[..., None] for i, back in enumerate(reference_unpack_blocks(pages)))
-        own = (x / x.norm(dim=-1, keepdim=True)).square().mean(-2, keepdim=True).sqrt() * x.norm(dim=-1, keepdim=True)
-        return torch.stack([((each - x) / own).square().mean().sqrt() for each in back])
-
-    want = error(even)
-    # spans are whole units of the block, whose largest number is 126 of them: small channels have few
-    assert bool((error(even * by_token) <= 1.02 * want).all())
-    assert bool((error(even * by_token * by_channel) <= 1.1 * want).all())
-
-
-def test_8_bit_pages_keep_codes_and_scales(device: torch.device) -> None:
-    k, v = (torch.randint(-CODE_MAX, CODE_MAX + 1, (3, 2, 64, 80), dtype=torch.int8, device=device) for _ in range(2))
-    k_scale, v_scale = (torch.rand(3, 2, 64, device=device).bfloat16().float() for _ in range(2))
-    pages = seal_blocks(k, k_scale, v, v_scale, 8)
-    for got, want in zip(reference_unpack_blocks(pages), (k, v), strict=True):
-        assert torch.equal(got, want.float())
-    assert torch.equal(pages.size.float(), torch.stack((k_scale, v_scale), 2))
-    for position in range(64):
-        token = position // 16 * 16 + VALUE_ORDER[position % 16]
-        assert torch.equal(pages.v[..., position], v[:, :, token])
-
-
 @pytest.mark.parametrize("bits", ALL_BITS)
 def test_sealing_takes_any_strides(bits: int, device: torch.device) -> None:
     k = channels_of((2, 64, 3, 32)).transpose(1, 2).to(device)
@@ -238,19 +205,6 @@ def test_sealing_takes_any_strides(bits: int, device: torch.device) -> None:
     strided = PagedHeads(bits, *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in got[1:]))
     for a, b in zip(reference_unpack_blocks(strided), reference_unpack_blocks(got), strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("bits", ALL_BITS)
-def test_pages_unpack_to_what_the_drawing_says(bits: int, device: torch.device) -> None:
-    k = channels_of((2, 2, 32, 48)).to(device)
-    v = channels_of((2, 2, 32, 48)).to(device)
-    pages = seal_blocks(k, torch.rand(2, 2, 32, device=device), v, torch.rand(2, 2, 32, device=device), bits)
-    got_k, got_v = reference_unpack_blocks(pages)
-    for page in range(2):
-        for slot in range(2):
-            want_k, want_v = page_codes(pages, page, slot)
-            assert torch.equal(got_k[page, slot].cpu().double(), want_k)
-            assert torch.equal(got_v[page, slot].cpu().double(), want_v)
 
 
 # --- heads ranked ---------------------------------------------------------------------------------------------------
@@ -356,19 +310,6 @@ def test_tables_may_be_wider_than_any_row(device: torch.device) -> None:
     k, v = tokens(2, 2, 130, 16, device=device), tokens(2, 2, 130, 16, device=device)
     store = make_store(k, v, [130, 70])
     assert_dequantized(store._replace(table=torch.nn.functional.pad(store.table, (0, 2))), torch.float32)
-
-
-def test_rows_may_share_pages(device: torch.device) -> None:
-    k, v = tokens(1, 2, 200, 16, device=device), tokens(1, 2, 200, 16, device=device)
-    one = make_store(k, v, [200])
-    twice = torch.tensor([0, 0], device=device)
-    both = one._replace(
-        **{
-            name: getattr(one, name)[twice]
-            for name in ("order", "table", "sealed", "k_open", "v_open", "k_scale", "v_scale", "open_len")
-        }
-    )
-    assert_dequantized(both, torch.float32)
 
 
 def test_dequantize_a_cache_without_tokens(device: torch.device) -> None:

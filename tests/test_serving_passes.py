@@ -156,22 +156,6 @@ def test_rows_have_few_sizes() -> None:
         assert TurboAllocator.rows(allocator, prompts=True) == size
 
 
-def test_what_lies_between_packed_prompts_is_cut_like_prompts() -> None:
-    def row(first: int, new: int) -> rows.Row:
-        return rows.Row(str(first), 0, new, first, 0, [])
-
-    cpu = torch.device("cpu")
-    every = [row(first, new) for first, new in ((0, 1), (1, 1), (2, 5), (7, 9), (16, 3), (19, 14))]
-    packed = rows.Packed.of(every, [every[2], every[4]], cpu)
-    assert packed is not None
-    assert packed.edges.tolist() == [0, 2, 7, 12, 16, 19, 24, 29, 33]
-    assert (packed.longest, packed.tokens) == (5, 33)
-    assert rows.Packed.of(every, every[:1], cpu) is None
-    both = rows.Packed.of(every[:2], every[:2], cpu)
-    assert both is not None
-    assert both.edges.tolist() == [0, 1, 2]
-
-
 def test_steps_that_cannot_be_captured_are_launched(passes: Any, runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "CudaDevice", lambda device: Again(fails="no graph"))
     model, inputs = tiny_llama().double(), requests((70, 20))

@@ -78,12 +78,6 @@ def test_always_read_tokens_alone(device: torch.device, backend: str) -> None:
     check_sparse(tokens(2, 4, 1, 32, device=device), store, None, None, backend)
 
 
-def test_a_store_of_open_tokens_only(device: torch.device, backend: str) -> None:
-    store = sparse_store([5, 17], 2, 32, device)
-    index, visited = random_index(store, 1, 4, 0.5)
-    check_sparse(tokens(2, 4, 1, 32, device=device), store, index, visited, backend, window_tokens=2)
-
-
 @pytest.mark.parametrize(
     ("threshold", "groups"),
     [(None, ((4, 2),)), (None, ((4, 1), (2, 1))), (-6.0, ((4, 1), (2, 1))), (None, (((4, 2), 1), ((8, 3), 1)))],
@@ -116,23 +110,6 @@ def test_on_keys_that_are_not_rounded(device: torch.device, backend: str) -> Non
     store = sparse_store([200, 70], 2, 64, device, groups=((16, 2),))
     index, visited = random_index(store, 2, 9, 0.3)
     check_sparse(tokens(2, 8, 2, 64, device=device), store, index, visited, backend, mode="turbo")
-
-
-def test_queries_do_not_depend_on_each_other(device: torch.device, backend: str) -> None:
-    store = sparse_store([150], 2, 32, device)
-    index, visited = random_index(store, 3, 9, 0.3)
-    q = tokens(1, 4, 3, 32, device=device)
-    whole = sparse_decode(q, store, index, visited, **CHOICE, backend=backend)
-    other = q.clone()
-    other[:, :, 1:] = 7.0
-    again = sparse_decode(other, store, index, visited.roll(1, 2) | visited, **CHOICE, backend=backend)
-    alone = sparse_decode(q, store, index, visited, **CHOICE, backend=backend)
-    assert torch.equal(whole.out, alone.out)
-    assert again.out[:, :, 0].isfinite().all()
-    only = visited.clone()
-    only[:, :, 1:] = True
-    again = sparse_decode(other, store, index, only, **CHOICE, backend=backend)
-    assert torch.equal(again.out[:, :, 0], whole.out[:, :, 0])
 
 
 @given(
@@ -191,13 +168,6 @@ def test_sparse_decode_refuses_lengths_that_are_not_the_caches() -> None:
 def test_the_kernel_says_what_it_does_not_take() -> None:
     with pytest.raises(ValueError, match="float64 has no kernel"):
         visit(torch.zeros(1, 1, 1, 9, dtype=torch.float64), probes=1, backend="triton")
-
-
-def test_one_row_of_one_kv_head(device: torch.device, backend: str) -> None:
-    """A launch whose numbers are 1, for which Triton compiles another kernel."""
-    store = sparse_store([300], 1, 32, device)
-    index, visited = random_index(store, 1, 9, 0.3)
-    check_sparse(tokens(1, 4, 1, 32, device=device), store, index, visited, backend)
 
 
 @pytest.mark.parametrize(("ctas", "blocks", "scan"), [(3, 1, 2), (16, 2, 1), (50, 4, 4), (1, 2, 8), (90, 1, 16)])

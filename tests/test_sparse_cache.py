@@ -50,21 +50,13 @@ def test_the_report_counts_keys(llama: Any) -> None:
 
 
 def test_rows_whose_keys_are_all_always_read(llama: Any) -> None:
-    config = sparse("window", **small("window"))
-    reports = []
-    for lengths in ((12, 9), (40, 9)):
-        with turbo_hf.patch(llama, config) as handle:
-            llama.generate(**ragged(lengths), max_new_tokens=4, do_sample=False)
-            reports.append(handle.report())
-    # 3 steps after the prompt, 2 KV heads; a sink and 20 tokens are always read
-    dense = [
-        2 * sum(min(21, length + step) for length in lengths for step in (1, 2, 3)) for lengths in ((12, 9), (40, 9))
-    ]
-    there = [dense[0], 2 * (41 + 42 + 43 + 10 + 11 + 12)]
-    for report, always, all_keys in zip(reports, dense, there, strict=True):
-        assert {(read.there, read.dense, read.read) for read in report.selectivity} == {(all_keys, always, always)}
-    assert "every key read: all are always read" in str(reports[0])
-    assert "every key read" not in str(reports[1])
+    with turbo_hf.patch(llama, sparse("window", **small("window"))) as handle:
+        llama.generate(**ragged((12, 9)), max_new_tokens=4, do_sample=False)
+        report = handle.report()
+    # 3 steps after the prompt, 2 KV heads; a sink and 20 tokens would always be read
+    there = 2 * sum(length + step for length in (12, 9) for step in (1, 2, 3))
+    assert {(read.there, read.dense, read.read) for read in report.selectivity} == {(there, there, there)}
+    assert "every key read: all are always read" in str(report)
 
 
 def test_the_index_is_part_of_the_memory(llama: Any) -> None:
@@ -212,24 +204,6 @@ def test_sinks_and_a_cap_of_scores_are_those_of_dense_decode(
             )
     for got, want in zip(*(answer.logits for answer in found), strict=True):
         assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("selector", ["kmeans-rotated", "window"])
-def test_a_row_is_the_same_alone_and_in_a_batch(llama: Any, selector: str) -> None:
-    config = sparse(selector, **small(selector))
-    batch = answers(llama, config, **ragged())
-    dense = answers(llama, replace(config, sparse=None), **ragged())
-    assert not torch.equal(batch, dense), "sparse decode changes no token"
-    for row, length in enumerate((90, 70, 31)):
-        assert torch.equal(answers(llama, config, input_ids=prompts(1, length, length))[0], batch[row])
-
-
-@pytest.mark.parametrize("always", [{"window_tokens": 1 << 30}, {"sink_tokens": 1 << 30}, {"window_tokens": 5000}])
-def test_always_read_tokens_beyond_the_context_read_every_key(llama: Any, always: dict[str, int]) -> None:
-    for selector in ("window", "kmeans-rotated"):
-        config = sparse(selector, **small(selector) | always)
-        dense = answers(llama, replace(config, sparse=None), **ragged())
-        assert torch.equal(answers(llama, config, **ragged()), dense)
 
 
 def test_assisted_decoding_gives_the_same_tokens(llama: Any) -> None:

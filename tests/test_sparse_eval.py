@@ -15,25 +15,19 @@ from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cli.main import app
 from turbo_hf.eval.methods import method_named
 
+CHOSEN = SparseConfig(probes=16, read_all_layers=(0, 2))
+
 
 @pytest.mark.parametrize(
     ("name", "config"),
     [
         ("saap", TurboConfig(sparse=SparseConfig())),
         ("turbo4@window", TurboConfig(sparse=SparseConfig(selector="window"))),
-        (
-            "int8/native@saap:probes=16:window_tokens=511:read_all_layers=0+2",
-            TurboConfig(
-                bits=8, attention="native", sparse=SparseConfig(probes=16, window_tokens=511, read_all_layers=(0, 2))
-            ),
-        ),
-        (
-            "turbo4+block_size=32@saap:probes=64",
-            flat_config(block_size=32, sparse=SparseConfig(probes=64)),
-        ),
+        ("int8/native@saap:probes=16:read_all_layers=0+2", TurboConfig(bits=8, attention="native", sparse=CHOSEN)),
+        ("turbo4+block_size=32@saap:probes=64", flat_config(block_size=32, sparse=SparseConfig(probes=64))),
         ("turbo4@window:read_all_layers=", TurboConfig(sparse=SparseConfig(selector="window", read_all_layers=()))),
     ],
-)  # fmt: skip
+)
 def test_names_of_sparse_methods(name: str, config: TurboConfig) -> None:
     assert method_named(name).config == config
 

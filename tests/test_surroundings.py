@@ -43,7 +43,6 @@ from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.layer_ops import LayerOps
 from turbo_hf.patching import other_threads
 from turbo_hf.patching.doctor import diagnose
-from turbo_hf.sparse.selectors import Centroids
 
 PLAIN = flat_config(bits=16, block_size=32, attention="native")
 
@@ -139,13 +138,6 @@ def test_low_heads_of_less_than_one_head_are_told() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*less than one KV head")
         turbo_hf.patch(tiny_llama(), replace(config, int8_layers=(0, 1))).remove()
-
-
-def test_weights_of_a_selector_keep_their_precision() -> None:
-    config = SparseConfig(selector="kmeans", probes=2)
-    selector = Centroids(config, 1, torch.randn(2, 8, 16).half(), True)
-    assert selector._on("centroids", torch.device("cpu")).dtype == torch.float32
-    assert selector._on("centroids", torch.device("meta")).dtype == torch.float16
 
 
 CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0, "v_scale": "channel", "smooth_k": True}
@@ -286,15 +278,6 @@ def test_a_loop_over_the_model_inside_is_told_once() -> None:
         model.model(ids[:, :1], **{CACHE: compressed[CACHE]})
     assert len(texts) == 2
     assert all("so this call is not compressed" in text for text in texts)
-
-
-def test_generate_tells_of_such_a_cache_once() -> None:
-    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 70)
-    with turbo_hf.patch(model, SMALL), torch.no_grad(), said(here=True) as texts:
-        cache = model(ids[:, :60])[CACHE]
-        model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False)
-    (text,) = texts
-    assert f"a DynamicCache was passed as {CACHE}, so this call is not compressed." in text
 
 
 def test_copies_and_models_without_a_head() -> None:

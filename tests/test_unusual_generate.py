@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from choices import flat_config
 from graphs_support import watch_runners
 from models import SHAPE, left_padded, prompts
@@ -18,7 +17,6 @@ from transformers.generation.candidate_generator import EarlyExitCandidateGenera
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.models.sources import generates_by
 from turbo_hf.models.versions import CACHE
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -327,15 +325,6 @@ def test_another_cache_is_told_of(kind: Any) -> None:
 
 # --- models whose `generate` calls that of their language model -------------------------------------------------------
 
-PARTS = {
-    "Blip2ForConditionalGeneration": "language_model",
-    "BlipForConditionalGeneration": "text_decoder",
-    "BlipForQuestionAnswering": "text_decoder",
-    "InstructBlipForConditionalGeneration": "language_model",
-    "InstructBlipVideoForConditionalGeneration": "language_model",
-    "Kosmos2ForConditionalGeneration": "text_model",
-}
-
 
 @pytest.mark.parametrize("family", ["blip-2", "instructblip", "instructblipvideo"])
 def test_the_part_that_generates_is_patched(family: str) -> None:
@@ -361,21 +350,3 @@ def test_the_part_that_generates_is_patched(family: str) -> None:
 def test_a_part_that_cannot_be_compressed_is_refused() -> None:
     with pytest.raises(Unsupported, match="no layer of BlipTextLMHeadModel"):
         turbo_hf.patch(build_multimodal("blip"))
-
-
-def test_what_a_generate_calls_is_read_from_its_source() -> None:
-    class Calls:
-        inner: Any
-
-        @torch.no_grad()
-        def generate(self) -> Any:
-            return self.inner.generate()
-
-    class Both(Calls):
-        def generate(self) -> Any:
-            self.inner.generate()
-            return super().generate()
-
-    assert {name: generates_by(getattr(transformers, name)) for name in PARTS} == PARTS
-    assert generates_by(Calls) == "inner"
-    assert all(generates_by(kind) is None for kind in (Both, transformers.LlamaForCausalLM, transformers.LlamaModel))

@@ -333,12 +333,9 @@ class Judge:
 
 
 def every_line(
-    route: Route,
-    operation: Operation,
-    error: type[BaseException] = Broken,
-    step: int = 1,
+    route: Route, operation: Operation, error: type[BaseException] = Broken, step: int = 1,
     files: tuple[str, ...] = SOURCES,
-) -> Counter[str]:
+) -> Counter[str]:  # fmt: skip
     """Verdicts over an exception at each `step`-th line of an operation."""
     return _every(route, operation, lambda at: Lines(at, error, files), step)
 

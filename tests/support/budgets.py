@@ -111,15 +111,9 @@ def check_padding(got: AttentionOutput, want: Exact) -> None:
 
 
 def check_exact(
-    got: AttentionOutput,
-    q: Tensor,
-    rows: Sequence[KeyValue],
-    *,
-    starts: Sequence[int] | None = None,
-    units: float = 0.0,
-    unpacked: bool = False,
-    **options: Any,
-) -> None:
+    got: AttentionOutput, q: Tensor, rows: Sequence[KeyValue], *, starts: Sequence[int] | None = None,
+    units: float = 0.0, unpacked: bool = False, **options: Any,
+) -> None:  # fmt: skip
     """Assert that an op in mode "native" is attention of q over these keys and values, to eager's own precision.
 
     units: largest |log2| of a scale of the values, which an op may carry as its log2 in float32.
@@ -179,16 +173,9 @@ def p_budget(probs: Tensor, row: Codes, p_type: str = "int8", depth: float = 0.0
 
 
 def check_rounded(
-    got: AttentionOutput,
-    q: Tensor,
-    dtype: torch.dtype,
-    rows: Sequence[Codes],
-    p_type: str = "int8",
-    *,
-    starts: Sequence[int] | None = None,
-    depth: float = 0.0,
-    **options: Any,
-) -> None:
+    got: AttentionOutput, q: Tensor, dtype: torch.dtype, rows: Sequence[Codes], p_type: str = "int8", *,
+    starts: Sequence[int] | None = None, depth: float = 0.0, **options: Any,
+) -> None:  # fmt: skip
     """Assert that an op is attention of q (float64, fake-quantized) over `rows`, with P rounded to `p_type`.
 
     The only errors left are P's rounding, that of folded queries, float32 arithmetic, and the rounding of the output to

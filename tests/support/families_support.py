@@ -26,41 +26,22 @@ SLIDING, FULL, LINEAR, CHUNKED = "sliding_attention", "full_attention", "linear_
 MIXED = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": WINDOW}
 # as many experts as are chosen: a router that changes its mind would hide what attention does
 EXPERTS = {
-    "num_local_experts": 2,
-    "num_experts": 2,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "shared_expert_intermediate_size": 48,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "num_experts_per_tok"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 48),
+    **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), 1),
 }
-DELTA_NET = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
+DELTA_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA_NET |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16)
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
-LATENT = {
-    "kv_lora_rank": 32,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 32,
-    "first_k_dense_replace": 1,
-}
+LATENT = {"kv_lora_rank": 32, "v_head_dim": 32, "first_k_dense_replace": 1}
+LATENT |= dict.fromkeys(("q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"), 16)
+CHUNKS = {"num_hidden_layers": 4, "layer_types": [*[CHUNKED] * 3, FULL]}
+CHUNKS |= {"attention_chunk_size": 48, "intermediate_size_mlp": 96}
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4}
 QUARTER_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
-SHARED = {
-    "num_hidden_layers": 6,
-    "num_kv_shared_layers": 2,
-    "layer_types": [SLIDING, FULL] * 3,
-    "sliding_window": WINDOW,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": VOCABULARY,
-}
+BY_LAYER = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY}
+SHARED = {"layer_types": [SLIDING, FULL] * 3, "sliding_window": WINDOW, **BY_LAYER}
+SHARED |= {"num_hidden_layers": 6, "num_kv_shared_layers": 2}
 
 
 class Case(NamedTuple):
@@ -85,14 +66,7 @@ FAMILY_CASES = (
     Case("gemma4_text", {**SHARED, "global_head_dim": 32}, dense=(2, 3, 4, 5)),
     Case(
         "gemma4_text",
-        {
-            **MIXED,
-            "global_head_dim": 32,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": VOCABULARY,
-        },
+        {**MIXED, **BY_LAYER, "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
         variant="-heads",
     ),
     Case("gpt_oss", {**MIXED, **EXPERTS}),
@@ -120,17 +94,7 @@ GENERIC_CASES = (
     Case("ctrl", {**GPT2, "n_positions": 4096, "dff": 96}),
     Case("qwen3_next", {"layer_types": [LINEAR, FULL, LINEAR], **DELTA_NET, **EXPERTS}, dense=(0, 2)),
     Case("bamba", {"attn_layer_indices": [1], **MAMBA}, dense=(0, 2)),
-    Case(
-        "llama4_text",
-        {
-            "num_hidden_layers": 4,
-            "layer_types": [CHUNKED, CHUNKED, CHUNKED, FULL],
-            "attention_chunk_size": 48,
-            "intermediate_size_mlp": 96,
-            **EXPERTS,
-        },
-        dense=(0, 1, 2),
-    ),
+    Case("llama4_text", {**CHUNKS, **EXPERTS}, dense=(0, 1, 2)),
     Case(
         "gemma3n_text",
         {**SHARED, "activation_sparsity_pattern": [0.0] * 6, "laurel_rank": 8, "altup_num_inputs": 2},

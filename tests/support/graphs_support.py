@@ -112,11 +112,11 @@ def answer_and_report(
         return tokens, handle.report()
 
 
-def an_index(model: Any, buckets: int = 16) -> Calibration:
+def an_index(model: Any, buckets: int = 16, seed: int = 5) -> Calibration:
     """Random centroids and query classifiers for a tiny model."""
     heads, dim = model.config.num_key_value_heads, SHAPE["head_dim"]
     shapes = {"weight_1": (dim, 32), "bias_1": (32,), "weight_2": (32, buckets), "bias_2": (buckets,)}
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(seed)
 
     def drawn(*shape: int) -> Tensor:
         return torch.nn.functional.normalize(torch.randn(heads, *shape, generator=generator), dim=-1)

@@ -22,20 +22,11 @@ LAB_MODEL = Path(__file__).resolve().parents[2] / "examples" / "lab-llama-4m"
 
 # weights wide enough that logits lie far apart: greedy tokens then vary, and do not hang on the last bit
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096,
+    "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
     "attn_implementation": "eager",
-}
+}  # fmt: skip
 
 
 def tiny_llama(**overrides: Any) -> Any:

@@ -116,15 +116,9 @@ def latent_decode(
 
 
 def sparse_decode(
-    q: Tensor,
-    store: KVStore,
-    buckets: Tensor | None,
-    visited: Tensor | None,
-    *,
-    mode: str = "turbo",
-    backend: str = "auto",
-    **options: Any,
-) -> AttentionOutput:
+    q: Tensor, store: KVStore, buckets: Tensor | None, visited: Tensor | None, *, mode: str = "turbo",
+    backend: str = "auto", **options: Any,
+) -> AttentionOutput:  # fmt: skip
     """`SparseOps.sparse_decode`; buckets and visited: both or neither."""
     scoring, always = taken(Scoring, options), taken(AlwaysRead, options)
     visits = taken(Visits, options | {"buckets": buckets, "visited": visited})
@@ -139,14 +133,9 @@ def assign(keys: Tensor, centroids: Tensor, *, rotary: Rotary | None = None, bac
 
 
 def assign_and_score(
-    keys: Tensor,
-    queries: Tensor,
-    centroids: Tensor,
-    classifier: Mapping[str, Tensor] | None = None,
-    *,
-    rotary: Rotary | None = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+    keys: Tensor, queries: Tensor, centroids: Tensor, classifier: Mapping[str, Tensor] | None = None, *,
+    rotary: Rotary | None = None, backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`SparseOps.assign_and_score`."""
     return ops_like(keys, backend).assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
 

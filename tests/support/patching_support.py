@@ -88,14 +88,9 @@ class WrittenOut(modeling_llama.LlamaAttention):
     """Llama's attention, for classes that do something of their own between the cache and the attention function."""
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        cache: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+        self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Tensor | None = None,
+        past_key_values: Any = None, cache: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         # what it is called depends on the version
         cache = past_key_values if cache is None else cache
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)

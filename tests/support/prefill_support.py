@@ -111,18 +111,9 @@ def join(past: Codes, new: Codes) -> Codes:
 
 
 def check_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mode: str,
-    *,
-    past: KVStore | None = None,
-    starts: Sequence[int] | None = None,
-    block: int = 128,
-    v_scale: str = "block",
-    backend: str = "auto",
-    **options: Any,
-) -> AttentionOutput:
+    q: Tensor, k: Tensor, v: Tensor, mode: str, *, past: KVStore | None = None, starts: Sequence[int] | None = None,
+    block: int = 128, v_scale: str = "block", backend: str = "auto", **options: Any,
+) -> AttentionOutput:  # fmt: skip
     """Assert that `prefill` is right in `mode`, and return it. sinks=True stands for random ones."""
     if options.get("sinks") is True:
         options["sinks"] = torch.randn(q.shape[1], device=q.device) * 3

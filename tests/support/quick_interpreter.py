@@ -113,13 +113,9 @@ def _take_operands_as_they_are(interpreter: Any) -> None:
     types: dict[tuple[str, str], tuple[Any, Any]] = {}
 
     def operands(
-        lhs: Any,
-        rhs: Any,
-        allow_lhs_ptr: bool = False,
-        allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True,
+        lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, arithmetic_check: bool = True,
         div_or_mod: bool = False,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         alike = isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor) and lhs.dtype is rhs.dtype
         # quotients of 16-bit floats are made in 32 bits, and pointers have no sums
         if not alike or div_or_mod or lhs.dtype.is_ptr():

@@ -54,15 +54,9 @@ def kept_keys(place: int, bucket: list[int], visited: list[bool], sink: int, win
 
 
 def check_sparse(
-    q: Tensor,
-    store: KVStore,
-    index: Tensor | None,
-    visited: Tensor | None,
-    backend: str,
-    *,
-    starts: Sequence[int] | None = None,
-    **options: Any,
-) -> AttentionOutput:
+    q: Tensor, store: KVStore, index: Tensor | None, visited: Tensor | None, backend: str, *,
+    starts: Sequence[int] | None = None, **options: Any,
+) -> AttentionOutput:  # fmt: skip
     """Assert that `sparse_decode` is attention in float64 over the kept keys, and counts them."""
     choice = CHOICE | {"spans": spans_of(store, index), "mode": "native"} | options
     if choice.get("sinks") is True:
@@ -84,14 +78,9 @@ def check_sparse(
 
 
 def naive(
-    q: Tensor,
-    store: KVStore,
-    index: Tensor | None,
-    visited: Tensor | None,
-    starts: Sequence[int] | None,
-    choice: dict[str, Any],
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, int]:
+    q: Tensor, store: KVStore, index: Tensor | None, visited: Tensor | None, starts: Sequence[int] | None,
+    choice: dict[str, Any], dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, int]:  # fmt: skip
     """out, lse and the number of keys read, one query and head at a time; in `dtype`, softmax in float32 at least."""
     batch, heads, m, _ = q.shape
     wide = torch.promote_types(dtype, torch.float32)

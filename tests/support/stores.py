@@ -21,15 +21,9 @@ def tokens(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device
 
 
 def make_store(
-    k: Tensor,
-    v: Tensor,
-    lengths: Sequence[int],
-    *,
-    groups: HeadGroups | None = None,
-    order: Tensor | None = None,
-    block: int = 64,
-    sealed: Sequence[int] | None = None,
-) -> KVStore:
+    k: Tensor, v: Tensor, lengths: Sequence[int], *, groups: HeadGroups | None = None, order: Tensor | None = None,
+    block: int = 64, sealed: Sequence[int] | None = None,
+) -> KVStore:  # fmt: skip
     """A cache whose row r holds the first `lengths[r]` tokens of k, v [B, Hkv, N, D].
 
     groups: (width, heads) of each width, default 4 bit for all. order: int64 [B, Hkv], the head in each slot; default
@@ -83,14 +77,9 @@ def make_store(
 
 
 def random_store(
-    lengths: Sequence[int],
-    heads: int,
-    dim: int,
-    device: torch.device,
-    *,
-    dtype: torch.dtype = torch.float32,
+    lengths: Sequence[int], heads: int, dim: int, device: torch.device, *, dtype: torch.dtype = torch.float32,
     **how: Any,
-) -> KVStore:
+) -> KVStore:  # fmt: skip
     """A cache of random tokens, of rows of these lengths."""
     shape = (len(lengths), heads, max(1, *lengths), dim)
     k, v = (tokens(*shape, dtype=dtype, device=device) for _ in range(2))

@@ -76,12 +76,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": ALTERNATING,
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {
-        "vocab_size": 260,
-        "num_hidden_layers": 2,
-        "encoder_hash_byte_group_vocab": 50,
-        "patcher_config": BYTES,
-        "global_config": BYTES,
-        "encoder_config": {**BYTES, "hidden_size_global": 64},
+        "vocab_size": 260, "num_hidden_layers": 2, "encoder_hash_byte_group_vocab": 50, "patcher_config": BYTES,
+        "global_config": BYTES, "encoder_config": {**BYTES, "hidden_size_global": 64},
         "decoder_config": {**BYTES, "hidden_size_global": 64},
     },
     "codegen": {"rotary_dim": 8},
@@ -128,7 +124,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 2},
     "zamba2": {"layers_block_type": [LINEAR, "hybrid"] * 2, "num_key_value_heads": 4},
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 """By family: fields that its config needs on top of `SMALL`."""
 
 SHARED = {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": [SLIDING, FULL] * 3}
@@ -147,10 +143,7 @@ MSCALE = {"short_mscale": 1.1, "long_mscale": 1.2}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "cohere_compass_text": {"windows": {**WINDOWS, "rope_parameters": {FULL: PLAIN_ROPE, SLIDING: PLAIN_ROPE}}},
     "dots1": {"windows": WINDOWS},
-    "falcon": {
-        "alibi": {"alibi": True},
-        "new decoder architecture": {"new_decoder_architecture": True},
-    },
+    "falcon": {"alibi": {"alibi": True}, "new decoder architecture": {"new_decoder_architecture": True}},
     "gemma3_text": {"bidirectional": {"use_bidirectional_attention": True}},
     "gemma3n_text": {"shared keys": SHARED},
     "gemma4_text": {
@@ -165,11 +158,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {"dynamic rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}},
     "mellum": {"windows": WINDOWS},
     "minimax_m3_vl_text": {
-        "sparse layers": {
-            "layer_types": [FULL, "minimax_m3_sparse"] * 2,
-            "index_block_size": 8,
-            "index_topk_blocks": 2,
-        }
+        "sparse layers": {"layer_types": [FULL, "minimax_m3_sparse"] * 2, "index_block_size": 8, "index_topk_blocks": 2}
     },
     "mistral": {"no window": {"sliding_window": None}},
     "olmo": {"clipped": {"clip_qkv": 1.0}},

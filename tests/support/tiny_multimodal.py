@@ -27,21 +27,11 @@ TOWER: dict[str, Any] = {
     **dict.fromkeys(WIDE, 64),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "mlp_dim"), 64),
     **dict.fromkeys(("num_attention_heads", "encoder_attention_heads", "attention_heads", "num_heads"), 4),
-    **dict.fromkeys(("depth", "layers", "encoder_layers", *LAYER_COUNTS), 1),
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "image_size": SIDE,
-    "patch_size": PATCH,
-    "temporal_patch_size": 1,
-    "spatial_merge_size": 2,
-    "initializer_range": SPREAD,
-    "init_std": SPREAD,
-    "vision_use_head": False,
-    "num_mel_bins": 16,
-    "max_source_positions": 32,
-    "fullatt_block_indexes": [0],
-    "deepstack_visual_indexes": [0],
-}
+    **dict.fromkeys(("depth", "layers", "encoder_layers", *LAYER_COUNTS), 1), "num_key_value_heads": 4,
+    "head_dim": 16, "image_size": SIDE, "patch_size": PATCH, "temporal_patch_size": 1, "spatial_merge_size": 2,
+    "initializer_range": SPREAD, "init_std": SPREAD, "vision_use_head": False, "num_mel_bins": 16,
+    "max_source_positions": 32, "fullatt_block_indexes": [0], "deepstack_visual_indexes": [0],
+}  # fmt: skip
 """Sizes of what sees and hears."""
 
 MROPE = {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}}
@@ -49,6 +39,7 @@ GRID = {"image_grid_pinpoints": [[SIDE, SIDE]]}
 STRAY = {"text_config": {"sliding_window": None}}
 """A window that these never mask by, while Transformers' own cache drops what lies before it."""
 BEGINNINGS = {"vision_start_token_id": 94, "audio_start_token_id": 95}
+LLAMA4 = ("projector_input_dim", "projector_output_dim", "vision_output_dim")
 MEDIA = {"video_token_index": 98, "image_token_index": 98, "audio_token_id": 98}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
@@ -65,14 +56,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"text_config": {"pad_token_id": 0}, "vision_config": {"pooling_kernel_size": 1}},
     "granite_speech": {"encoder_config": {"input_dim": 16}},
     "granite_speech_plus": {"encoder_config": {"input_dim": 16}},
-    "llama4": {
-        "vision_config": {
-            "intermediate_size": 256,
-            "projector_input_dim": 64,
-            "projector_output_dim": 64,
-            "vision_output_dim": 64,
-        }
-    },
+    "llama4": {"vision_config": {"intermediate_size": 256, **dict.fromkeys(LLAMA4, 64)}},
     "llava_next": GRID,
     "llava_next_video": GRID,
     "llava_onevision": GRID,

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from calibration_support import PROSE_FILE, SMALL
 from choices import flat_config
-from models import LAB_MODEL, SHAPE, prompts, tiny_llama
+from graphs_support import an_index
+from models import LAB_MODEL, prompts, tiny_llama
 from ranks_support import COUNT, error_of, run_rank, stand_ins
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -26,8 +27,6 @@ from typer.testing import CliRunner
 
 import turbo_hf
 from turbo_hf import Calibration, SparseConfig, TurboConfig
-from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
-from turbo_hf.calibration.checkpoint import Checkpoint
 from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.calibration.widths import Widths
@@ -51,20 +50,11 @@ NEW = 24
 
 def calibration_of(model: Any, seed: int = 5) -> Calibration:
     """Of a whole or a split model: on either rank the odd heads need their bits least; an index of 16 buckets."""
-    heads, dim = model.config.num_key_value_heads, SHAPE["head_dim"]
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"weight_1": (dim, 32), "bias_1": (32,), "weight_2": (32, 16), "bias_2": (16,)}
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.nn.functional.normalize(torch.randn(heads, *shape, generator=generator), dim=-1)
-
-    layers = []
-    for index in range(model.config.num_hidden_layers):
-        scores = {metric: torch.tensor([3.0, 1.0, 4.0, 2.0][:heads]) for metric in HEAD_METRICS}
-        classifier = {name: drawn(*shape) for name, shape in shapes.items()}
-        layers.append(LayerCalibration(index, scores, drawn(16, dim), classifier, rotated_centroids=drawn(16, dim)))
+    found = an_index(model, seed=seed)
+    ranked = torch.tensor([3.0, 1.0, 4.0, 2.0][: model.config.num_key_value_heads])
+    layers = tuple(replace(at, scores={metric: ranked.clone() for metric in HEAD_METRICS}) for at in found.layers)
     widths = Widths(tuple(((8, 3), (3, 4))[at.index % 2] for at in layers), 4.5, 0.0, 0)
-    return Calibration(fingerprint(model, Checkpoint("")), {}, tuple(layers), 0, widths)
+    return replace(found, layers=layers, widths=widths)
 
 
 def answer(model: Any, config: TurboConfig, **options: Any) -> tuple[list[Any], Any, Any]:
