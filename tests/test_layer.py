@@ -37,7 +37,7 @@ from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.layout import CODE_MAX, open_token_bytes, page_bytes
+from turbo_hf.layout import CODE_MAX, FIRST, open_token_bytes, page_bytes
 from turbo_hf.ops.store.reference_quantize import rounded_up
 
 # --- what is stored ------------------------------------------------------------------------------------------------
@@ -78,10 +78,11 @@ def test_a_half_precision_cache_is_that_of_float32() -> None:
 
 def test_the_first_block_ranks_the_heads_of_each_row(device: torch.device) -> None:
     k, v = (x.to(device) for x in random_kv(2, 128, heads=4))
-    # in row 0 head 3 has by far the widest channels, in row 1 head 0; the second block says the opposite
+    # in row 0 head 3 has by far the widest channels, in row 1 head 0; the tokens around the block say the opposite
     for row, head, other in ((0, 3, 0), (1, 0, 3)):
-        k[row, head, :64, 0] *= 50
-        k[row, other, 64:, 0] *= 5000
+        k[row, head, FIRST : FIRST + 64, 0] *= 50
+        k[row, other, :FIRST, 0] *= 5000
+        k[row, other, FIRST + 64 :, 0] *= 5000
     config = flat_config(bits=4, low_bits=2, low_heads=0.75)
     layer = filled(config, k, v)
     assert [pages.bits for pages in layer.kv_store().paged] == [4, 2]
@@ -103,7 +104,7 @@ def test_memory_is_what_is_reported_and_near_theory(config: TurboConfig, rows: i
         if step in {0, 20, 149}:
             block, held = config.expert.block_size, tokens + step + 1
             page = sum(n * page_bytes(dim, bits, block) for bits, n in config.head_groups(heads))
-            whole = (held - config.recent_tokens) // block
+            whole = (held - config.first_tokens - config.recent_tokens) // block
             room = -(-(held - whole * block) // 16) * 16 or 16
             pages, open_bytes = rows * whole * page, rows * heads * room * open_token_bytes(dim)
             sizes = layer.nbytes()
@@ -123,6 +124,7 @@ def test_growth_copies_a_constant_number_of_pages_a_page(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(PagePool, "_resize", counted)
     layer, blocks = TurboLayer(flat_config(block_size=32)), 1024
+    feed(layer, *random_kv(1, FIRST, heads=1))
     k, v = random_kv(1, 32, heads=1)
     for _ in range(blocks):
         feed(layer, k, v)
@@ -134,10 +136,10 @@ def test_growth_copies_a_constant_number_of_pages_a_page(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("shrinks", [False, True], ids=["grows", "shrinks"])
 def test_pages_for_which_there_is_no_memory_change_nothing(shrinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = filled(flat_config(block_size=32), *random_kv(3, 200))
+    layer = filled(flat_config(block_size=32), *random_kv(3, FIRST + 200))
     # rows that share pages, between pages that no row holds
     layer.batch_select_indices(torch.tensor([1, 1, 2]))
-    pool, sealed, before = layer.pool, layer.state.sealed, layer.dequantized(200)
+    pool, sealed, before = layer.pool, layer.state.sealed, layer.dequantized(layer.seen)
 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
@@ -148,14 +150,14 @@ def test_pages_for_which_there_is_no_memory_change_nothing(shrinks: bool, monkey
         patched.setattr("turbo_hf.cache.page_pool.empty_pages", full)
         with pytest.raises(torch.OutOfMemoryError):
             pool.trim(sealed) if shrinks else pool.reserve(sealed, [20, 20, 20])
-    assert all(torch.equal(x, y) for x, y in zip(layer.dequantized(200), before, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(layer.dequantized(layer.seen), before, strict=True))
     pool.reserve(sealed, [9, 9, 9])
     held = pool.table[:, :15]
     assert int(held.max()) < pool.pages
     assert len(held[:, 6:].unique()) == 27
     pool.trim(sealed)
     assert pool.pages == 12
-    assert all(torch.equal(x, y) for x, y in zip(layer.dequantized(200), before, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(layer.dequantized(layer.seen), before, strict=True))
 
 
 def test_layers_that_have_stored_the_same_count_the_same() -> None:
@@ -476,15 +478,15 @@ TestLife.settings = settings(max_examples=60, stateful_step_count=30)
 
 def test_pages_that_a_crop_frees_are_used_again() -> None:
     config, blocks = flat_config(block_size=32), 36
-    k, v = random_kv(2, blocks * 32)
+    k, v = random_kv(2, FIRST + blocks * 32)
     layer, whole = filled(config, k, v), filled(config, k, v)
     for kept in (35, 34, 12, 0):
         # two pages of 72 are kept for the next blocks, more are given back
-        layer.crop(35 * 32 - layer.seen)
+        layer.crop(FIRST + 35 * 32 - layer.seen)
         assert layer.pool.pages == 2 * blocks
-        layer.crop(kept * 32 - layer.seen)
+        layer.crop(FIRST + kept * 32 - layer.seen)
         assert layer.pool.pages == 2 * (blocks if kept == 35 else kept)
-        for at in range(kept * 32, blocks * 32, 32):
+        for at in range(FIRST + kept * 32, FIRST + blocks * 32, 32):
             feed(layer, k[:, :, at : at + 32], v[:, :, at : at + 32])
         for row in range(2):
             assert_same_rows(layer, row, whole, row)
@@ -513,7 +515,7 @@ def test_crop_takes_a_tensor_too() -> None:
 
 
 def test_beams_share_pages_and_then_part() -> None:
-    k, v = random_kv(1, 128)
+    k, v = random_kv(1, FIRST + 128)
     layer = filled(TurboConfig(), k, v)
     layer.batch_repeat_interleave(3)
     assert layer.pool.pages == 2
@@ -536,7 +538,8 @@ def test_beams_share_pages_and_then_part() -> None:
 )
 def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device: torch.device) -> None:
     k, v = (x.to(device) for x in random_kv(2, 500))
-    rolled, whole = TurboLayer(TurboConfig(), window), TurboLayer(TurboConfig())
+    # of which one drops nothing
+    rolled, whole = TurboLayer(TurboConfig(), window), TurboLayer(TurboConfig(), 500)
     at = 0
     for tokens in (300, 7, 64, *[1] * 16, 113):
         part = slice(at, at + tokens)
@@ -557,7 +560,8 @@ def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device:
         assert max(rolled.lengths()) < window - 1 + 64
     assert rolled.state.dropped[0] > 0
     assert rolled.get_max_length() == window
-    assert whole.get_max_length() == -1
+    assert not whole.state.dropped[0]
+    assert TurboLayer(TurboConfig()).get_max_length() == -1
 
 
 def test_a_rolling_window_has_bounded_memory() -> None:

@@ -1,4 +1,4 @@
-"""The open part of one layer's cache: the newest tokens of each row, in INT8 with one scale per token and head.
+"""The open part of one layer's cache: the first and the newest tokens of each row, in INT8 with one scale per token and head.
 
 In a layer that has 16-bit heads: unquantized, with scale 1.
 """
@@ -45,7 +45,8 @@ def _rounded(tokens: int) -> int:
 class OpenBuffer:
     """Open tokens of all rows, each row from place 0 on (shapes: `turbo_hf.layout`). `RowState` counts them.
 
-    tokens: initial capacity. rotary_dim: of a layer of latent attention, as in `layout.page_bytes`.
+    tokens: initial capacity. rotary_dim: of a layer of latent attention, as in `layout.page_bytes`. first: as in
+    `KVStore`.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class OpenBuffer:
         dtype: torch.dtype = torch.int8,
         tokens: int = 0,
         rotary_dim: int | None = None,
+        first: int = 0,
     ):
+        self.first = first
         capacity = _rounded(tokens)
         self.k = torch.empty(rows, heads, capacity, dim, dtype=dtype, device=device)
         self.v = torch.empty(rows, heads, rotary_dim or dim, capacity, dtype=dtype, device=device)
@@ -96,9 +99,9 @@ class OpenBuffer:
         self.v_scale[row, :, target] = v_scale[row, :, source]
 
     def first_block(self, rows: torch.Tensor | slice, block: int) -> Tokens:
-        """The oldest `block` tokens of `rows`."""
-        k, v = self.k[rows, :, :block], self.v[rows, :, :, :block].mT
-        return Tokens(k, self.k_scale[rows, :, :block], v, self.v_scale[rows, :, :block])
+        """The oldest `block` tokens of `rows` that are sealed once."""
+        of = slice(self.first, self.first + block)
+        return Tokens(self.k[rows, :, of], self.k_scale[rows, :, of], self.v[rows, :, :, of].mT, self.v_scale[rows, :, of])
 
     def ranked_heads(
         self, rows: torch.Tensor | slice, config: TurboConfig, balance: torch.Tensor | None
@@ -117,17 +120,19 @@ class OpenBuffer:
             self.v_scale[row, head, place] = self.v_scale[row, head, place][at]
 
     def drop_front(self, counts: list[int], left: list[int], room: int = 0) -> None:
-        """Drop the oldest `counts[row]` tokens of each row, which leaves `left[row]`, and release the memory.
+        """Drop `counts[row]` tokens of each row behind its first ones, which leaves `left[row]`, and release the memory.
 
         room: tokens per row for which memory may be kept, if no token moves.
         """
-        moves = any(count and rest for count, rest in zip(counts, left, strict=True))
-        if moves or self.capacity > _rounded(room):
+        if self._moves(counts, left) or self.capacity > _rounded(room):
             self._resize(max(left), counts, left)
+
+    def _moves(self, counts: list[int], left: list[int]) -> bool:
+        return any(count and rest > self.first for count, rest in zip(counts, left, strict=True))
 
     def drop_front_in_place(self, counts: list[int], left: list[int]) -> None:
         """As `drop_front`; the memory stays where it is, and all of it is kept."""
-        if not any(count and rest for count, rest in zip(counts, left, strict=True)):
+        if not self._moves(counts, left):
             return
         held = self.tensors()
         self.drop_front(counts, left)
@@ -141,12 +146,14 @@ class OpenBuffer:
         self.k_scale, self.v_scale = self.k_scale[index], self.v_scale[index]
 
     def _resize(self, tokens: int, skip: list[int], left: list[int]) -> None:
-        """Capacity for `tokens` per row, rounded up to the grain; row r keeps `left[r]` from place `skip[r]` on."""
-        capacity, even = _rounded(tokens), len(set(skip)) == 1
+        """Capacity for `tokens` per row, rounded up to the grain; row r keeps `left[r]`, those behind its first ones
+        from place `first + skip[r]` on."""
+        capacity, even = _rounded(tokens), len(set(skip)) == 1 and not (self.first and skip[0])
         kept = min(capacity, self.capacity - skip[0] * even) if max(left) else 0
         place = None
         if not even:
-            place = shared(skip, self.k.device)[:, None] + torch.arange(kept, device=self.k.device)
+            place = torch.arange(kept, device=self.k.device)
+            place = place + shared(skip, self.k.device)[:, None] * (place >= self.first)
             place = place.clamp(max=self.capacity - 1)[:, None]
         grown = []
         for x, dim in ((self.k, 2), (self.v, 3), (self.k_scale, 2), (self.v_scale, 2)):

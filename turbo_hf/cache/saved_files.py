@@ -22,7 +22,7 @@ FILE = "turbo_cache.safetensors"
 ENTRY = "turbo_hf"
 """Of the file's metadata: the tree and what it says of the file, as JSON."""
 AGAIN = " Compute the prompt again, and save it anew."
-SAVED = FactsFile(FILE, "turbo_hf cache", 4, "sha256", AGAIN, AGAIN)
+SAVED = FactsFile(FILE, "turbo_hf cache", 5, "sha256", AGAIN, AGAIN)
 TYPES = {str(x): x for x in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)}
 MOST_DIMENSIONS, MOST_NUMBERS = 8, 2**56
 """Of a tensor; 0 in a shape counts as 1. Beyond it torch itself counts wrong."""

@@ -127,7 +127,7 @@ class StoreOps(Choice):
 
         Args:
             k, v: float [B, Hkv, 1, D].
-            store: one layer's cache. A row has at most `block` open tokens; if it has that many, `table[row,
+            store: one layer's cache. A row has at most `first + block` open tokens; if it has that many, `table[row,
                 sealed[row]]` is a page of its own. The pages, the open tokens, their scales, sealed and open_len
                 change.
             given_scale: float32 [B, Hkv, 2], as in `append_tokens`.
@@ -148,8 +148,8 @@ class StoreOps(Choice):
         """
         batch, heads, capacity, _ = store.k_open.shape
         _check_new(k, v, store, "1", 1)
-        if capacity < store.block:
-            raise ValueError(f"store must have room for {store.block} open tokens; it has {capacity}.")
+        if capacity < store.first + store.block:
+            raise ValueError(f"store must have room for {store.first + store.block} open tokens; it has {capacity}.")
         if store.k_open.dtype != torch.int8 and self.rotary_dim is None:
             raise ValueError(
                 f"store must have INT8 open tokens; got {store.k_open.dtype}. For 16-bit pages "
@@ -179,12 +179,12 @@ class StoreOps(Choice):
         return None if queries is None else balanced_queries(queries, balance)
 
     def seal_open(self, store: KVStore, blocks: int) -> None:
-        """Seal the whole blocks of open tokens into the pages that the table names; on a GPU in one launch, without
-        waiting.
+        """Seal the whole blocks of open tokens, behind the `first` ones, into the pages that the table names; on a GPU
+        in one launch, without waiting.
 
         Args:
-            store: one layer's cache, whose table and `sealed` already count these blocks: the `open_len // block` of
-                row r are the last ones before entry `sealed[r]` of its row of the table; blocks that would lie before
+            store: one layer's cache, whose table and `sealed` already count these blocks: the
+                `(open_len - first) // block` of row r are the last ones before entry `sealed[r]` of its row of the table; blocks that would lie before
                 entry 0 are left out. The pages change; `k_open` [B, Hkv, cap, D] and the other open tokens do not.
             blocks: the largest number of whole blocks of any row.
 
