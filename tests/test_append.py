@@ -421,8 +421,10 @@ def some_open(count: int, tokens: int, dims: tuple[int, int], device: torch.devi
     return k, v, k_scale.contiguous(), v_scale.contiguous()
 
 
-@pytest.mark.parametrize("dims", [(16, 16), (80, 80), (160, 32)])
-def test_slots_and_blocks_exchange_open_tokens(dims: tuple[int, int], backend: str, device: torch.device) -> None:
+@pytest.mark.parametrize(("dims", "begin"), [((16, 16), 0), ((80, 80), FIRST), ((160, 32), 0)])
+def test_slots_and_blocks_exchange_open_tokens(
+    dims: tuple[int, int], begin: int, backend: str, device: torch.device
+) -> None:
     torch.manual_seed(dims[0])
     blocks, slots = some_open(7, BLOCK, dims, device), some_open(6, ROOM, dims, device)
     # one block each, several, nothing held, and two of no request that share a slot and a row
@@ -430,10 +432,10 @@ def test_slots_and_blocks_exchange_open_tokens(dims: tuple[int, int], backend: s
     want_blocks, want_slots = (tuple(x.clone() for x in each) for each in (blocks, slots))
     for slot, first, last, held in requests:
         for x, y, at in zip(want_blocks, want_slots, (1, 2, 1, 1), strict=True):
-            x[first].narrow(at, 0, held).copy_(y[slot].narrow(at, 0, held))
-            y[slot].narrow(at, 0, BLOCK).copy_(x[last])
+            x[first].narrow(at, 0, held).copy_(y[slot].narrow(at, begin, held))
+            y[slot].narrow(at, begin, BLOCK).copy_(x[last])
     index = (torch.tensor(x, device=device) for x in zip(*requests, strict=True))
-    exchange_open(blocks, slots, *index, backend=backend)
+    exchange_open(blocks, slots, *index, begin, backend=backend)
     for got, want in ((blocks, want_blocks), (slots, want_slots)):
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 

@@ -14,8 +14,9 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.layout import FIRST
 from turbo_hf.sparse.selectors import Centroids
 
-BELOW_8_BIT = [
+ROUNDED = [
     pytest.param(TurboConfig(bits=4), id="4bit"),
+    pytest.param(TurboConfig(bits=8), id="8bit"),
     pytest.param(TurboConfig(bits=8, value_bits=2), id="values"),
     pytest.param(flat_config(bits=8, low_bits=3, low_heads=0.5), id="low-heads"),
     pytest.param(flat_config(bits=2, block_size=32, recent_tokens=32), id="recent"),
@@ -35,7 +36,7 @@ def outliers(rows: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-@pytest.mark.parametrize("config", BELOW_8_BIT)
+@pytest.mark.parametrize("config", ROUNDED)
 def test_first_tokens_stay_at_8_bit_as_a_row_grows(config: TurboConfig) -> None:
     """Of rows of other lengths, too, the last of which is shorter than that for long."""
     k, v = outliers(3, 400)
@@ -59,14 +60,14 @@ def test_first_tokens_stay_at_8_bit_as_a_row_grows(config: TurboConfig) -> None:
 
 def test_first_tokens_do_not_widen_a_block() -> None:
     k, v = outliers(1, FIRST + 64)
-    ordinary = (torch.cat((x[:, :, FIRST : 2 * FIRST], x[:, :, FIRST:]), 2) for x in (k, v))
-    behind, plain = filled(TurboConfig(), k, v), filled(TurboConfig(), *ordinary)
+    plain_k, plain_v = (torch.cat((x[:, :, FIRST : 2 * FIRST], x[:, :, FIRST:]), 2) for x in (k, v))
+    behind, plain = filled(TurboConfig(), k, v), filled(TurboConfig(), plain_k, plain_v)
     assert behind.state.sealed == plain.state.sealed == [1]
     for x, y in zip(behind.dequantized(64), plain.dequantized(64), strict=True):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("config", BELOW_8_BIT)
+@pytest.mark.parametrize("config", ROUNDED)
 @pytest.mark.parametrize("left", [0, 3, FIRST, FIRST + 1, FIRST + 40, FIRST + 64, 150])
 def test_crop_and_refill(config: TurboConfig, left: int) -> None:
     """Whether the crop reaches a sealed block, the tokens in front of all blocks, or the first tokens."""
@@ -95,8 +96,8 @@ def test_beams_have_their_own() -> None:
     tail = random_kv(2, 60, seed=1)
     feed(layer, *tail)
     for row in range(2):
-        own = (torch.cat((x[1:], y[row : row + 1]), 2) for x, y in zip((k, v), tail, strict=True))
-        assert_same_rows(layer, row, filled(config, *own), 0)
+        own_k, own_v = (torch.cat((x[1:], y[row : row + 1]), 2) for x, y in zip((k, v), tail, strict=True))
+        assert_same_rows(layer, row, filled(config, own_k, own_v), 0)
 
 
 def sparse_layer() -> TurboLayer:
@@ -109,7 +110,6 @@ def sparse_layer() -> TurboLayer:
     "layer",
     [
         pytest.param(TurboLayer(TurboConfig(), 100), id="window"),
-        pytest.param(TurboLayer(TurboConfig(bits=8)), id="8bit"),
         pytest.param(TurboLayer(TurboConfig(bits=16)), id="16bit"),
         pytest.param(TurboLayer(TurboConfig(), latent=True), id="latent"),
         pytest.param(sparse_layer(), id="sparse"),

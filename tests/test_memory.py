@@ -44,7 +44,9 @@ def test_memory_is_what_the_plan_says(preset: str, window: int | None) -> None:
     assert memory.total == sum(memory.by_kind.values())
     assert memory.tokens == 2 * (tokens + 1)
     dense = 2 * cache_bytes(costs(model.config), tokens)
-    assert memory.full_precision <= dense * (tokens + 1) / tokens if window is None else memory.full_precision < 2 * dense
+    assert (
+        memory.full_precision <= dense * (tokens + 1) / tokens if window is None else memory.full_precision < 2 * dense
+    )
     assert memory.compression == memory.full_precision / memory.total
 
 

@@ -55,7 +55,7 @@ the channels. So the first `FIRST` tokens of a row are never sealed. They stay a
 block n holds tokens FIRST + n b to FIRST + (n + 1) b - 1. Attention does not depend on the order of keys, and every
 query that sees a sealed token sees them: for kernels, a row is its sealed blocks, then its open tokens. Only what seals
 skips them (`KVStore.first`). Where a query may not see the first tokens (a sliding window), where order has a meaning
-(sparse steps), of latents, and where no page has less than 8 bit, all tokens are sealed.
+(sparse steps), of latents, and beside 16-bit pages, all tokens are sealed.
 
 A layer of latent attention (MLA) stores one "head": its latent in the place of keys (`D` channels),
 and the rotary part that all its heads share in the place of values (`Dv` channels, fewer). The latent has the config's

@@ -1,6 +1,6 @@
-"""The open part of one layer's cache: the first and the newest tokens of each row, in INT8 with one scale per token and head.
+"""The open part of one layer's cache: the first and the newest tokens of each row.
 
-In a layer that has 16-bit heads: unquantized, with scale 1.
+They are in INT8 with one scale per token and head. In a layer that has 16-bit heads: unquantized, with scale 1.
 """
 
 from typing import NamedTuple
@@ -101,7 +101,9 @@ class OpenBuffer:
     def first_block(self, rows: torch.Tensor | slice, block: int) -> Tokens:
         """The oldest `block` tokens of `rows` that are sealed once."""
         of = slice(self.first, self.first + block)
-        return Tokens(self.k[rows, :, of], self.k_scale[rows, :, of], self.v[rows, :, :, of].mT, self.v_scale[rows, :, of])
+        return Tokens(
+            self.k[rows, :, of], self.k_scale[rows, :, of], self.v[rows, :, :, of].mT, self.v_scale[rows, :, of]
+        )
 
     def ranked_heads(
         self, rows: torch.Tensor | slice, config: TurboConfig, balance: torch.Tensor | None
@@ -120,7 +122,7 @@ class OpenBuffer:
             self.v_scale[row, head, place] = self.v_scale[row, head, place][at]
 
     def drop_front(self, counts: list[int], left: list[int], room: int = 0) -> None:
-        """Drop `counts[row]` tokens of each row behind its first ones, which leaves `left[row]`, and release the memory.
+        """Drop `counts[row]` tokens of each row behind its first ones, which leaves `left[row]`; release the memory.
 
         room: tokens per row for which memory may be kept, if no token moves.
         """

@@ -346,8 +346,7 @@ class TurboConfig(Options):
     @property
     def first_tokens(self) -> int:
         """First tokens of each row that are never sealed (`layout`), where every step reads all tokens."""
-        narrowest = min(self.bits, self.value_bits or 8, self.expert.low_bits if self.expert.low_heads else 8)
-        return FIRST if narrowest < 8 and self.bits != UNQUANTIZED else 0
+        return 0 if self.bits == UNQUANTIZED else FIRST
 
     @property
     def prompt_attention(self) -> str:

@@ -149,13 +149,12 @@ class TurboModelRunner(ModelRunner):
         if not prompts:
             return (*of_steps, 0, 0, 0, 0)
         count, new = power_of_two(len(prompts)), power_of_two(max(LEAST, *(row.new for row in prompts)))
-        ranked = any(self.cache.storage.ranks_heads) and any(
-            row.past < self.cache.storage.shape.block for row in prompts
-        )
+        shape = self.cache.storage.shape
+        ranked = any(self.cache.storage.ranks_heads) and any(not shape.split(row.past)[0] for row in prompts)
         own = self._device is None or not self._prompts or ranked or len({row.past > 0 for row in prompts}) > 1
         most = of_steps[0] + count * new > self.cache.max_batch_tokens
         # a past is unpacked for all rows at once
-        most |= count * max(row.past + row.new for row in prompts) > self.cache.storage.shape.together
+        most |= count * max(row.past + row.new for row in prompts) > shape.together
         if own or most or count > MOST_ROWS or count * new > MOST:
             return None
         return (*of_steps, count, new, max(16, most_blocks(prompts)), int(prompts[0].past > 0))

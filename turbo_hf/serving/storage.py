@@ -57,8 +57,8 @@ class Storage:
         self.ops = [ops_of(config, like, groups, shape.rotary_dim) for groups in shape.groups]
         # of what is stored in the place of values
         self._channels = shape.rotary_dim or dim
-        # and one of no request
-        self.spare, every = slots, slots + 1
+        # one of no request, and those of `TurboAllocator.kept`
+        self.spare, every = slots, slots + 1 + kept_slots(shape, slots)
         # the slots of all layers: k, v, k_scale and v_scale
         self.opened = (
             torch.empty(layers, every, heads, room, dim, dtype=shape.opened, device=self.device),
@@ -171,7 +171,7 @@ class Storage:
         k, v, k_scale, v_scale = opened
         places = (self._order(layer, first), table, sealed)
         opens = (k, v, k_scale, v_scale, open_len)
-        return KVStore(self.paged[layer], *places, *opens, self.shape.block, sealed_host, plans)
+        return KVStore(self.paged[layer], *places, *opens, self.shape.block, sealed_host, plans, self.shape.first)
 
     def _steps(
         self, rows: StepRows, module: Any, qkv: NewQKV, scoring: Scoring, window: int | None, fixed: bool
@@ -213,10 +213,10 @@ class Storage:
 
     def _move_rests(self, rows: StepRows, layer: int) -> None:
         """Behind a block that was sealed, tokens begin anew."""
-        block = self.shape.block
+        block, first = self.shape.block, self.shape.first
         for row in rows.sealing:
-            behind = slice(block, row.past % block + row.new)
-            to = slice(0, behind.stop - block)
+            behind = slice(first + block, self.shape.split(row.past)[1] + row.new)
+            to = slice(first, behind.stop - block)
             k, v, k_scale, v_scale = (x[layer, row.slot] for x in self.opened)
             for x in (k.transpose(1, 2), v, k_scale, v_scale):
                 x[..., to] = x[..., behind]
@@ -250,11 +250,15 @@ class Storage:
         )
         # entry 0 of a row of the table is its block, which is sealed if `sealed` counts it
         store = self._view(layer, blocks.first[:, None], blocks.table, blocks.sealed, opened, blocks.open_len[layer])
+        store = store._replace(first=0)
         ops, flag = self.ops[layer], self.nonfinite[layer : layer + 1]
         ops.append_tokens(k, v, store, nonfinite=flag, arrived=blocks.arrived, balance=self.balances[layer])
         k, v, k_scale, v_scale = (x[layer] for x in self.opened)
-        moved = (blocks.slots, blocks.begin, blocks.last, blocks.held)
-        ops.exchange_open(opened, (k, v, k_scale, v_scale), *moved)
+        slots, begin = (k, v, k_scale, v_scale), self.shape.first
+        if begin:
+            front = blocks.front
+            ops.exchange_open(opened, slots, blocks.front_slots, front, front, blocks.early)
+        ops.exchange_open(opened, slots, blocks.slots, blocks.begin, blocks.last, blocks.held, begin)
         if blocks.seals:
             self._seal(store, blocks.first_blocks, layer, blocks.first)
 
@@ -264,9 +268,9 @@ class Storage:
         first: int64 [B], the first block of each row's request.
         """
         if self.ranks_heads[layer] and new:
-            at = shared(new, self.device)
-            k, v = store.k_open[at, :, : self.shape.block], store.v_open[at, :, :, : self.shape.block].mT
-            k_scale, v_scale = (x[at, :, : self.shape.block] for x in (store.k_scale, store.v_scale))
+            at, block = shared(new, self.device), slice(store.first, store.first + store.block)
+            k, v = store.k_open[at, :, block], store.v_open[at, :, :, block].mT
+            k_scale, v_scale = (x[at, :, block] for x in (store.k_scale, store.v_scale))
             order = ranked_heads(Tokens(k, k_scale, v, v_scale), self.config, self.balances[layer])
             self._order_of_block[layer].index_copy_(0, store.table[at, 0], order)
             store = store._replace(order=self._order(layer, first[:, None]))
@@ -285,6 +289,11 @@ class Storage:
         old, new = shared(source, self.device), shared(target, self.device)
         for x in self.opened:
             x.index_copy_(1, new, x.index_select(1, old))
+
+
+def kept_slots(shape: Shape, slots: int) -> int:
+    """Slots beside those of requests, for the first tokens of stored prefixes: each is of all that begin alike."""
+    return -(-slots // 4) if shape.first else 0
 
 
 def _carve(pool: torch.Tensor, blocks: int, shape: Shape) -> list[tuple[PagedHeads, ...]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, power_of_two
+from turbo_hf.layout import UNQUANTIZED, KVStore, power_of_two
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.kernel_launch import Launch, launch
@@ -164,6 +164,7 @@ def launch_exchange_open(
     first: torch.Tensor,
     last: torch.Tensor,
     held: torch.Tensor,
+    at: int = 0,
 ) -> None:
     """`StoreOps.exchange_open`."""
     (_, heads, block, dim), channels = blocks[0].shape, blocks[1].shape[2]
@@ -171,7 +172,7 @@ def launch_exchange_open(
     launch(
         exchange_open_kernel, slot, (len(slot) * heads, -(-max(dim, channels) // part)),
         blocks, slots, slot, first, last, held, slots[0].shape[2],
-        HEADS=heads, D=dim, V=channels, PART=part, BLOCK=block, PADDED=power_of_two(block),
+        HEADS=heads, D=dim, V=channels, PART=part, BLOCK=block, PADDED=power_of_two(block), AT=at,
     )  # fmt: skip
 
 
@@ -187,7 +188,7 @@ def launch_append_step(
     queries: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """`StoreOps.append_step`; queries and what is returned of them: as in `launch_append_tokens`."""
-    batch, heads, _, dim = k.shape
+    batch, heads = k.shape[:2]
     form = _form_of(store)
     balanced, programs = _to_balance(queries)
     launch(
