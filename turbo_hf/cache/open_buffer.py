@@ -150,12 +150,12 @@ class OpenBuffer:
     def _resize(self, tokens: int, skip: list[int], left: list[int]) -> None:
         """Capacity for `tokens` per row, rounded up to the grain; row r keeps `left[r]`, those behind its first ones
         from place `first + skip[r]` on."""
-        capacity, even = _rounded(tokens), len(set(skip)) == 1 and not (self.first and skip[0])
+        capacity, even, first = _rounded(tokens), len(set(skip)) == 1, self.first
         kept = min(capacity, self.capacity - skip[0] * even) if max(left) else 0
         place = None
         if not even:
             place = torch.arange(kept, device=self.k.device)
-            place = place + shared(skip, self.k.device)[:, None] * (place >= self.first)
+            place = place + shared(skip, self.k.device)[:, None] * (place >= first)
             place = place.clamp(max=self.capacity - 1)[:, None]
         grown = []
         for x, dim in ((self.k, 2), (self.v, 3), (self.k_scale, 2), (self.v_scale, 2)):
@@ -164,7 +164,10 @@ class OpenBuffer:
             if not kept:
                 grown.append(x.new_empty(shape))
                 continue
-            if place is None:
+            if place is None and first and skip[0]:
+                parts = (x.narrow(dim, 0, first), x.narrow(dim, first + skip[0], kept - first))
+                old = torch.cat(parts, dim)
+            elif place is None:
                 old = x.narrow(dim, skip[0], kept)
             else:
                 pick = {(2, 4): place[..., None], (3, 4): place[:, :, None], (2, 3): place}[dim, x.dim()]
@@ -173,5 +176,5 @@ class OpenBuffer:
                 grown.append(x.new_empty(shape))
                 grown[-1].narrow(dim, 0, kept).copy_(old)
             else:
-                grown.append(old.clone(memory_format=torch.contiguous_format))
+                grown.append(old.clone(memory_format=torch.contiguous_format) if old._base is not None else old)
         self.k, self.v, self.k_scale, self.v_scale = grown

@@ -184,8 +184,9 @@ class StoreOps(Choice):
 
         Args:
             store: one layer's cache, whose table and `sealed` already count these blocks: the `(open_len - first) //
-                block` of row r are the last ones before entry `sealed[r]` of its row of the table; blocks that would lie
-                before entry 0 are left out. The pages change; `k_open` [B, Hkv, cap, D] and the other open tokens do not.
+                block` of row r are the last ones before entry `sealed[r]` of its row of the table; blocks that would
+                lie before entry 0 are left out. The pages change; `k_open` [B, Hkv, cap, D] and the other open tokens
+                do not.
             blocks: the largest number of whole blocks of any row.
 
         Returns:
