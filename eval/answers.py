@@ -63,7 +63,7 @@ class Answers(dict[str, Answer]):
     def __init__(self, path: Path, about: dict[str, Any]):
         super().__init__()
         self.path, self.batches = path, list[Batch]()
-        lines, about = read_lines(path, REMEDY, growing=True), json.loads(json.dumps(about))
+        lines, about = read_lines(path, REMEDY), json.loads(json.dumps(about))
         if not lines:
             path.parent.mkdir(parents=True, exist_ok=True)
             append_line(path, {"identity": about})

@@ -17,7 +17,7 @@ from turbo_hf.console import out
 LIMITED = "LIMITED"
 """Start of a line that says: this is not a result."""
 
-WORDS = ("task", "scorer", "over", "method", "method of equal bytes", "metric", "largest loss in")
+WORDS = ("task", "scorer", "over", "method", "metric", "largest loss in")
 """Headings of non-numeric columns."""
 
 STYLE = (

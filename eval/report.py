@@ -16,9 +16,6 @@ from turbo_hf.eval.tasks import Spec
 SURE = 0.8
 """Share of right answers below which a baseline says little about a method: such tasks stay out of the second mean."""
 
-SAME_BYTES = 0.01
-"""Methods are paired with each other if their bytes per token differ by at most this share."""
-
 Verdicts = Mapping[str, list[bool]]
 """Right or wrong, item by item, of each method; the baseline is first."""
 
@@ -36,7 +33,6 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
             pairs of all items.
         lengths: the same verdicts by length of the prompt, pooled over tasks that have several lengths.
         differences: points of accuracy against the baseline, with the standard error of the pairs.
-        pairs: the same between methods of equal bytes and the first of them.
         needles: cells (length, depth, share found), their mean and the worst.
         perplexity: one row per metric.
         replies: for each method the share of replies that are the baseline's, letter by letter, and their mean length.
@@ -65,12 +61,7 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         "accuracy": rows,
         "means": [{"over": name, "tasks": len(tasks), **_mean(tasks)} for name, tasks in over.items() if tasks],
         "lengths": _by_length(headline, classes),
-        "differences": _differences(headline, BASELINE, [label for label in outcomes if label != BASELINE]),
-        "pairs": [
-            {"base": base, **own}
-            for base, *others in _of_equal_bytes(outcomes)
-            for own in _differences(headline, base, others)
-        ],
+        "differences": _differences(headline, [label for label in outcomes if label != BASELINE]),
         "needles": _needles(outcomes),
         "perplexity": _perplexities(outcomes),
         "replies": _replies(outcomes),
@@ -111,28 +102,17 @@ def _mean(tasks: Mapping[str, Verdicts]) -> dict[str, Any]:
     return {"items": sum(len(own[BASELINE]) for own in tasks.values()), "methods": pooled}
 
 
-def _differences(headline: Mapping[str, Verdicts], base: str, others: list[str]) -> list[dict[str, Any]]:
-    """Points of accuracy between methods and a base: their mean over tasks, and the task that loses most."""
+def _differences(headline: Mapping[str, Verdicts], others: list[str]) -> list[dict[str, Any]]:
+    """Points of accuracy between methods and the baseline: their mean over tasks, and the task that loses most."""
     found = []
     for label in others if headline else ():
-        points = {t: 100 * (sum(v[label]) - sum(v[base])) / len(v[label]) for t, v in headline.items()}
+        points = {t: 100 * (sum(v[label]) - sum(v[BASELINE])) / len(v[label]) for t, v in headline.items()}
         least = min(points, key=lambda task: points[task])
-        error = _mean_error([_paired_error(own[base], own[label]) for own in headline.values()])
+        error = _mean_error([_paired_error(own[BASELINE], own[label]) for own in headline.values()])
         means = {"mean": sum(points.values()) / len(points), "stderr": None if error is None else 100 * error}
         lost = {"worst_task": least if points[least] < 0 else None, "worst": points[least]}
         found.append({"method": label, **means, **lost})
     return found
-
-
-def _of_equal_bytes(outcomes: Mapping[str, Outcome]) -> list[list[str]]:
-    """Groups of methods, without the baseline, whose caches take the same bytes per token, to within one percent."""
-    groups: dict[float, list[str]] = {}
-    for label, outcome in outcomes.items():
-        own = _bytes(outcome.batches)
-        if own and label not in (BASELINE, AGAIN):
-            near = next((size for size in groups if abs(own / size - 1) < SAME_BYTES), own)
-            groups.setdefault(near, []).append(label)
-    return list(groups.values())
 
 
 def _paired_error(base: list[bool], own: list[bool]) -> float | None:
@@ -264,8 +244,6 @@ def tables(found: dict[str, Any]) -> list[Table]:
     title, headings = "points of accuracy against fp16 ± standard error of the pairs", ["mean of tasks"]
     headings += ["largest loss in", "there"]
     add(title, ["method", *headings], [_points(own) for own in found["differences"]])
-    title, rows = title.replace("against fp16", "of the second against the first"), found["pairs"]
-    add(title, ["method", "method of equal bytes", *headings], [[own["base"], *_points(own)] for own in rows])
     rows = [[label, f"{own['same']:.1%}", f"{own['characters']:.0f}"] for label, own in found["replies"].items()]
     add("replies", ["method", "the same text as fp16", "mean length, characters"], rows)
     rows = [

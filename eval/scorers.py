@@ -88,19 +88,8 @@ def right_choice(sample: Sample) -> bool:
     return bool(found) and found.casefold() == str(sample["target"]).strip("() ").casefold()
 
 
-def named_answers(doc: dict[str, Any], reply: str) -> list[bool]:
-    """RULER: for each of the item's answers, whether it occurs in the reply, case ignored."""
-    return [str(answer).casefold() in reply.casefold() for answer in doc["answers"]]
-
-
 OWN = (Scorer("right", headline=True),)
 """Of tasks made here: their own verdict."""
-
-RULER = (
-    Scorer("all named", judge=lambda s: all(named_answers(s["doc"], reply_of(s))), headline=True),
-    Scorer("named", parts=lambda s: named_answers(s["doc"], reply_of(s))),
-)
-"""An item is right if each answer is named; "named", answer by answer, is RULER's own score (string_match_all)."""
 
 LONG = (
     Scorer("every row", judge=lambda s: all(right_rows(s["doc"]["rows"], reply_of(s))), headline=True),

@@ -5,20 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turbo_hf.eval import ruler, tasks
-from turbo_hf.eval.lab_items import lab_families
+from turbo_hf.eval import tasks
 from turbo_hf.eval.long_answers import ROWS
 from turbo_hf.eval.scorers import BBH, CHOICES, GSM8K, Scorer
 from turbo_hf.eval.tasks import Spec
 
 SUITES = {
-    "smoke": "minutes on a CPU: needles, perplexity of carried prose, and with --data a few lab families",
-    "core": "GSM8K and BBH with chains of thought, AQuA, needles, RULER at 4k, WikiText",
+    "smoke": "minutes on a CPU: needles, and perplexity of carried prose",
+    "core": "GSM8K and BBH with chains of thought, AQuA, needles, WikiText",
     "reasoning": "GSM8K, BBH and AQuA only: decode-heavy, short prompts",
-    "long": "to the longest context: needles at every depth, RULER, perplexity of windows",
-    "ruler": "RULER's eight needle tasks with its 500 items per length, from 4k on",
+    "long": "to the longest context: needles at every depth, perplexity of windows",
     "answers": "tables written in another form, row by row: answers of 2k tokens and more",
-    "lab": "every family of --data/lab_tasks, and needles, for the lab models",
 }
 
 BBH_TASKS = (
@@ -32,8 +29,6 @@ BBH_TASKS = (
     "word_sorting",
 )  # fmt: skip
 
-SMOKE_FAMILIES = ("arith_few_shot", "bbh_boolean_expressions", "facts", "kv_hex", "niah_multikey", "passkey")
-
 # least memorised by models, of the books in the data folder
 BOOKS = ("travels_in_west_africa", "wieland", "waverley", "life_on_the_mississippi")
 
@@ -41,14 +36,8 @@ AQUA_FILES = ("aqua/cot_4shot.json", "aqua/test.jsonl")
 
 DEPTHS = [i / 10 for i in range(11)]
 
-RULER_ITEMS = {"core": 50, "long": 25, "ruler": 500}
-"""Items per task and length; 500 is RULER's own number."""
-
 LONG_ITEMS = 64
 """Items of each form of long answers."""
-
-LAB_ITEMS = 200
-"""Maximum number of items per family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +81,12 @@ def build(suite: str, tokenizer: Any, limits: Limits, data: Path | None = None) 
     if suite == "core":
         specs.append(_wikitext(data))
     specs += [tasks.long_task(form, LONG_ITEMS, limits.limit) for form in ROWS if suite == "answers"]
-    if suite not in ("reasoning", "ruler", "answers"):
+    if suite not in ("reasoning", "answers"):
         specs += _needles(suite, tokenizer, limits, notes)
     if suite == "smoke":
         specs.append(tasks.prose_task("prose", tasks.carried_prose(2, 80)))
-        if data is not None:
-            specs += _lab(data, tokenizer, limits, notes, SMOKE_FAMILIES)
-    if suite in RULER_ITEMS:
-        specs += _ruler(suite, tokenizer, limits, data, notes)
     if suite == "long":
         specs += _long_prose(data, limits)
-    if suite == "lab":
-        if data is None:
-            raise ValueError("the suite lab needs --data, a folder with lab_tasks/ in it.")
-        specs += _lab(data, tokenizer, limits, notes, None)
     return _only(specs, suite, limits.only, notes), notes
 
 
@@ -141,51 +122,6 @@ def _needles(suite: str, tokenizer: Any, limits: Limits, notes: list[str]) -> li
 def _doubled(first: int, limits: Limits) -> list[int]:
     """Lengths from `first` on, each twice the one before, within what was asked for."""
     return [first * 2**i for i in range(16) if limits.shortest <= first * 2**i <= limits.longest]
-
-
-def _ruler(suite: str, tokenizer: Any, limits: Limits, data: Path | None, notes: list[str]) -> list[Spec]:
-    first = 1024 if suite == "long" else 4096
-    lengths = [length for length in _doubled(first, limits) if suite != "core" or length == first]
-    # a prompt and its reply are within their length
-    fit = [length for length in lengths if length <= limits.context]
-    if not fit:
-        notes.append(f"RULER: left out; it has lengths of {first} tokens and doubled ({_bounds(limits)}).")
-    text = ruler.sources(data)
-    if data is not None and text == ruler.sources():
-        notes.append(f"RULER: no needle/essays/*.txt in the data folder {data}; haystacks are of the carried prose.")
-    made = [
-        tasks.ruler_task(t, tokenizer, fit, RULER_ITEMS[suite], text, limits.limit) for t in ruler.NIAH_TASKS if fit
-    ]
-    notes += [note for _, own in made for note in own]
-    return [spec for spec, _ in made if spec is not None]
-
-
-def _lab(data: Path, tokenizer: Any, limits: Limits, notes: list[str], chosen: tuple[str, ...] | None) -> list[Spec]:
-    fit = min(limits.longest, limits.context)
-    families = lab_families(data / "lab_tasks", tokenizer, fit, limits.shortest)
-    least = f"{limits.shortest} to " if limits.shortest else "up to "
-    notes.append(f"lab families: {LAB_ITEMS} items at most, spread evenly, of {least}{fit} tokens.")
-    for name, items in families.items():
-        within = [item for item in items if item["length"] + tasks.reply_tokens(items) <= limits.context]
-        if within and len(within) < len(items):
-            notes.append(
-                f"{name}: {len(items) - len(within)} items left out, which with their reply take more than the "
-                f"{limits.context} positions."
-            )
-            families[name] = within
-    for name in chosen or ():
-        _expect(data, f"lab_tasks/{name}.jsonl")
-        if name not in families:
-            notes.append(f"{name}: left out; it has no item of {least}{fit} tokens.")
-    names = [name for name in chosen or families if name in families]
-    constant = [name for name in names if len(families[name]) > 1 and len({i["answer"] for i in families[name]}) == 1]
-    if constant:
-        notes.append(
-            f"{', '.join(constant)}: one answer for all items, so that a reply that reads nothing of its prompt can "
-            "score 1.0; the means count such a family."
-        )
-    most = min(limits.limit or LAB_ITEMS, LAB_ITEMS)
-    return [tasks.lab_task(name, families[name], most) for name in names]
 
 
 def _reasoning(data: Path | None, limit: int | None, notes: list[str]) -> list[Spec]:

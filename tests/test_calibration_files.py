@@ -1,9 +1,7 @@
-"""What a calibration is kept in, also while it is written; how `patch` uses it; and revisions of a checkpoint."""
+"""What a calibration is kept in, also while it is written; and how `patch` uses it."""
 
 import copy
-import json
 import shutil
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +9,19 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from calibration_support import HEADS, MIXED, SMALL, TEXTS, lab, reversed_heads, same
+from calibration_support import HEADS, MIXED, SMALL, lab, reversed_heads, same
 from models import LAB_MODEL, lab_model, prompts, tiny_llama
+from saved_support import written
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import turbo_hf
 from turbo_hf import Calibration, TurboCache, TurboConfig
-from turbo_hf.calibration import artifacts, run
-from turbo_hf.calibration.artifacts import CARD, FACTS, TENSORS, LayerCalibration, fingerprint
-from turbo_hf.calibration.checkpoint import CONFIG, MAIN, Checkpoint, checkpoint_of
+from turbo_hf.cache.saved_files import read
+from turbo_hf.calibration import artifacts
+from turbo_hf.calibration.artifacts import FILE, KIND, fingerprint
+from turbo_hf.calibration.checkpoint import Checkpoint, checkpoint_of
 from turbo_hf.calibration.settings import Settings
-from turbo_hf.cli.main import app
 from turbo_hf.config.turbo_config import HEAD_METRICS, with_options
-from turbo_hf.config.whole_files import InUse, facts_hash, one_writer
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.versions import CACHE
 
@@ -33,7 +30,7 @@ from turbo_hf.models.versions import CACHE
 
 def test_round_trip(tmp_path: Path, indexed: Calibration) -> None:
     indexed.save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {FACTS, TENSORS, artifacts.CARD}
+    assert {path.name for path in tmp_path.iterdir()} == {FILE}
     found = Calibration.from_pretrained(tmp_path)
     assert same(found, indexed)
     assert found.source == str(tmp_path)
@@ -43,51 +40,44 @@ def test_round_trip(tmp_path: Path, indexed: Calibration) -> None:
         found.head_orders("size")
 
 
-FACTS_CHANGES: list[tuple[str, Any, str]] = [
-    ("schema", 1, "has schema 1; this version reads 3"),
+CHANGES: list[tuple[str, Any, str]] = [
+    ("schema", 1, "has schema 1; this version reads 4"),
     ("layers", [{}], r"damaged: layers\.0 lacks 'index', and should hold"),
     ("fingerprint", [1], "damaged: fingerprint is .*, and should be a dict"),
     ("fingerprint", {"num_hidden_layers": "x"}, r"damaged: fingerprint\.num_hidden_layers is 'x'"),
     ("layers", [{"index": 0, "note": 3, "quality": {}}], r"damaged: layers\.0\.note is 3, and should be a str"),
     ("layers", [{"index": 0, "note": "", "quality": None}], r"damaged: layers\.0\.quality is None, and should be a d"),
     ("settings", {"local": []}, r"damaged: settings\.local is \[\], and should be a whole number"),
+    ("format", "turbo_hf cache", "does not say that it is a turbo_hf calibration"),
+    ("sums", {"layers.0.scores.entropy": 1}, r"damaged: sums\.layers\.0\.scores\.entropy is "),
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "message"), FACTS_CHANGES)
+@pytest.mark.parametrize(("key", "value", "message"), CHANGES)
 def test_facts_of_another_kind_are_damaged(key: str, value: Any, message: str, tmp_path: Path) -> None:
     lab().save_pretrained(tmp_path)
-    facts = json.loads((tmp_path / FACTS).read_text())
+    facts, tensors = read(tmp_path, KIND, "")
     facts[key] = {**facts[key], **value} if isinstance(value, dict) else value
-    (tmp_path / FACTS).write_text(json.dumps(facts | {"facts_sha256": facts_hash(facts, "facts_sha256")}))
+    written(tmp_path, KIND, facts, {name: x.clone() for name, x in tensors.items()})
     with pytest.raises(ValueError, match=message):
         Calibration.from_pretrained(tmp_path)
 
 
 def spoil(folder: Path) -> None:
     """Another last byte of the tensors."""
-    content = bytearray((folder / TENSORS).read_bytes())
+    content = bytearray((folder / FILE).read_bytes())
     content[-1] ^= 1
-    (folder / TENSORS).write_bytes(bytes(content))
+    (folder / FILE).write_bytes(bytes(content))
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     lab().save_pretrained(tmp_path)
     spoil(tmp_path)
-    for cut in (None, 100):
-        (tmp_path / TENSORS).write_bytes((tmp_path / TENSORS).read_bytes()[:cut])
-        with pytest.raises(ValueError, match=f"{TENSORS} is not the file that {FACTS} was written with"):
-            Calibration.from_pretrained(tmp_path)
-    facts = json.loads((tmp_path / FACTS).read_text())
-    for text, message in (
-        (json.dumps(facts | {"tokens": facts["tokens"] + 1}), f"{FACTS} is not as it was written"),
-        ("{", f"damaged: {FACTS} is no JSON"),
-        ("[" * 100_000, f"damaged: {FACTS} is no JSON"),
-        ("[]", "does not say that it is a turbo_hf calibration"),
-    ):
-        (tmp_path / FACTS).write_text(text)
-        with pytest.raises(ValueError, match=message):
-            Calibration.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is damaged: sums\.layers\..*Calibrate again"):
+        Calibration.from_pretrained(tmp_path)
+    (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:100])
+    with pytest.raises(ValueError, match=f"is damaged: {FILE} cannot be read"):
+        Calibration.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -131,15 +121,6 @@ def test_parts_that_do_not_fit_are_refused(
         Calibration.from_pretrained(tmp_path)
 
 
-def test_a_classifier_of_a_former_architecture_is_refused(tmp_path: Path, indexed: Calibration) -> None:
-    before = dict(indexed.settings) | {"architecture": "mlp", "long_range": False}  # as earlier versions wrote
-    replace(indexed, settings=before).save_pretrained(tmp_path / "mlp")
-    assert same(Calibration.from_pretrained(tmp_path / "mlp"), replace(indexed, settings=before))
-    replace(indexed, settings=before | {"architecture": "residual"}).save_pretrained(tmp_path / "residual")
-    with pytest.raises(ValueError, match=r"architecture 'residual'; this version has the MLP alone\. Calibrate again"):
-        Calibration.from_pretrained(tmp_path / "residual")
-
-
 def test_layers_that_are_missing_are_told() -> None:
     model, _ = lab_model()
     found = lab()
@@ -149,12 +130,12 @@ def test_layers_that_are_missing_are_told() -> None:
 
 
 def test_a_missing_artifact_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OSError, match=f"the folder has no {FACTS}"):
+    with pytest.raises(OSError, match=f"the folder has no {FILE}"):
         Calibration.from_pretrained(tmp_path)
     (tmp_path / "part").mkdir()
     monkeypatch.chdir(tmp_path)
     # the second could name a repository of the Hub
-    for file in (tmp_path / FACTS, Path("part") / FACTS):
+    for file in (tmp_path / FILE, Path("part") / FILE):
         file.write_text("{}")
         with pytest.raises(OSError, match=rf"a calibration is a folder, and .* is a file. Name '{file.parent}'"):
             Calibration.from_pretrained(file)
@@ -165,26 +146,26 @@ def test_a_missing_artifact_is_an_os_error(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_fingerprints_tell_models_apart() -> None:
-    model, tokenizer = lab_model()
+    model, _ = lab_model()
     found = lab()
-    assert found.mismatch(model, tokenizer) is None
+    assert found.mismatch(model) is None
     assert found.mismatch(tiny_llama()) == "it was made for a model with vocab_size 3072, and this one has 100"
-    other = copy.deepcopy(tokenizer)
-    other.add_tokens(["<another>"])
-    assert "made for a model with tokenizer" in str(found.mismatch(model, other))
     assert fingerprint(model, checkpoint_of(model))["model"] == LAB_MODEL.name
 
 
-def test_push_to_hub_uploads_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = Mock()
-    hub.return_value.create_commit.return_value.commit_url = "https://me/mine/1"
+def test_push_to_hub_uploads_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hub, found = Mock(), lab()
+
+    def upload(**options: Any) -> Any:
+        shutil.copy(options["path_or_fileobj"], tmp_path / options["path_in_repo"])
+        return Mock(commit_url=f"https://{options['repo_id']}/1")
+
+    hub.return_value.upload_file = upload
     monkeypatch.setattr(artifacts, "HfApi", hub)
-    found = lab()
     assert found.push_to_hub("me/mine", token="t") == "https://me/mine/1"
     hub.assert_called_once_with(token="t")
     hub.return_value.create_repo.assert_called_once_with("me/mine", private=None, exist_ok=True)
-    repo, files = hub.return_value.create_commit.call_args.args
-    assert (repo, {each.path_in_repo: each.path_or_fileobj for each in files}) == ("me/mine", found._files())
+    assert same(Calibration.from_pretrained(tmp_path), found)
 
 
 # --- patch -------------------------------------------------------------------------------------------------------
@@ -233,7 +214,8 @@ def test_auto_looks_beside_the_checkpoint(tmp_path: Path) -> None:
     model = copy.deepcopy(lab_model()[0])
     model.config._name_or_path = str(tmp_path)
     with turbo_hf.patch(model, MIXED) as handle:
-        assert "first 32 tokens (no calibration beside the checkpoint)" in str(handle.report())
+        assert "the last of each layer, for want of a calibration (there is none beside the che" in str(handle.report())
+        assert "no calibration ranks the heads of this model" in handle.report().warnings[0]
     found = reversed_heads(lab())
     found.save_pretrained(tmp_path)
     for calibration in ("auto", tmp_path, str(tmp_path)):
@@ -241,7 +223,9 @@ def test_auto_looks_beside_the_checkpoint(tmp_path: Path) -> None:
             assert handle.report().heads == f"3-bit heads: by calibration over 768 tokens ({tmp_path})"
             assert orders(handle, model)[3] == [list(found.head_orders("priority")[3])] * 2
     with turbo_hf.patch(model, MIXED, calibration=None) as handle:
-        assert handle.report().heads == "3-bit heads: chosen by each row's first 32 tokens"
+        want = "3-bit heads: the last of each layer, for want of a calibration (calibration=None was passed)"
+        assert handle.report().heads == want
+        assert orders(handle, model)[3] == [[0, 1]] * 2
     with turbo_hf.patch(model) as handle:
         assert handle.report().heads == ""
     with turbo_hf.patch(model, calibration=tmp_path) as handle:
@@ -258,7 +242,7 @@ def test_auto_says_what_is_wrong_with_what_it_finds(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="damaged"):
         handle = turbo_hf.patch(model, MIXED, strict="warn")
     assert "damaged" in handle.report().warnings[0]
-    assert handle.report().heads == "3-bit heads: chosen by each row's first 32 tokens"
+    assert "the last of each layer, for want of a calibration (the one beside" in handle.report().heads
     handle.remove()
     with pytest.raises(ValueError, match="damaged"):
         turbo_hf.patch(model, MIXED, strict="warn", calibration=tmp_path)
@@ -291,172 +275,27 @@ def test_a_cache_refuses_an_order_that_is_none() -> None:
         model(prompts(1, 4), **{CACHE: cache})
 
 
-# --- files while they are written: readers meanwhile, a full disk, several writers ------------------------------------
-
-NAMES = {FACTS, TENSORS, CARD}
-
-
-def made(number: int) -> Calibration:
-    """A small calibration, whose tensors differ by number."""
-    layer = LayerCalibration(0, {metric: torch.full((2,), float(number)) for metric in HEAD_METRICS})
-    return Calibration({"num_hidden_layers": 1, "num_key_value_heads": 2, "head_dim": 16}, {}, (layer,), number)
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-def test_a_reader_between_two_files_of_a_writer_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made(0).save_pretrained(tmp_path)
-    new, waited = made(1)._files(), list[float]()
-    (tmp_path / TENSORS).write_bytes(new[TENSORS])
-
-    def goes_on(seconds: float) -> None:
-        waited.append(seconds)
-        if len(waited) == 3:
-            (tmp_path / FACTS).write_bytes(new[FACTS])
-
-    monkeypatch.setattr("time.sleep", goes_on)
-    assert same(Calibration.from_pretrained(tmp_path), made(1))
-    # one that never goes on was killed
-    (tmp_path / TENSORS).write_bytes(made(2)._files()[TENSORS])
-    with pytest.raises(ValueError, match=f"{TENSORS} is not the file that {FACTS} was written with"):
-        Calibration.from_pretrained(tmp_path)
-
-
-def test_a_writer_that_waits_too_long_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(artifacts, "WAIT", 0.0)
-    with one_writer(tmp_path, artifacts.LOCK), pytest.raises(InUse, match="is in use: another process is writing"):
-        made(0).save_pretrained(tmp_path)
-
-
-def test_both_files_from_the_hub_are_of_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new = tmp_path / ("a" * 40), tmp_path / ("b" * 40)
-    made(1).save_pretrained(old)
-    made(2).save_pretrained(new)
-    # between the two requests someone pushes
-    monkeypatch.setattr(
-        artifacts,
-        "cached_file",
-        lambda _, part, revision, **options: (old if part == FACTS else tmp_path / (revision or new.name)) / part,
-    )
-    assert same(Calibration.from_pretrained("someone/something"), made(1))
-
-
-# --- runs ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_second_run_in_a_folder_is_told(tmp_path: Path) -> None:
-    met: list[Exception] = []
-
-    def second(word: str, share: float) -> None:
-        if not met:
-            with pytest.raises(InUse, match="is in use") as caught:
-                lab(out=tmp_path)
-            met.append(caught.value)
-
-    first = lab(out=tmp_path, progress=second)
-    assert met
-    assert same(Calibration.from_pretrained(tmp_path), first)
-    assert names(tmp_path) == NAMES
-
-
-ONE, TWO = "1" * 40, "2" * 40
-
-
-# --- revisions ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The Hub's cache: two revisions of the carried model, each with a calibration of its own number of tokens."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    repo = tmp_path / "models--me--two"
-    (repo / "refs").mkdir(parents=True)
-    for name, commit, windows in (("main", ONE, 3), ("v2", TWO, 2)):
-        (repo / "refs" / name).write_text(commit)
-        shutil.copytree(LAB_MODEL, repo / "snapshots" / commit)
-        lab(settings=replace(HEADS, windows=windows)).save_pretrained(repo / "snapshots" / commit)
-    return repo
-
-
 def heads_of(model: Any, **options: Any) -> str:
     with turbo_hf.patch(model, MIXED, **options) as handle:
         return handle.report().heads
 
 
-def load(revision: str | None) -> Any:
-    model = AutoModelForCausalLM.from_pretrained("me/two", revision=revision)
-    # transformers up to 5.17 tells the commit, and must not in these tests
+def test_the_hubs_cache_is_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repo = tmp_path / "models--me--two"
+    (repo / "refs").mkdir(parents=True)
+    for name, commit, windows in (("main", "1" * 40, 3), ("v2", "2" * 40, 2)):
+        (repo / "refs" / name).write_text(commit)
+        shutil.copytree(LAB_MODEL, repo / "snapshots" / commit)
+        lab(settings=replace(HEADS, windows=windows)).save_pretrained(repo / "snapshots" / commit)
+    model: Any = AutoModelForCausalLM.from_pretrained("me/two")
     vars(model.config).pop("_commit_hash", None)
-    return model
-
-
-@pytest.mark.usefixtures("hub")
-def test_a_revision_has_its_own_calibration() -> None:
-    model = load("v2")
-    for revision in ("v2", TWO):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert "over 512 tokens (me/two)" in heads_of(model, revision=revision)
-    assert checkpoint_of(model, "v2") == Checkpoint("me/two", TWO)
-    model.config._commit_hash = TWO
+    assert "over 768 tokens (me/two)" in heads_of(model)
+    other = Calibration.from_pretrained("me/two", revision="v2", local_files_only=True)
+    assert "over 512 tokens (me/two)" in heads_of(model, calibration=other)
+    model.config._commit_hash = "2" * 40
     assert "over 512 tokens (me/two)" in heads_of(model), "where Transformers tells it"
-    with pytest.raises(ValueError, match="the model was loaded by revision 222222222222; 'main' is 111111111111"):
-        heads_of(model, revision="main")
-
-
-@pytest.mark.usefixtures("hub")
-def test_a_model_of_no_revision_is_taken_for_main() -> None:
-    for model in (load(None), load("v2")):
-        assert checkpoint_of(model) == Checkpoint("me/two", ONE, MAIN)
-        for revision in (None, "main"):
-            assert "over 768 tokens (me/two)" in heads_of(model, revision=revision)
-
-
-def test_a_calibration_of_another_revision_is_told(hub: Path) -> None:
-    made = Calibration.from_pretrained("me/two", revision="v2", local_files_only=True)
-    found = replace(made, fingerprint={**made.fingerprint, "revision": TWO})
-    for revision, assumed in (("main", ""), (None, MAIN)):
-        message = "the calibration was made for revision 222222222222 of the checkpoint; this model is of 111111111111."
-        message += assumed
-        with (
-            pytest.warns(UserWarning, match=message),
-            turbo_hf.patch(load(None), MIXED, calibration=found, revision=revision) as handle,
-        ):
-            assert handle.report().warnings == (message,)
-    assert found.other_revision(checkpoint_of(load("v2"), "v2")) is None
-    model, tokenizer = load("v2"), lab_model()[1]
-    assert run.calibrate(model, tokenizer, TEXTS, settings=HEADS, revision="v2").fingerprint["revision"] == TWO
-    assert run.calibrate(model, tokenizer, TEXTS, settings=HEADS).fingerprint["revision"] == ONE
-    (hub / "snapshots" / TWO / CONFIG).unlink()
-    with pytest.raises(ValueError, match=r"revision 'v2' of 'me/two' is not in the Hub's cache, '.*', the only place"):
-        turbo_hf.patch(load(None), MIXED, revision="v2")
-    with pytest.raises(ValueError, match="revision must be a branch, tag or commit, as text; got 5"):
-        turbo_hf.patch(load(None), MIXED, revision=5)  # type: ignore[arg-type]
-
-
-def test_a_tokenizer_of_another_revision_is_refused(hub: Path) -> None:
-    model, tokenizer = load("v2"), lab_model()[1]
-    for file in (FACTS, TENSORS):
-        (hub / "snapshots" / TWO / file).write_bytes((hub / "snapshots" / ONE / file).read_bytes())
-    own = hub / "snapshots" / ONE / "tokenizer.json"
-    made = json.loads(own.read_text())
-    first, second = list(made["model"]["vocab"])[-2:]
-    vocabulary = made["model"]["vocab"]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    own.write_text(json.dumps(made))
-    assumed = "it has token .* The model is taken for the branch main: pass revision= if it is of another"
-    with pytest.raises(ValueError, match=assumed):
-        run.calibrate(model, tokenizer, TEXTS, settings=HEADS)
-    found = run.calibrate(model, tokenizer, TEXTS, settings=HEADS, revision="v2")
-    with pytest.raises(ValueError, match=r"made for a model with tokenizer .* is taken for the branch main"):
-        turbo_hf.patch(model, MIXED, calibration=found)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        turbo_hf.patch(model, MIXED, calibration=found, revision="v2").remove()
-        turbo_hf.patch(model, "turbo4").remove()
 
 
 @pytest.mark.parametrize("name", ["my model", "run--1", "gone/", "C:\\models\\foo", "ä/ü", "x" * 5000, "o/n.git", ""])
@@ -465,23 +304,7 @@ def test_names_of_no_repository_are_folders_that_are_gone(name: str) -> None:
     model.config._name_or_path = name
     assert checkpoint_of(model) == Checkpoint(name)
     turbo_hf.patch(model).remove()
-    assert "no calibration beside the checkpoint" in heads_of(model)
-    assert run.calibrate(model, lab_model()[1], TEXTS, settings=HEADS).fingerprint["revision"] is None
-
-
-@pytest.mark.usefixtures("hub")
-def test_the_command_takes_a_revision(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXTS[0])
-    words = ["calibrate", "me/two", "--texts", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
-    words += ["--heads-only", "--window", "256", "--windows", "2", "--device", "cpu", "--revision", "v2"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    assert Calibration.from_pretrained(tmp_path / "out").fingerprint["revision"] == TWO
-
-
-def test_a_revision_of_a_folder_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"this one is from '.*lab-llama-4m'. Leave revision='v2' out"):
-        turbo_hf.patch(lab_model()[0], revision="v2")
+    assert "there is none beside the checkpoint" in heads_of(model)
 
 
 # --- where a run writes --------------------------------------------------------------------------------------------
@@ -492,7 +315,7 @@ def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path: Path) -> None:
     begun: list[float] = []
     for out, kind, message in (
         ("file", ValueError, "out must be a folder, or the name of a new one; .* is a file"),
-        ("file/inside", OSError, "cannot be made, or not be written: Not a directory: '.*file/inside'"),
+        ("file/inside", OSError, "Not a directory: '.*file/inside'"),
     ):
         with pytest.raises(kind, match=message):
             lab(out=tmp_path / out, progress=lambda _, share: begun.append(share))
@@ -501,27 +324,12 @@ def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path: Path) -> None:
         lab().save_pretrained(tmp_path / "file")
 
 
-# --- artifacts in part ---------------------------------------------------------------------------------------------
-
-
-def test_a_calibration_without_its_tensors_is_damaged(tmp_path: Path, hub: Path) -> None:
-    lab().save_pretrained(tmp_path / "own")
-    (tmp_path / "own" / TENSORS).unlink()
-    with pytest.raises(ValueError, match=f"is damaged: the folder has no {TENSORS}. Calibrate again"):
-        Calibration.from_pretrained(tmp_path / "own")
-    (hub / "snapshots" / ONE / TENSORS).unlink()
-    with pytest.raises(OSError, match=f"there is no {TENSORS} beside the {FACTS} in 'me/two'"):
-        Calibration.from_pretrained("me/two", local_files_only=True)
-    with pytest.raises(Unsupported, match=rf"(?s)there is no {TENSORS} .*To go without it, pass calibration=None"):
-        turbo_hf.patch(load(None), MIXED, revision="main")
-
-
 def test_a_refused_calibration_is_not_called_missing(tmp_path: Path) -> None:
     model = copy.deepcopy(lab_model()[0])
     model.config._name_or_path = str(tmp_path)
     lab().save_pretrained(tmp_path)
-    (tmp_path / TENSORS).unlink()
-    message = "needs a calibration of this model, and the one beside the checkpoint is refused: .* is damaged: the fold"
+    spoil(tmp_path)
+    message = "needs a calibration of this model, and the one beside the checkpoint is refused: .* is damaged: sums"
     with pytest.raises(ValueError, match=message), pytest.warns(UserWarning, match="damaged"):
         turbo_hf.patch(model, "saap", strict="warn")
 
@@ -536,14 +344,9 @@ def test_a_narrower_window_than_the_calibrations_is_told() -> None:
         assert any(f"was not trained on keys {window} to 31 tokens back" in note for note in notes) == told
 
 
-def test_no_loss_is_told_where_nothing_was_judged() -> None:
+def test_no_recall_is_told_where_nothing_was_judged() -> None:
     # the best key of no query is so far away
     found = lab(settings=Settings(**{**SMALL.as_dict(), "far": 120, "steps": 1, "queries": 4}))
     layers = [layer.quality for layer in found.layers if layer.quality]
     assert any(not sum(each["queries"]) for each in layers)
-    assert all((each["loss"] is None) == (not sum(each["queries"])) for each in layers)
-
-
-def test_each_layer_tells_its_own_training_loss() -> None:
-    told = [layer.quality["training_loss"] for layer in lab(settings=SMALL).layers]
-    assert len(set(told)) == len(told)
+    assert all((each["recall"]["random"] is None) == (not sum(each["queries"])) for each in layers)

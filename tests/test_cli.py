@@ -18,7 +18,7 @@ import typer.main
 from calibration_support import lab
 from choices import EVERY_PRESET, flat_config
 from models import LAB_MODEL, lab_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import turbo_hf
@@ -62,7 +62,7 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["demo", "--method", "turbo5"], "unknown method turbo5; presets are int8, turbo4, turbo-k4v3, saap"),
+        (["demo", "--method", "turbo5"], "one of the presets int8, turbo4, turbo-k4v3, saap, calibrated; got 'turbo5'"),
         (["demo", "--model", "no/such-folder"], "cannot load 'no/such-folder'"),
         (["demo", "--device", "nowhere"], "cannot load .* on nowhere"),
         (["demo", "--shortest", "20"], "has no room for the question"),
@@ -73,7 +73,7 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
         (["eval", LAB, "--methods", "fp16,turbo5"], "unknown method turbo5; methods are fp16, fp16-eager, int8"),
         (
             ["eval", LAB, "--suite", "all"],
-            "unknown suite all; suites are smoke, core, reasoning, long, ruler, answers",
+            "unknown suite all; suites are smoke, core, reasoning, long, answers",
         ),
         (["eval", LAB, "--data", "no/such-folder"], "expected the data folder at no/such-folder; there is none"),
         (["eval", "no/such-folder"], "cannot load 'no/such-folder'"),
@@ -82,8 +82,6 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
         (["doctor", "/no/such-folder"], "there is no folder '/no/such-folder', and no repository"),
         (["plan", LAB, "--gpu-memory", "much"], "expected an amount of memory like 80GB"),
         (["plan", LAB, "--context", "long"], "expected a number of tokens like 4096 or 4k; got 'long'"),
-        (["generate", LAB], "there is no prompt: write it behind the model, or - for standard input, or chat with --c"),
-        (["generate", LAB, "hi", "--chat"], "has no chat template. Without --chat, it continues the prompt as plain t"),
         (["generate", LAB, "hi", "--dtype", "int8"], "unknown dtype int8; choose from auto, float32, bfloat16, flo"),
         (
             ["generate", LAB, "hi", "--temperature", "-1"],
@@ -132,8 +130,8 @@ def test_doctor_on_the_carried_model() -> None:
     assert torch.__version__.startswith(report["machine"]["versions"]["torch"])
     assert set(report["model"]["checks"]) == set(EVERY_PRESET) - {"saap"}
     assert report["model"]["refusal"] is None
-    errors = [report["model"]["checks"][name]["error"] for name in ("int8", "turbo4", "turbo2")]
-    assert errors == sorted(errors)
+    moved = [report["model"]["checks"][name]["kl"] for name in ("int8", "turbo4", "turbo2")]
+    assert moved == sorted(moved)
     assert "Llama" in result.stdout
 
 
@@ -282,10 +280,6 @@ def test_a_run_of_a_file_is_of_what_the_file_said(mine: Path, tmp_path: Path) ->
 
 PROMPT = "The special magic number is 4281. The number is"
 EXACT = flat_config(bits=16, attention="native", block_size=32)
-TEMPLATE = (
-    "{% for m in messages %}{% if m['content'] == 'refuse' %}{{ raise_exception('no such word') }}{% endif %}"
-    "{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-)
 
 
 @pytest.fixture
@@ -295,17 +289,6 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket.socket, "connect", refused)
     monkeypatch.setattr(socket, "getaddrinfo", refused)
-
-
-@pytest.fixture(scope="module")
-def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The carried model with a chat template."""
-    folder = tmp_path_factory.mktemp("chatty")
-    AutoModelForCausalLM.from_pretrained(LAB_MODEL, dtype="auto").save_pretrained(folder)
-    tokenizer: Any = AutoTokenizer.from_pretrained(LAB_MODEL)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 # --- `turbo-hf generate` ---------------------------------------------------------------------------------------------
@@ -330,7 +313,7 @@ def test_a_prompt_is_continued(tmp_path: Path) -> None:
     result = generated(LAB, PROMPT, "--max-new-tokens", "8", "--memory", "--json")
     text, line = result.stdout.splitlines()
     facts = json.loads(line)
-    (reply,) = facts["replies"]
+    reply = facts["reply"]
     assert text == reply["text"]
     assert "4281" in text
     assert facts["config"] == TurboConfig().to_dict()
@@ -382,30 +365,6 @@ def test_sampling_is_the_generation_configs_unless_chosen() -> None:
     assert _sampling(0)["do_sample"] is False
 
 
-@pytest.mark.usefixtures("no_network")
-def test_lines_are_messages_after_those_before_them(chatty: str, tmp_path: Path) -> None:
-    exact, words = tmp_path / "exact.json", ["--chat", "--max-new-tokens", "12", "--dtype", "float32", "--json"]
-    exact.write_text(json.dumps(EXACT.to_dict()))
-    words += ["--config", str(exact)]
-    said = ["The special magic number is 4281. What is it?", "And again?"]
-    result = generated(chatty, *words, typed=f"{said[0]}\n\n  \n{said[1]}\n")
-    facts = json.loads(result.stdout.splitlines()[-1])
-    model: Any = AutoModelForCausalLM.from_pretrained(chatty, dtype=torch.float32)
-    tokenizer: Any = AutoTokenizer.from_pretrained(chatty)
-    messages: list[dict[str, str]] = []
-    for text, reply in zip(said, facts["replies"], strict=True):
-        messages.append({"role": "user", "content": text})
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-        want = model.generate(**ids, max_new_tokens=12)[0, ids["input_ids"].shape[1] :]
-        assert reply["text"] == tokenizer.decode(want, skip_special_tokens=True)
-        assert reply["prompt_tokens"] == ids["input_ids"].shape[1]
-        assert reply["text"] in result.stdout
-        messages.append({"role": "assistant", "content": reply["text"]})
-    assert facts["memory"]["tokens"] == sum(facts["replies"][1][name] for name in ("prompt_tokens", "new_tokens")) - 1
-    once = json.loads(generated(chatty, said[0], *words).stdout.splitlines()[-1])
-    assert once["replies"][0]["text"] == facts["replies"][0]["text"]
-
-
 @pytest.mark.parametrize(
     "asked",
     [
@@ -425,24 +384,19 @@ def test_one_reply_whatever_the_checkpoint_asks_for(tmp_path: Path, asked: dict[
     own.unlink()
     own.write_text(json.dumps(options | asked))
     text, line = generated(str(tmp_path), PROMPT, "--max-new-tokens", "8", "--json").stdout.splitlines()
-    (reply,) = json.loads(line)["replies"]
+    reply = json.loads(line)["reply"]
     assert text.strip() == "4281."
     # each token is stored once, and the newest has not been read yet
     assert json.loads(line)["memory"]["tokens"] == reply["prompt_tokens"] + reply["new_tokens"] - 1
 
 
-def test_a_template_that_refuses_is_told(chatty: str) -> None:
-    result = generated(chatty, "refuse", "--chat", code=1)
-    assert "the chat template of this model refuses the conversation: no such word" in " ".join(result.output.split())
-
-
 @pytest.mark.parametrize(
     ("words", "typed"),
-    [(["-"], b"caf\xe9"), (["caf\udce9"], ""), (["--chat"], b"caf\xe9\n")],
-    ids=["input", "argument", "line"],
+    [(["-"], b"caf\xe9"), (["caf\udce9"], "")],
+    ids=["input", "argument"],
 )
-def test_bytes_that_are_no_text_are_told(chatty: str, words: list[str], typed: str | bytes) -> None:
-    told = " ".join(generated(chatty, *words, code=1, typed=typed).output.split())
+def test_bytes_that_are_no_text_are_told(words: list[str], typed: str | bytes) -> None:
+    told = " ".join(generated(LAB, *words, code=1, typed=typed).output.split())
     assert "error: the prompt is not UTF-8 text. Convert it first." in told
 
 

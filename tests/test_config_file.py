@@ -185,12 +185,6 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         resolve_config(tmp_path / "mine.toml")
 
 
-def test_a_mapping_may_stand_for_another_in_yaml(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("sparse:\n  <<: {selector: window, window_tokens: 63}\n  window_tokens: 31\n")
-    assert resolve_config(path).sparse == SparseConfig(selector="window", window_tokens=31)
-
-
 def test_a_model_is_patched_with_a_file_or_a_dict(tmp_path: Path) -> None:
     model, ids = tiny_llama(), prompts(1, 70)
     options = {"preset": "turbo2", "expert": {"block_size": 32}, "dense_layers": [1]}

@@ -316,7 +316,7 @@ def test_doctor_shows_its_table_where_the_default_is_refused(monkeypatch: pytest
     assert found.refusal is not None
     assert "do not use" in found.refusal
     assert found.report is not None
-    assert found.checks["int8"].verdict == NEVER
+    assert verdict(found.checks["int8"].kl) == NEVER
 
 
 def test_doctor_patches_a_model_that_is_too_short_for_its_check() -> None:

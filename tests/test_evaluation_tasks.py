@@ -17,7 +17,6 @@ from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from turbo_hf.eval import ruler
 from turbo_hf.eval.evaluate import load_tasks, quiet
 from turbo_hf.eval.scorers import right_choice, right_number, right_statement
 from turbo_hf.eval.suites import BBH_TASKS, BOOKS, SUITES, Limits, build
@@ -46,31 +45,10 @@ def data(tmp_path: Path) -> Path:
         "gsm8k/test.jsonl": [{"question": "How many?", "answer": "8 and 10 make 18.\n#### 1,018"}] * 3,
         "aqua/test.jsonl": [{"question": "How much?", "options": ["A)1", "B)2", "C)3", "D)4", "E)5"], "correct": "B"}],
         "wikitext2/test_documents.jsonl": [{"page": "= A title =\nWords stand here ."}],
-        "lab_tasks/arith_few_shot.jsonl": [
-            {
-                "prompt": f"Q: 1 + {i}?\nA:",
-                "completion": " The answer is 2.",
-                "answer": f"{i + 1}",
-                "kind": "cot",
-                "length": 9,
-            }
-            for i in range(5)
-        ],
-        "lab_tasks/passkey.jsonl": [
-            {
-                "parts": [[0, 5], ["x", 2], " The pass key is"],
-                "completion": " 7",
-                "answer": "7",
-                "kind": "retrieval",
-                "length": 9,
-            }
-        ],
     }
     shots = [{"question": "Half?", "options": list("12345"), "rationale": "It is one.", "correct": "A"}] * 4
     files = {name: "".join(json.dumps(row) + "\n" for row in own) for name, own in rows.items()}
     files["aqua/cot_4shot.json"] = json.dumps(shots)
-    files["lab_tasks/haystack.txt"] = "A haystack."
-    files["lab_tasks/words.json"] = "[]"
     files |= {f"books/{name}.txt": "It was a day like others. " * 200 for name in BOOKS if name != "waverley"}
     for name in BBH_TASKS:
         files[f"bbh/{name}.json"] = json.dumps({"examples": [{"input": "Which?", "target": "(B)"}]})
@@ -102,7 +80,7 @@ def stated(task: str, target: str) -> str:
     """A reply that gives the target as the task wants it: GSM8K's strict match with a capital letter, BBH's without."""
     if task.startswith("gsm8k"):
         return f" The answer is {target.rsplit('#### ', maxsplit=1)[-1]}."
-    return f" So the answer is {target}." if task.startswith(("bbh", "aqua", "arith")) else f" {target}"
+    return f" So the answer is {target}." if task.startswith(("bbh", "aqua")) else f" {target}"
 
 
 def test_gold_answers_score_one_and_wrong_ones_nothing(data: Path, tokenizer: Any) -> None:
@@ -110,7 +88,7 @@ def test_gold_answers_score_one_and_wrong_ones_nothing(data: Path, tokenizer: An
     (data / "books" / "waverley.txt").write_text("Sixty years ago. " * 200)
     specs: list[Spec] = []
     tasks: dict[str, Any] = {}
-    for suite, longest in (("core", 4096), ("lab", 512), ("long", 1024)):
+    for suite, longest in (("core", 4096), ("long", 1024)):
         own, _ = build(suite, tokenizer, Limits(8192, longest, 2), data)
         # a task of two suites is one task here
         own = [spec for spec in own if spec.name not in tasks]
@@ -118,8 +96,7 @@ def test_gold_answers_score_one_and_wrong_ones_nothing(data: Path, tokenizer: An
         assert not notes
         specs += own
         tasks |= loaded
-    assert {"gsm8k_cot", "aqua_cot", "wikitext", "needle", "arith_few_shot", "passkey"} <= set(tasks)
-    assert {f"ruler_{name}" for name in ruler.NIAH_TASKS} <= set(tasks)
+    assert {"gsm8k_cot", "aqua_cot", "wikitext", "needle"} <= set(tasks)
     assert {"books", "wikitext_long"} <= set(tasks)
     assert sum(name.startswith("bbh_cot_fewshot_") for name in tasks) == 27
     gold = {
@@ -180,57 +157,21 @@ def test_corrected_scorers(scorer: Callable[[Any], bool], target: str, reply: st
     assert scorer({"resps": [[reply]], "target": target}) == right
 
 
-def test_a_data_folder_without_essays_is_told(tokenizer: Any, tmp_path: Path) -> None:
-    _, notes = build("ruler", tokenizer, Limits(8192, 4096, 1), tmp_path)
-    assert notes == [
-        f"RULER: no needle/essays/*.txt in the data folder {tmp_path}; haystacks are of the carried prose."
-    ]
-
-
 def test_evenly_keeps_the_range() -> None:
     assert evenly(range(10), None) == list(range(10))
     assert evenly(range(10), 20) == list(range(10))
     assert evenly(range(10), 5) == [0, 2, 4, 6, 8]
 
 
-def test_a_family_with_one_answer_is_told(tokenizer: Any, data: Path) -> None:
-    path = data / "lab_tasks" / "passkey.jsonl"
-    _, notes = build("lab", tokenizer, LIMITS, data)
-    assert not any("one answer" in note for note in notes), "one item has no other"
-    path.write_text(path.read_text() * 2)
-    _, notes = build("lab", tokenizer, LIMITS, data)
-    assert sum(note.startswith("passkey: one answer for all items") for note in notes) == 1
-
-
-def test_items_without_room_for_their_reply_are_left_out_and_told(tokenizer: Any, data: Path) -> None:
-    path = data / "lab_tasks" / "passkey.jsonl"
-    (row,) = map(json.loads, path.read_text("utf-8").splitlines())
-    room = 8 + len(tokenizer(row["completion"]).input_ids) * 5 // 4
-    rows = [{**row, "parts": [str(n)], "length": n} for n in (400, 512 - room, 513 - room)]
-    path.write_text("".join(json.dumps(one) + "\n" for one in rows), "utf-8")
-    specs, notes = build("lab", tokenizer, Limits(context=512, longest=512, only=("passkey",)), data)
-    config: Any = specs[0].config
-    assert config["generation_kwargs"]["max_gen_toks"] == room
-    assert [doc["length"] for doc in config["custom_dataset"]()["test"]] == [400, 512 - room]
-    assert "passkey: 1 items left out, which with their reply take more than the 512 positions." in notes
-
-
 def test_suites_refuse_and_tell(tokenizer: Any, data: Path) -> None:
-    with pytest.raises(ValueError, match="unknown suite all; suites are smoke, core, reasoning, long, ruler, answers"):
+    with pytest.raises(ValueError, match="unknown suite all; suites are smoke, core, reasoning, long, answers"):
         build("all", tokenizer, LIMITS)
     with pytest.raises(ValueError, match=r"expected the data folder at .*nowhere; there is none"):
         build("smoke", tokenizer, LIMITS, data / "nowhere")
-    with pytest.raises(ValueError, match="the suite lab needs --data"):
-        build("lab", tokenizer, LIMITS)
-    with pytest.raises(ValueError, match=r"expected lab_tasks/bbh_boolean_expressions.jsonl in the data folder"):
-        build("smoke", tokenizer, LIMITS, data)
     with pytest.raises(ValueError, match=r"expected books/waverley.txt in the data folder"):
         build("long", tokenizer, LIMITS, data)
-    (data / "lab_tasks" / "words.json").unlink()
-    with pytest.raises(ValueError, match=r"expected words.json and one JSONL file per family in .*lab_tasks"):
-        build("lab", tokenizer, LIMITS, data)
     _, notes = build("smoke", tokenizer, LIMITS)
     assert notes == ["needle: lengths 1024 left out (--longest 512, 8192 positions)."]
     specs, _ = build("reasoning", tokenizer, LIMITS)
     assert {"gsm8k_cot", "agieval_aqua_rat"} <= {spec.name for spec in specs}
-    assert set(SUITES) == {"smoke", "core", "reasoning", "long", "ruler", "answers", "lab"}
+    assert set(SUITES) == {"smoke", "core", "reasoning", "long", "answers"}

@@ -55,18 +55,18 @@ def test_an_interrupt_leaves_no_part_of_a_file(tmp_path: Path) -> None:
 
 def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    assert read_lines(path, "", growing=True) == []
+    assert read_lines(path, "") == []
     append_line(path, {"a": 1})
     append_line(path, {"a": "ä\u2028"})
-    assert read_lines(path, "", growing=True) == [{"a": 1}, {"a": "ä\u2028"}]
+    assert read_lines(path, "") == [{"a": 1}, {"a": "ä\u2028"}]
     path.write_bytes(path.read_bytes() + b'{"a": 3')
-    assert read_lines(path, "", growing=True) == [{"a": 1}, {"a": "ä\u2028"}], "what a killed process leaves"
+    assert read_lines(path, "") == [{"a": 1}, {"a": "ä\u2028"}], "what a killed process leaves"
     append_line(path, {"a": 4})
-    assert read_lines(path, "", growing=True)[2:] == [{"a": 4}]
+    assert read_lines(path, "")[2:] == [{"a": 4}]
     for other in (b"[1]\n", b"\n", b"\xff\n", b"[" * 100_000 + b"\n"):
         path.write_bytes(b'{"a": 1}\n' + other)
         with pytest.raises(ValueError, match=r"line 2 of '.*log.jsonl' .* Do this\.$"):
-            read_lines(path, "Do this.", growing=True)
+            read_lines(path, "Do this.")
 
 
 @pytest.mark.parametrize("content", [b'{"a":\n', b"", b"\xff\xfe{", b"[1]", b"null", b"[" * 100_000])
@@ -91,20 +91,6 @@ def test_a_second_writer_is_told(tmp_path: Path) -> None:
     with one_writer(folder, "lock"), one_writer(folder, "another"):
         pass
     assert not list(folder.iterdir())
-
-
-def test_only_one_writes_at_a_time(tmp_path: Path) -> None:
-    inside, most = list[int](), list[int]()
-
-    def work(number: int) -> None:
-        with one_writer(tmp_path, "lock", wait=1800):
-            inside.append(number)
-            most.append(len(inside))
-            inside.pop()
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(100)))
-    assert max(most) == 1
 
 
 def test_a_killed_writer_leaves_the_folder_free(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from budgets import check, check_exact, check_turbo, float_budget, largest
 from choices import flat_config
 from op_calls import decode, prefill, seal_blocks
 from oracle import oracle
-from prefill_support import int8_queries
+from prefill_support import step_queries
 from stores import make_store, store_codes, tokens
 from transformers import AutoModelForCausalLM
 
@@ -112,11 +112,13 @@ def test_each_head_is_computed_as_it_is_stored(backend: str, device: torch.devic
     groups = ((UNQUANTIZED, 2), (8, 1), (4, 1))
     store, q = a_store([128, 64], groups, torch.float32, device), tokens(2, 8, 2, 64, device=device)
     got = decode(q, store, scaling=0.125, backend=backend)
-    rounded, rows = int8_queries(q, [0, 0]), store_codes(store)
+    rounded, rows = step_queries(q, [0, 0]), store_codes(store)
     for row, order in enumerate(store.order.tolist()):
         for slot, head in enumerate(order):
             kv, own = slice(head, head + 1), slice(2 * head, 2 * head + 2)
-            part = rows[row]._replace(**{x: getattr(rows[row], x)[kv] for x in ("k", "v", "k_scale", "v_scale")})
+            part = rows[row]._replace(
+                **{x: getattr(rows[row], x)[kv] for x in ("k", "v", "k_scale", "v_scale", "fold")}
+            )
             one = type(got)(got.out[row : row + 1, own], got.lse[row : row + 1, own])
             if slot < 2:
                 check_exact(one, q[row : row + 1, own], [part.values()], scaling=0.125)

@@ -89,7 +89,7 @@ def test_generate_answers_as_the_model_that_transformers_loads(folder: str, tmp_
     options = ("--gguf-file", NAME, "--config", str(exact), "--max-new-tokens", "6", "--json")
     facts = json.loads(run("generate", folder, "abcd", *options).stdout.splitlines()[-1])
     assert facts["dtype"] == "torch.float32"
-    assert facts["replies"][0]["text"] == want.removesuffix("</s>")
+    assert facts["reply"]["text"] == want.removesuffix("</s>")
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
@@ -97,7 +97,7 @@ def test_plan_and_doctor_read_it(command: str, folder: str) -> None:
     facts = json.loads(run(command, folder, "--gguf-file", NAME, "--json").stdout.splitlines()[-1])
     if command == "doctor":
         assert facts["model"]["refusal"] is None
-        assert facts["model"]["checks"]["turbo4"]["tokens"]
+        assert facts["model"]["checks"]["turbo4"]["positions"]
     else:
         # dequantized to float32
         assert facts["rows"][0]["method"] == "fp32"

@@ -12,7 +12,7 @@ from choices import flat_config
 from gpu_support import OnGpu
 from models import tiny_llama
 from op_calls import decode, ops_like
-from prefill_support import check_prefill, int8_queries
+from prefill_support import check_prefill, step_queries
 from stores import make_store, store_codes, tokens
 
 import turbo_hf
@@ -241,4 +241,4 @@ def test_decode_in_smaller_tiles(memory: int, bits: Width, sizes: tuple[int, int
     if bits == UNQUANTIZED:
         check_exact(got, q, [row.values() for row in rows], scaling=0.1)
     else:
-        check_turbo(got, int8_queries(q, [0, 0], fused=device.type == "cuda"), q.dtype, rows, scaling=0.1)
+        check_turbo(got, step_queries(q, [0, 0], fused=device.type == "cuda"), q.dtype, rows, scaling=0.1)

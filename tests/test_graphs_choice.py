@@ -479,7 +479,7 @@ def test_a_hook_that_comes_among_captured_steps_misses_none(
 
     def replays() -> int:
         # in place of a GPU, whose replays call no hook
-        return int(getattr(runners[-1]._device, "replayed", 0))
+        return int(getattr(runners[-1].device, "replayed", 0))
 
     ids = prompts(1, 40).to(model.device)
     with turbo_hf.patch(model, flat_config(block_size=32, cuda_graphs=demanded or "auto")) as handle:

@@ -111,9 +111,9 @@ def test_most_passes_are_replayed(runners: list[StepRunner]) -> None:
     with turbo_hf.patch(model, SMALL), turbo_hf.patch(drafter, SMALL):
         model.generate(**repeating(), max_new_tokens=120, do_sample=False, assistant_model=drafter)
     for runner in runners:
-        device: Any = runner._device
+        device: Any = runner.device
         assert device.replayed > 3 * device.warmed
-        assert runner._restarts == 1
+        assert runner.warmups == 1
 
 
 def test_sampled_drafts(runners: list[StepRunner]) -> None:
@@ -164,7 +164,6 @@ def test_the_drafters_cache_goes_with_the_call(runners: list[StepRunner], monkey
             model.generate(**repeating(), max_new_tokens=20, do_sample=False, assistant_model=drafter)
             # the stand-in for a graph holds its runner
             for runner in runners:
-                runner._drop()
                 runner._forget()
             runners.clear()
             assert [cache() for cache in made] == [None, None]

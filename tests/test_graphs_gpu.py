@@ -149,25 +149,26 @@ def test_steps_are_captured_beside_memory_that_torch_keeps(runners: list[StepRun
     assert runners[-1].captures >= 1
 
 
+HERE, THERE = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
 class Pretended(CudaDevice):
     """A device whose captures fail with `errors`, one after the other, and that notes what is done."""
 
     def __init__(self, errors: list[BaseException]) -> None:
         self.done: list[str] = []
         self.errors = errors
-        self._first_graph = None
-
-    def _keep_pool_alive(self) -> None:
-        self.done.append("anchor")
-        self._first_graph = lambda: None
+        self._streams: Any = {HERE: None}
+        self._pools: Any = {}
+        self._anchors = {}
 
     def _end_spoilt_capture(self) -> None:
         self.done.append("end")
-        self._first_graph = None
+        super()._end_spoilt_capture()
 
-    def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        self.done.append("capture")
-        if self.errors:
+    def _in_one(self, device: torch.device, step: Callable[[], Any]) -> Callable[[], Any]:
+        self.done.append("anchor" if device not in self._anchors else "capture")
+        if device in self._anchors and self.errors:
             raise self.errors.pop(0)
         return step
 
@@ -198,7 +199,6 @@ def test_a_capture_that_fails_otherwise_or_twice_is_an_error(monkeypatch: pytest
     assert device.capture(lambda: 4)() == 4
 
 
-HERE, THERE = torch.device("cuda", 0), torch.device("cuda", 1)
 CONFIG = flat_config(block_size=32)
 
 

@@ -107,9 +107,6 @@ LAYERS = [
     pytest.param(lambda: TurboLayer(flat_config(**KERNELS), window=50), id="window"),
     pytest.param(sparse_layer, id="sparse"),
 ]
-RANKED = [*LAYERS, pytest.param(lambda: TurboLayer(flat_config(low_heads=0.5, **KERNELS)), id="ranked")]
-"""The last one looks at a row's first block for the heads that get the low bits."""
-
 MOST = 36
 """Operations of a layer's first pass, what it makes of itself included, attention not."""
 
@@ -139,7 +136,7 @@ def test_a_prompt_takes_few_operations_and_no_wait(
     assert work.counts["launch"] <= 4
 
 
-@pytest.mark.parametrize("make", RANKED)
+@pytest.mark.parametrize("make", LAYERS)
 def test_ragged_and_later_chunks_wait_for_nothing(
     make: Callable[[], TurboLayer], monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
@@ -151,7 +148,7 @@ def test_ragged_and_later_chunks_wait_for_nothing(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("make", RANKED)
+@pytest.mark.parametrize("make", LAYERS)
 def test_on_a_gpu_a_prompt_waits_for_nothing(make: Callable[[], TurboLayer]) -> None:
     k, mask = tokens(2, 2, 150, 64, dtype=torch.float16, device="cuda"), torch.arange(150) >= torch.tensor([[0], [70]])
     chunk = columns_of(mask.cuda())

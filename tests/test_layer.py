@@ -25,7 +25,7 @@ from layer_support import (
 )
 from models import tiny_llama
 from op_calls import decode
-from prefill_support import int8_queries
+from prefill_support import step_queries
 from stores import store_codes
 from torch import Tensor
 
@@ -74,19 +74,6 @@ def test_a_half_precision_cache_is_that_of_float32() -> None:
     half, single = filled(TurboConfig(), k, v), filled(TurboConfig(), k.float(), v.float())
     assert_same_rows(half, 0, single, 0)
     assert half.dequantized(100)[0].dtype == torch.bfloat16
-
-
-def test_the_first_block_ranks_the_heads_of_each_row(device: torch.device) -> None:
-    k, v = (x.to(device) for x in random_kv(2, 128, heads=4))
-    # in row 0 head 3 has by far the widest channels, in row 1 head 0; the tokens around the block say the opposite
-    for row, head, other in ((0, 3, 0), (1, 0, 3)):
-        k[row, head, FIRST : FIRST + 64, 0] *= 50
-        k[row, other, :FIRST, 0] *= 5000
-        k[row, other, FIRST + 64 :, 0] *= 5000
-    config = flat_config(bits=4, low_bits=2, low_heads=0.75)
-    layer = filled(config, k, v)
-    assert [pages.bits for pages in layer.kv_store().paged] == [4, 2]
-    assert layer.kv_store().order[:, 0].tolist() == [3, 0]
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -493,17 +480,6 @@ def test_pages_that_a_crop_frees_are_used_again() -> None:
         assert layer.pool.pages == 2 * blocks
 
 
-def test_a_row_emptied_by_a_crop_ranks_its_heads_anew() -> None:
-    config = flat_config(bits=4, low_bits=2, low_heads=2 / 3)
-    k, v = random_kv(1, 100)
-    k[:, 2] /= 100
-    layer = filled(config, k * torch.tensor([1.0, 50.0, 1.0])[:, None, None], v)
-    assert layer.order[0].tolist() == [1, 0, 2]
-    layer.crop(-100)
-    feed(layer, k * torch.tensor([50.0, 1.0, 1.0])[:, None, None], v)
-    assert layer.order[0].tolist() == [0, 1, 2]
-
-
 def test_crop_takes_a_tensor_too() -> None:
     layer = filled(TurboConfig(), *random_kv(1, 20))
     layer.crop(torch.tensor(-3))  # type: ignore[arg-type]
@@ -554,7 +530,7 @@ def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device:
             if mode == "native":
                 check_exact(got, q, [row.values() for row in rows], scaling=0.3, window=window)
             else:
-                check_turbo(got, int8_queries(q, [0] * len(q)), q.dtype, rows, scaling=0.3, window=window)
+                check_turbo(got, step_queries(q, [0] * len(q)), q.dtype, rows, scaling=0.3, window=window)
         rolled.commit()
         whole.commit()
         assert max(rolled.lengths()) < window - 1 + 64

@@ -157,11 +157,11 @@ def test_report() -> None:
             f"  {report.notes}",
             f"  layer 0: 1 x 4 bit + 1 x 3 bit, window {WINDOW}",
             "  layer 1: 8 bit; asked for by int8_layers",
-            "  3-bit heads: chosen by each row's first 64 tokens (no calibration beside the checkpoint)",
+            "  3-bit heads: the last of each layer, for want of a calibration (there is none beside the checkpoint)",
             "  prompts: native (auto, without a GPU)",
             "  decode steps: CUDA graphs, once the model is on a GPU",
             f"  {report.serving}",
-            "  last generate: none since the patch",
+            f"  note: {report.warnings[0]}",
         ]
         assert report.serving.startswith("continuous batching: ")
     assert "Scores are capped" in report.notes

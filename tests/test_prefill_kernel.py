@@ -21,10 +21,9 @@ pytestmark = pytest.mark.usefixtures("poison")
 NO_BFLOAT16 = "products of bfloat16 need a GPU: the interpreter multiplies them as integers"
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "full": {"causal": False},
     "window1": {"window": 1},
     "window70": {"window": 70},
-    "full-window20": {"window": 20, "causal": False},
+    "window20": {"window": 20},
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": True},
     "all": {"window": 70, "softcap": 5.0, "sinks": True},
@@ -66,7 +65,7 @@ def test_over_a_ragged_past(mode: str, options: str, device: torch.device) -> No
     check_prefill(q, k, v, mode, past=past, block=32, starts=[0, 39, 3], backend="triton", **OPTIONS[options])
 
 
-@pytest.mark.parametrize("options", ["full", "all"])
+@pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("mode", ["turbo", "native"])
 def test_over_a_past_that_programs_share(
     mode: str, options: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
@@ -122,10 +121,9 @@ def test_lengths(length: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("mode", ["turbo", "fp8"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("dim", [64, 128], ids=["d64", "d128"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
-def test_prompts_in_16_bit(dtype: torch.dtype, dim: int, causal: bool, mode: str, device: torch.device) -> None:
+def test_prompts_in_16_bit(dtype: torch.dtype, dim: int, mode: str, device: torch.device) -> None:
     """What Hopper has a kernel of its own for: lengths around its tiles, any group of heads, strides, NaN."""
     if device.type == "cpu" and dtype == torch.bfloat16:
         # of heads with NaN
@@ -134,12 +132,12 @@ def test_prompts_in_16_bit(dtype: torch.dtype, dim: int, causal: bool, mode: str
     # the one that the interpreter runs has smaller tiles, and tests of its own
     for length, heads, kv_heads in hopper if device.type == "cuda" else ((1, 2, 2), (31, 7, 1), (66, 4, 2)):
         q, k, v = inputs(length, device, mode, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
-        got = check_prefill(q, k, v, mode, causal=causal, backend="triton")
+        got = check_prefill(q, k, v, mode, backend="triton")
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-        again = prefill(q, k, v, scaling=dim**-0.5, mode=mode, causal=causal, backend="triton")
+        again = prefill(q, k, v, scaling=dim**-0.5, mode=mode, backend="triton")
         assert torch.equal(got.out, again.out)
         q[0, -1, -1, 0] = torch.nan
-        broken = prefill(q, k, v, scaling=dim**-0.5, mode=mode, causal=causal, backend="triton").out.isnan()
+        broken = prefill(q, k, v, scaling=dim**-0.5, mode=mode, backend="triton").out.isnan()
         assert broken[0, -1, -1].all()
         assert int(broken.sum()) == dim
 

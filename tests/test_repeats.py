@@ -12,9 +12,7 @@ from models import prompts, tiny_llama, tiny_mistral
 import turbo_hf
 from turbo_hf import TurboConfig
 from turbo_hf.cache.storage import LayerStorage
-from turbo_hf.layout import Scoring
 from turbo_hf.models.versions import CACHE
-from turbo_hf.ops.decode.reference_repeat import RepeatedDecode
 from turbo_hf.ops.kernel_launch import addressed
 from turbo_hf.ops.repeat import Repeat
 
@@ -66,7 +64,6 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TRITON: dict[str, Any] = {"backend": "triton", "cuda_graphs": False, "attention": "native"}
-PLAIN: dict[str, Any] = {"backend": "reference"}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -78,14 +75,6 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
         ({**TRITON, "bits": 8, "buffer_scale": "universal"}, 3, [0], F32),
         # its threshold falls with each token
         ({**TRITON, "bits": 4, "sas": True}, None, [0], F32),
-        ({**PLAIN, "bits": 4}, None, [0], F32),
-        ({**PLAIN, "bits": 2, "recent_tokens": 32}, None, [0, 0], BF16),
-        ({**PLAIN, "bits": 4, "low_heads": 0.5}, None, [0, 5], BF16),
-        ({**PLAIN, "bits": 3, "value_bits": 2}, None, [3, 0], F16),
-        ({**PLAIN, "bits": 8}, 40, [0, 2], F32),
-        ({**PLAIN, "bits": 8, "buffer_scale": "universal"}, None, [0], F32),
-        ({**PLAIN, "bits": 16}, None, [0], F32),
-        ({**PLAIN, "bits": 4, "sas": True}, None, [0], F32),
     ],
 )
 def test_repeated_steps_are_those_made_anew(
@@ -95,19 +84,8 @@ def test_repeated_steps_are_those_made_anew(
     """The same bits, over sealed blocks, room that grows, and blocks that leave a window; a copy goes on by itself."""
     falls = "turbo_hf.attention.turbo_attention.sas_threshold"
     monkeypatch.setattr(falls, lambda config, tokens: -3 - tokens / 64 if config.expert.sas else None)
-    # several parts of a row are summed
-    monkeypatch.setattr("turbo_hf.ops.decode.reference_products.CODES", 1 << 10)
-    calls, decode = list[None](), RepeatedDecode.__call__
-
-    def counted(*given: Any) -> Any:
-        calls.append(None)
-        return decode(*given)
-
-    monkeypatch.setattr(RepeatedDecode, "__call__", counted)
-    by_kernels = options["backend"] == "triton"
-    device = device if by_kernels else torch.device("cpu")
     model = (tiny_llama() if window is None else tiny_mistral(window)).to(device, dtype)
-    first, last = (30, 36) if by_kernels else (20, 70)
+    first, last = 30, 36
     ids = prompts(len(padding), last).to(device)
     mask = torch.stack([(torch.arange(last, device=device) >= count).long() for count in padding])
     seen: list[list[torch.Tensor]] = []
@@ -126,43 +104,11 @@ def test_repeated_steps_are_those_made_anew(
                 if step == first + 2:
                     caches.append(copy.deepcopy(cache))
             seen.append(logits)
-            made.append(Again.count if by_kernels else len(calls))
+            made.append(Again.count)
     assert all(map(torch.equal, *seen))
     assert made[0] == made[1]
-    if not (by_kernels and device.type == "cuda"):
-        assert (made[0] > 10) is not (options["bits"] == 16)
-
-
-def test_a_step_with_nan_is_refused_before_it_is_stored() -> None:
-    """Also one that would be repeated: the cache goes on as if it had not been tried."""
-    model = tiny_llama(num_hidden_layers=1)
-    ids = prompts(1, 20)
-    with turbo_hf.patch(model, flat_config(backend="reference")) as handle, torch.no_grad():
-        caches = [handle.new_cache() for _ in range(2)]
-        for step in range(4):
-            part = ids[:, :16] if step == 0 else ids[:, 15 + step : 16 + step]
-            logits = [model(part, **{CACHE: cache}).logits for cache in caches]
-            assert torch.equal(*logits)
-            layer = caches[1].layers[0]
-            bad = torch.full((1, layer.heads, 1, layer.dim), torch.nan)
-            queries = torch.zeros(1, 2 * layer.heads, 1, layer.dim)
-            assert layer.repeat_step(queries, bad, bad, Scoring(1.0)) is None
-
-
-def test_steps_repeat_outside_of_inference_mode() -> None:
-    """What the first repeated step makes in inference mode is written again outside it."""
-    model = tiny_llama(num_hidden_layers=1)
-    ids = prompts(1, 24)
-    with turbo_hf.patch(model, flat_config(backend="reference")) as handle:
-        seen = []
-        for modes in ((True, False), (False, False)):
-            cache = handle.new_cache()
-            with torch.inference_mode(modes[0]), torch.no_grad():
-                for part in (ids[:, :16], *ids[:, 16:20].split(1, 1)):
-                    model(part, **{CACHE: cache})
-            with torch.inference_mode(modes[1]), torch.no_grad():
-                seen.append(torch.cat([model(part, **{CACHE: cache}).logits for part in ids[:, 20:].split(1, 1)], 1))
-        assert torch.equal(*seen)
+    if device.type != "cuda":
+        assert made[0] > 10
 
 
 def test_a_copy_keeps_no_addresses() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_calls import decode, prefill, quantize_operands
 from oracle import Codes
-from prefill_support import chunk_codes, int8_queries
+from prefill_support import chunk_codes, int8_queries, step_queries
 from sas_support import CUBIC, EPS, check_sas, cubic_error
 from stores import make_store, store_codes, tokens
 
@@ -63,7 +63,7 @@ def test_decode_drops_no_more_than_the_threshold_says(threshold: float, mode: st
     k, v = (tokens(2, 2, 200, 64, device=device) for _ in range(2))
     store, q = make_store(k, v, [200, 70]), tokens(2, 4, 3, 64, device=device)
     got = decode(q, store, scaling=0.05, mode=mode, sas_threshold=threshold)
-    fake = int8_queries(q, [0] * len(q)) if mode == "turbo" else q
+    fake = step_queries(q, [0] * len(q)) if mode == "turbo" else q
     check_sas(got, fake, store_codes(store), threshold, rounds_p=mode == "turbo", scaling=0.05)
 
 

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
-from turbo_hf.cache.saved_files import FILE
+from turbo_hf.cache.saved_files import CACHE as KIND
 from turbo_hf.models.versions import CACHE
 
 KINDS: list[Any] = [
@@ -85,14 +85,6 @@ def test_ragged_rows_cut(tmp_path: Path) -> None:
     again(model, cache, tmp_path, batch["input_ids"], 2, attention_mask=mask)
 
 
-def test_heads_that_were_ranked_by_tokens_that_are_gone(tmp_path: Path) -> None:
-    model, cache = llama(**MIXED)()
-    run(model, cache, prompts(2, 40))
-    cache.crop(-20)
-    assert cache.turbo_layers()[0].ranked == [False, False]
-    again(model, cache, tmp_path, prompts(2, 40)[:, :20])
-
-
 def test_generate_goes_on_from_a_saved_prompt(tmp_path: Path) -> None:
     model, cache = llama()()
     prompt, question = prompts(1, 90), prompts(1, 8, 1)
@@ -138,7 +130,7 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no patched model has run over this TurboCache"):
         alone.save_pretrained(tmp_path)
     cache.layers[0].selector = object()
-    cache.all_layers[0].ranked = [object()]
+    cache.all_layers[0].universal = object()
     with pytest.raises(Unsupported, match="no file can hold"):
         cache.save_pretrained(tmp_path / "new", input_ids=prompts(1, 80))
     # nothing half written
@@ -190,7 +182,7 @@ def test_another_version_and_another_prompt(tmp_path: Path, monkeypatch: pytest.
     cache = TurboCache.from_pretrained(tmp_path, model)
     run(model, cache, prompts(1, 1))
     cache.save_pretrained(tmp_path, input_ids=prompts(1, 71))
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert [path.name for path in tmp_path.iterdir()] == [KIND.file]
     assert TurboCache.from_pretrained(tmp_path, model).get_seq_length() == 71
     monkeypatch.setattr("turbo_hf.cache.saved_cache.__version__", "9.9")
     with pytest.raises(ValueError, match=r"its versions.turbo_hf is '.*', and should be '9.9'"):
@@ -209,15 +201,15 @@ def test_a_write_that_breaks_off_leaves_the_former_cache(tmp_path: Path, monkeyp
         raise SafetensorError("No space left on device")
 
     monkeypatch.setattr("turbo_hf.cache.saved_files.save_file", full)
-    with pytest.raises(OSError, match=f"cannot be written: No space left on device: .*{FILE}"):
+    with pytest.raises(OSError, match=f"cannot be written: No space left on device: .*{KIND.file}"):
         cache.save_pretrained(tmp_path, input_ids=prompts(1, 71))
-    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+    assert [path.name for path in tmp_path.iterdir()] == [KIND.file]
     assert TurboCache.from_pretrained(tmp_path, model).get_seq_length() == 70
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, bytes]:
-    path = tmp_path_factory.mktemp("saved") / FILE
+    path = tmp_path_factory.mktemp("saved") / KIND.file
     return saved_in(path.parent), path, path.read_bytes()
 
 

@@ -45,7 +45,7 @@ from turbo_hf.attention.prompt import packed_attention, prompt_attention  # noqa
 from turbo_hf.cache.new_columns import NewQKV  # noqa: E402
 from turbo_hf.layout import Scoring  # noqa: E402
 from turbo_hf.patching import continuous_batching  # noqa: E402
-from turbo_hf.serving import rows, runner, storage  # noqa: E402
+from turbo_hf.serving import manager, rows, runner, storage  # noqa: E402
 from turbo_hf.serving.paged_cache import TurboAllocator  # noqa: E402
 
 
@@ -68,9 +68,9 @@ def test_captured_steps_give_the_same_tokens(
                 outputs[output.request_id] = output
         check_same(model, handle, inputs, {name: outputs[name] for name in names}, passes)
     (made,) = runners
-    assert made.captures > 2, "several numbers of rows"
-    assert sum(replay is not None for replay in made._replays.values()) <= 2
-    assert made._device.replayed > made._device.warmed
+    assert made.graphs.captures > 2, "several numbers of rows"
+    assert sum(map(made.graphs.captured, made.graphs.kinds)) <= 2
+    assert made.graphs.device.replayed > made.graphs.device.warmed
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,8 @@ def test_captured_passes_with_prompts_give_the_same_tokens(
             assert output.generated_tokens == got[:AFTER], name
     shapes = [(key[0] > 0, key[2], key[5]) for key in layouts if key[2]]
     assert (True, 1, 1) in shapes, "a prompt with a stored prefix, beside steps"
-    # the first block of a prompt ranks its heads
-    assert ((True, 1, 0) in shapes) == (preset != "turbo-mixed")
-    assert runners[0].captures > 2
+    assert (True, 1, 0) in shapes
+    assert runners[0].graphs.captures > 2
 
 
 @pytest.mark.parametrize(
@@ -141,8 +140,8 @@ def test_one_capture_serves_both_sets_of_inputs(runners: Any) -> None:
         model.generate_batch(inputs, max_new_tokens=12, continuous_batching_config=options(use_async_batching=True))
     (made,) = runners
     assert made.inputs_and_outputs.io_pairs
-    assert made.captures == 1
-    assert made._device.replayed >= 9
+    assert made.graphs.captures == 1
+    assert made.graphs.device.replayed >= 9
 
 
 def test_rows_have_few_sizes() -> None:
@@ -174,7 +173,7 @@ def test_what_lies_between_packed_prompts_is_cut_like_prompts() -> None:
 
 
 def test_steps_that_cannot_be_captured_are_launched(passes: Any, runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "capture_device", lambda device: Again(fails="no graph"))
+    monkeypatch.setattr(manager, "CudaDevice", lambda device: Again(fails="no graph"))
     model, inputs = tiny_llama().double(), requests((70, 20))
     with turbo_hf.patch(model) as handle:
         with pytest.warns(UserWarning, match="cannot be captured and are launched: no graph"):
@@ -188,7 +187,7 @@ def test_a_hook_that_comes_among_captured_passes_misses_none(runners: Any, monke
 
     def compute(self: Any, *args: Any) -> None:
         if self.replayed is not None and not devices:
-            devices.extend((self._device, self._device.replayed))
+            devices.extend((self.graphs.device, self.graphs.device.replayed))
             model.lm_head.register_forward_hook(lambda *args: called.append(1))
         before(self, *args)
 
@@ -196,7 +195,7 @@ def test_a_hook_that_comes_among_captured_passes_misses_none(runners: Any, monke
     with turbo_hf.patch(model):
         outputs = model.generate_batch(requests((20, 30)), max_new_tokens=12, continuous_batching_config=options())
     assert [len(x.generated_tokens) for x in outputs.values()] == [12, 12]
-    assert runners[0].captures
+    assert runners[0].graphs.captures
     assert len(called) > 5
     # in place of a GPU, whose replays call no hook
     assert devices[0].replayed == devices[1]
@@ -211,7 +210,7 @@ def test_prompts_that_cannot_be_captured_leave_steps_alone(
     def capture(self: Any, step: Any) -> Any:
         if runners[0].cache.now.prompts:
             # as with TurboConfig(cuda_graphs=True), which is about steps
-            runners[0]._demanded = True
+            runners[0].graphs._demanded = True
             raise RuntimeError("no graph")
         return before(self, step)
 
@@ -220,7 +219,7 @@ def test_prompts_that_cannot_be_captured_leave_steps_alone(
     model = tiny_llama()
     with turbo_hf.patch(model), pytest.warns(UserWarning, match="passes with prompts of .* cannot be captured"):
         one_by_one(model, inputs, passes, options(max_batch_tokens=300))
-    assert runners[0].captures > 0
+    assert runners[0].graphs.captures > 0
 
 
 def test_a_short_rest_of_a_prompt_fills_a_block(passes: Any) -> None:
@@ -234,9 +233,9 @@ def test_a_short_rest_of_a_prompt_fills_a_block(passes: Any) -> None:
 
 def test_prompts_over_long_pasts_are_not_captured_together() -> None:
     """Each past is unpacked for the pass: no more than in passes that are launched."""
-    stored = SimpleNamespace(ranks_heads=[False], shape=SimpleNamespace(block=64, together=rows.TOGETHER))
+    stored = SimpleNamespace(shape=SimpleNamespace(block=64, together=rows.TOGETHER))
     cache = SimpleNamespace(storage=stored, allocator=SimpleNamespace(rows=lambda prompts: 4), max_batch_tokens=8192)
-    made: Any = SimpleNamespace(cache=cache, _device=object(), _prompts=True)
+    made: Any = SimpleNamespace(cache=cache, graphs=SimpleNamespace(off=False), _prompts=True)
 
     def key(past: int, count: int) -> Any:
         each = [rows.Row(str(n), past, 100, 100 * n, n, [0] * (past // 64 + 2)) for n in range(count)]
@@ -351,7 +350,7 @@ def test_kernels_give_the_same_tokens(kind: str, runners: Any) -> None:
         with turbo_hf.patch(model, flat_config(bits=4, **widths, backend=backend)):
             outputs = model.generate_batch(inputs, max_new_tokens=4, continuous_batching_config=options())
             tokens[backend] = [output.generated_tokens for output in outputs.values()]
-        assert (runners[-1].captures > 0) == (backend == "triton")
+        assert (runners[-1].graphs.captures > 0) == (backend == "triton")
     assert tokens["triton"] == tokens["reference"]
 
 
@@ -410,7 +409,7 @@ def test_on_a_gpu_captured_steps_give_the_launched_tokens(kind: str, runners: An
                 inputs, max_new_tokens=70, continuous_batching_config=options(100, max_batch_tokens=512, **how)
             )
             tokens.append([output.generated_tokens for output in outputs.values()])
-        assert (runners[-1].captures > 0) == (how != {"use_cuda_graph": False})
+        assert (runners[-1].graphs.captures > 0) == (how != {"use_cuda_graph": False})
     assert tokens[0] == tokens[1] == tokens[2]
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_calls import sparse_decode, visit
 from oracle import Codes
-from prefill_support import int8_queries
+from prefill_support import step_queries
 from sas_support import check_sas
 from sparse_attention_support import CHOICE, check_sparse, kept_keys, random_index, spans_of, sparse_store
 from stores import store_codes, tokens
@@ -90,19 +90,20 @@ def test_a_store_of_open_tokens_only(device: torch.device, backend: str) -> None
     ids=str,
 )
 def test_on_quantized_values(threshold: float | None, groups: HeadGroups, device: torch.device, backend: str) -> None:
-    """Mode "turbo": INT8 queries over INT8 codes of the kept keys, P in INT8, whose steps are all that is missed."""
+    """Mode "turbo": 16-bit queries over INT8 codes of the kept keys, P in INT8, whose steps are all that is missed."""
     store = sparse_store([300, 70, 20], 2, 64, device, groups=groups)
     index, visited = random_index(store, 2, 9, 0.3)
     q = tokens(3, 8, 2, 64, device=device)
     options: dict[str, Any] = {"sas_threshold": threshold, "spans": spans_of(store, index), "backend": backend}
     got = sparse_decode(q, store, index, visited, scaling=0.05, sink_tokens=1, window_tokens=20, **options)
-    fake = int8_queries(q, [0] * 3)
+    fake = step_queries(q, [0] * 3)
     for row, codes in enumerate(store_codes(store)):
+        assert codes.fold is not None
         for head, column in ((0, 0), (1, 0), (0, 1), (1, 1)):
             buckets, seen = index[row, head].tolist(), visited[row, head, column].tolist()
             kept = kept_keys(codes.k.shape[1] - 2 + column, buckets, seen, 1, 20)
             k, k_scale, v, v_scale = (x[head : head + 1, kept] for x in codes[:4])
-            own = Codes(k, k_scale, v, v_scale, codes.tile[kept])
+            own = Codes(k, k_scale, v, v_scale, codes.tile[kept], codes.fold[head : head + 1, kept])
             at = (slice(row, row + 1), slice(4 * head, 4 * head + 4), slice(column, column + 1))
             part = AttentionOutput(got.out[at], got.lse[at])
             if threshold is None:
@@ -154,22 +155,22 @@ def test_any_choice_of_keys(lengths: list[int], share: float, queries: int, sink
     [
         ({"sink_tokens": -1}, "sink_tokens must be at least 0 and window_tokens at least 1; got -1 and 20"),
         ({"window_tokens": 0}, "sink_tokens must be at least 0 and window_tokens at least 1; got 1 and 0"),
-        ({"visited": torch.zeros(1, 2, 2, 4, dtype=torch.bool)}, r"visited \[1, 2, 1, C\]"),
-        ({"visited": torch.zeros(1, 4, 1, 4, dtype=torch.bool)}, r"got .*\(1, 4, 1, 4\)"),
-        ({"buckets": torch.zeros(1, 2, 1, 100, dtype=torch.int16)}, r"buckets must be \[1, 2, cap\]"),
-        ({"q": torch.zeros(2, 4, 1, 32)}, "q has 2 rows on cpu; the cache holds 1 on cpu"),
+        ({"visited": torch.zeros(1, 2, 2, 4, dtype=torch.bool)}, r"visited must be torch.bool \[1, 2, 1, C\]"),
+        ({"visited": torch.zeros(1, 4, 1, 4, dtype=torch.bool)}, r"got .*\[1, 4, 1, 4\]"),
+        ({"buckets": torch.zeros(1, 2, 1, 100, dtype=torch.int16)}, r"buckets must be torch.int16 \[1, 2, cap\]"),
+        ({"q": torch.zeros(2, 4, 1, 32)}, r"q must be \[1, Hq, M, D\] on cpu"),
         ({"softcap": -1.0}, "softcap must be above 0"),
         (
             {"spans": torch.zeros(1, 1, 3, 2, dtype=torch.int16)},
-            r"spans must be torch.int16 \[1, 2, n, 2\]; got .* \[1, 1, 3, 2\]",
+            r"spans must be torch.int16 \[1, 2, n, 2\] on cpu; got .* \[1, 1, 3, 2\]",
         ),
         ({"spans": torch.zeros(1, 2, 3, 2)}, "spans must be torch.int16 .* got torch.float32"),
         ({"buckets": torch.zeros(1, 2, 100, dtype=torch.int64)}, "buckets must be torch.int16 .* got torch.int64"),
         (
             {"buckets": torch.zeros(1, 2, 63, dtype=torch.int16)},
-            "with cap >= 64, the tokens sealed in the longest row, .* got torch.int16 with cap 63",
+            "buckets must have cap >= 64, the tokens sealed in the longest row; got 63",
         ),
-        ({"visited": torch.zeros(1, 2, 1, 4)}, "visited torch.bool; got .* and torch.float32"),
+        ({"visited": torch.zeros(1, 2, 1, 4)}, "visited must be torch.bool .* got torch.float32"),
     ],
 )
 def test_sparse_decode_says_what_is_wrong(wrong: dict[str, Any], message: str) -> None:
@@ -183,7 +184,7 @@ def test_sparse_decode_says_what_is_wrong(wrong: dict[str, Any], message: str) -
 def test_sparse_decode_refuses_lengths_that_are_not_the_caches() -> None:
     store = sparse_store([100], 2, 32, torch.device("cpu"))._replace(open_len=torch.tensor([1, 1, 1]))
     index, visited = random_index(store, 1, 4, 0.5)
-    with pytest.raises(ValueError, match=r"store.open_len must be \[B\] = \[1\]; got \(3,\)"):
+    with pytest.raises(ValueError, match=r"store.open_len must be \[1\] on cpu; got torch.int64 \[3\]"):
         sparse_decode(torch.zeros(1, 4, 1, 32), store, index, visited, **CHOICE)
 
 

@@ -56,25 +56,11 @@ def test_wrong_names_get_one_sentence(name: str, message: str) -> None:
         method_named(name)
 
 
-def items(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    (folder / "haystack.txt").write_text("Grass grows. " * 100)
-    (folder / "words.json").write_text("[]")
-    rows: list[dict[str, Any]] = []
-    for number, length in ((4281, 400), (77, 900)):
-        prompt = "The special magic number is " + f"{number}. " + "Grass grows. " * (length // 5) + "The number is"
-        rows.append(
-            {"prompt": prompt, "answer": str(number), "completion": f" {number}", "kind": "qa", "length": length}
-        )
-    (folder / "made.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-
 def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
-    items(tmp_path / "data" / "lab_tasks")
     lab(settings=SMALL).save_pretrained(tmp_path / "index")
     methods = ["turbo4", "turbo4@saap:probes=4:window_tokens=63", "turbo4@window:window_tokens=63"]
-    words = ["eval", str(LAB_MODEL), "--suite", "lab", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
-    words += ["--shortest", "500", "--longest", "1000", "--task", "made", "--device", "cpu"]
+    words = ["eval", str(LAB_MODEL), "--out", str(tmp_path / "out"), "--limit", "2"]
+    words += ["--shortest", "500", "--longest", "600", "--task", "needle", "--device", "cpu"]
     words += [word for method in methods for word in ("--methods", method)]
     missing = CliRunner().invoke(app, words)
     assert missing.exit_code == 1
@@ -96,7 +82,7 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, [*words, "--calibration", str(tmp_path / "index")])
     assert again.exit_code == 0, again.output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [(row["task"], row["items"]) for row in report["accuracy"]] == [("made", 1)], "the short item is left out"
+    assert [(row["task"], row["items"]) for row in report["accuracy"]] == [("needle", 2)]
     assert list(report["reading"]) == methods[1:]
     sparse, window = (report["reading"][method] for method in methods[1:])
     assert window["share_beyond"] == 0
@@ -114,22 +100,14 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--suite", "lab", "--data", "DATA", "--task", "maid"],
-            "no task maid here; lab has needle, made.",
-        ),
-        (["--suite", "lab", "--data", "DATA", "--calibration", "nowhere"], "none of these methods takes anything from"),
-        (["--suite", "lab", "--data", "DATA", "--calibration", "nowhere", "--methods", "saap"], "no calibration in 'n"),
-        (
-            ["--suite", "lab", "--data", "DATA", "--shortest", "900", "--longest", "800"],
-            "--shortest 900 is above the longest prompt, 800.",
-        ),
+        (["--task", "maid"], "no task maid here; smoke has needle, prose."),
+        (["--calibration", "nowhere"], "none of these methods takes anything from"),
+        (["--calibration", "nowhere", "--methods", "saap"], "no calibration in 'n"),
+        (["--shortest", "900", "--longest", "800"], "--shortest 900 is above the longest prompt, 800."),
     ],
 )
 def test_wrong_choices_of_a_run_get_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:
-    items(tmp_path / "data" / "lab_tasks")
-    own = [str(tmp_path / "data") if word == "DATA" else word for word in words]
-    command = ["eval", str(LAB_MODEL), *own, "--out", str(tmp_path / "out"), "--device", "cpu"]
+    command = ["eval", str(LAB_MODEL), *words, "--out", str(tmp_path / "out"), "--device", "cpu"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 1
     assert message in " ".join(result.output.split())

@@ -269,13 +269,6 @@ def test_nan_is_told_by_the_layer_before_its_block_is_sealed() -> None:
         run.require_finite()
 
 
-def short_prompt(config: TurboConfig) -> TurboCache:
-    cache = TurboCache(LlamaConfig(**SHAPE), config)
-    for layer in cache.turbo_layers():
-        layer.append(tokens(1, HEADS, 5, DIM), tokens(1, HEADS, 5, DIM), NewColumns(5))
-    return cache
-
-
 def recording() -> TurboCache:
     cache = filled(TurboConfig(), lengths=[90, 33, 5])
     cache.activate_past_recording()
@@ -303,7 +296,6 @@ def dequantized() -> TurboCache:
         pytest.param(dequantized, "computed in full precision", id="dequantized"),
         pytest.param(lambda: TurboCache(LlamaConfig(**SHAPE)), "layer 0 holds no tokens", id="empty"),
         pytest.param(recording, "blocks of a prompt wait for a crop", id="recording"),
-        pytest.param(lambda: short_prompt(flat_config(low_heads=0.5)), "heads without a rank", id="unranked"),
     ],
 )
 def test_what_cannot_be_replayed_says_why(make: Callable[[], TurboCache], reason: str) -> None:

@@ -7,7 +7,6 @@ other shapes, types and numbers, files that are cut, too long, or no files at al
 import copy
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import os
@@ -22,14 +21,12 @@ import pytest
 import torch
 from calibration_support import lab
 from models import lab_model, prompts
-from safetensors.torch import load, save, save_file
-from saved_support import Make, by_bucket, family, llama, windows
+from saved_support import Make, by_bucket, family, llama, windows, written
 
 from turbo_hf import Calibration, TurboCache
 from turbo_hf.cache import saved_files
-from turbo_hf.calibration.artifacts import FACTS, TENSORS
+from turbo_hf.calibration.artifacts import FILE, KIND
 from turbo_hf.config.file import read_mapping
-from turbo_hf.config.whole_files import facts_hash
 from turbo_hf.eval.answers import Answers
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.maths import checksum
@@ -84,12 +81,6 @@ def tampered(x: torch.Tensor, drawn: random.Random) -> torch.Tensor:
     return torch.full_like(x, math.nan if x.is_floating_point() else last)
 
 
-def written(folder: Path, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Write a saved cache with right sums, whatever it holds."""
-    metadata = {saved_files.ENTRY: json.dumps({**facts, "sha256": facts_hash(facts, "sha256")})}
-    save_file(tensors, folder / saved_files.FILE, metadata)
-
-
 def sums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
     """The entry "sums" of a saved cache."""
     return {name: int(checksum(x)) for name, x in tensors.items()}
@@ -131,7 +122,7 @@ def saved(make: Make, folder: Path) -> tuple[Any, TurboCache, dict[str, Any], di
     with torch.no_grad():
         model(ids, **{CACHE: cache})
     cache.save_pretrained(folder, input_ids=ids)
-    facts, tensors = saved_files.read(folder)
+    facts, tensors = saved_files.read(folder, saved_files.CACHE, str(folder))
     whole = {name: each for name, each in facts.items() if name != "sha256"}
     return model, cache, whole, {name: x.clone() for name, x in tensors.items()}
 
@@ -156,7 +147,7 @@ def test_a_saved_cache_of_a_stranger(make: Make, tmp_path: Path) -> None:
             name = drawn.choice(sorted(own))
             tensors[name] = tampered(own[name], drawn)
             facts = {**whole, "sums": sums(tensors)}
-        written(tmp_path, facts, tensors)
+        written(tmp_path, saved_files.CACHE, facts, tensors)
         what = [pair for pair in zip(whole.items(), facts.items(), strict=False) if pair[0] != pair[1]]
         loaded = read_or_refused(lambda: TurboCache.from_pretrained(tmp_path, model), what)
         if loaded is not None:
@@ -171,7 +162,7 @@ def test_a_saved_cache_of_a_stranger(make: Make, tmp_path: Path) -> None:
 def test_numbers_that_no_saved_cache_holds(make: Make, tmp_path: Path) -> None:
     model, _, whole, own = saved(make, tmp_path)
     held = json.loads(json.dumps(whole["held"]).replace('["recording", false]', '["recording", true]', 1))
-    written(tmp_path, {**whole, "held": held}, own)
+    written(tmp_path, saved_files.CACHE, {**whole, "held": held}, own)
     with pytest.raises(ValueError, match=r"state\.recording is True, and should be False"):
         TurboCache.from_pretrained(tmp_path, model)
     # steps and zero points of pages may be any
@@ -184,7 +175,7 @@ def test_numbers_that_no_saved_cache_holds(make: Make, tmp_path: Path) -> None:
     for name, x in [*cases, ("stray", torch.zeros(2))]:
         if not torch.equal(x, own.get(name, torch.ones(2))):
             tensors = {**own, name: x}
-            written(tmp_path, {**whole, "sums": sums(tensors)}, tensors)
+            written(tmp_path, saved_files.CACHE, {**whole, "sums": sums(tensors)}, tensors)
             with pytest.raises(ValueError, match="is damaged"):
                 TurboCache.from_pretrained(tmp_path, model)
 
@@ -198,25 +189,24 @@ def test_a_calibration_of_a_stranger(tmp_path: Path) -> None:
     index["classifier"] = {name: torch.rand(heads, *size) for name, size in sizes.items()}
     whole = dataclasses.replace(found, layers=(dataclasses.replace(layer, **index), *found.layers[1:]))
     whole.save_pretrained(tmp_path)
-    facts, content = json.loads((tmp_path / FACTS).read_bytes()), (tmp_path / TENSORS).read_bytes()
-    own, right = load(content), Calibration.from_pretrained(tmp_path)
+    facts, mapped = saved_files.read(tmp_path, KIND, "")
+    own, right = {name: x.clone() for name, x in mapped.items()}, Calibration.from_pretrained(tmp_path)
     for _ in range(2 * TIMES):
-        said, there = facts, content
+        said, there = facts, own
         if drawn.random() < 0.6:
-            said = changed({name: each for name, each in facts.items() if "sha256" not in name}, drawn)
-        elif drawn.random() < 0.7:
-            name = drawn.choice(sorted(own))
-            there = save({**own, name: tampered(own[name], drawn)})
+            said = changed({name: each for name, each in facts.items() if name != "sha256"}, drawn)
         else:
-            there = content[: drawn.randrange(len(content))] + b"x" * drawn.randrange(3)
-        said = {**said, "sha256": hashlib.sha256(there).hexdigest()}
-        (tmp_path / FACTS).write_text(json.dumps({**said, "facts_sha256": facts_hash(said, "facts_sha256")}))
-        (tmp_path / TENSORS).write_bytes(there)
+            name = drawn.choice(sorted(own))
+            there = {**own, name: tampered(own[name], drawn)}
+            said = {**facts, "sums": sums(there)}
+        written(tmp_path, KIND, said, there)
+        if drawn.random() < 0.2:
+            content = (tmp_path / FILE).read_bytes()
+            (tmp_path / FILE).write_bytes(content[: drawn.randrange(len(content))] + b"x" * drawn.randrange(3))
         read = read_or_refused(lambda: Calibration.from_pretrained(tmp_path), (said, len(there)))
         if read is not None:
             assert read.mismatch(lab_model()[0]) is None or read.fingerprint != right.fingerprint
             assert {each: read.head_orders(each) for each in ("priority", "entropy")}
-            read.card()
 
 
 def test_results_of_a_stranger(tmp_path: Path) -> None:
@@ -253,9 +243,8 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     cache.save_pretrained(tmp_path)
     lab().save_pretrained(tmp_path)
     ends = {
-        saved_files.FILE: lambda: TurboCache.from_pretrained(tmp_path, model),
-        FACTS: lambda: Calibration.from_pretrained(tmp_path),
-        TENSORS: lambda: Calibration.from_pretrained(tmp_path),
+        saved_files.CACHE.file: lambda: TurboCache.from_pretrained(tmp_path, model),
+        FILE: lambda: Calibration.from_pretrained(tmp_path),
         "answers.jsonl": lambda: Answers(tmp_path / "answers.jsonl", {}),
         "c.json": lambda: read_mapping(tmp_path / "c.json"),
     }
@@ -270,7 +259,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
             (os.rmdir if path.is_dir() else os.unlink)(path)
         if kept.exists():
             kept.rename(path)
-    path = tmp_path / saved_files.FILE
+    path = tmp_path / saved_files.CACHE.file
     content = path.read_bytes()
     for shape in ([2**63, 0], [2**62, 0], [1] * 3000, [2**62, 2**62], [-1]):
         head = json.dumps({"x": {"dtype": "U8", "shape": shape, "data_offsets": [0, int(0 not in shape)]}}).encode()

@@ -15,16 +15,17 @@ import pytest
 import torch
 from calibration_support import HEADS, MIXED, TEXTS, lab
 from models import LAB_MODEL, lab_model, prompts, tiny_llama, tiny_mistral
+from saved_support import written
 from tiny_families import build
 from typer.testing import CliRunner
 
 import turbo_hf
 from turbo_hf import Calibration, TurboCache, TurboConfig
-from turbo_hf.calibration.artifacts import FACTS, LayerCalibration
+from turbo_hf.cache.saved_files import read
+from turbo_hf.calibration.artifacts import KIND, LayerCalibration
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.calibration.widths import Widths, choices
 from turbo_hf.cli.main import app
-from turbo_hf.config.whole_files import facts_hash
 from turbo_hf.eval.widths import Measured, Part, calibrate_widths, choose, measure_widths
 from turbo_hf.layout import BITS, page_bytes
 from turbo_hf.models.versions import CACHE
@@ -232,7 +233,6 @@ def test_texts_held_out_that_cannot_be_read_are_an_error(monkeypatch: pytest.Mon
 def test_widths_are_kept(tmp_path: Path) -> None:
     with_widths().save_pretrained(tmp_path)
     assert Calibration.from_pretrained(tmp_path).widths == WIDTHS
-    assert "| 1 | 4/4 |" in with_widths().card()
 
 
 @pytest.mark.parametrize(
@@ -251,9 +251,9 @@ def test_widths_are_kept(tmp_path: Path) -> None:
 )
 def test_widths_that_are_none_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     with_widths().save_pretrained(tmp_path)
-    facts = json.loads((tmp_path / FACTS).read_text())
+    facts, tensors = read(tmp_path, KIND, "")
     facts["widths"] |= change
-    (tmp_path / FACTS).write_text(json.dumps(facts | {"facts_sha256": facts_hash(facts, "facts_sha256")}))
+    written(tmp_path, KIND, facts, {name: x.clone() for name, x in tensors.items()})
     with pytest.raises(ValueError, match=f"is damaged: {message}"):
         Calibration.from_pretrained(tmp_path)
 
@@ -304,7 +304,9 @@ def test_widths_and_other_bits_exclude_each_other() -> None:
         with pytest.raises(ValueError, match=r"has widths of its own, and this config has others\. Leave out"):
             turbo_hf.patch(model, config, calibration=with_widths())
     with turbo_hf.patch(model, MIXED, calibration=with_widths()) as handle:
-        assert handle.report().heads.endswith("(this process); its widths are not used, for this config has others")
+        assert handle.report().heads.endswith(
+            "(this process); calibration: its widths are not used, for this config has others"
+        )
     with pytest.raises(ValueError, match="layer_bits does not go with value_bits"):
         TurboConfig(layer_bits="calibrated", value_bits=3)
     with pytest.raises(ValueError, match="needs a calibration of this model with widths, and that of 'this process'"):
@@ -340,13 +342,12 @@ def test_heads_are_not_said_to_be_ranked_by_a_calibration_that_ranks_none(tmp_pa
     model = copy.deepcopy(lab_model()[0])
     bare = with_widths()
     bare = replace(bare, layers=tuple(LayerCalibration(n, {}) for n in range(len(bare.layers))))
-    with pytest.raises(ValueError, match="low_heads needs a calibration that ranks heads, and that of 'this process'"):
-        turbo_hf.patch(model, MIXED, calibration=bare)
-    assert "nothing, for widths alone were chosen" in bare.card()
+    with turbo_hf.patch(model, MIXED, calibration=bare) as handle:
+        assert "(that of 'this process' ranks no heads)" in handle.report().heads
     bare.save_pretrained(tmp_path)
     model.config._name_or_path = str(tmp_path)
     with turbo_hf.patch(model, MIXED) as handle:
-        assert handle.report().heads.endswith("32 tokens (the calibration beside the checkpoint ranks no heads)")
+        assert handle.report().heads.endswith(f"(that of {str(tmp_path)!r} ranks no heads)")
 
 
 def test_bits_of_another_number_of_layers_are_refused() -> None:
@@ -410,7 +411,7 @@ def test_widths_join_a_calibration_that_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--budget", "50", "--clusters", "9", "--seed", "3"], "no effect beside --budget, .*: --clusters, --seed"),
+        (["--budget", "50", "--preset", "full", "--seed", "3"], "no effect beside --budget, .*: --seed, --preset"),
         (["--budget", "50", "--heads-only"], "--heads-only. Leave that out"),
         ([], "--texts names what to calibrate with"),
         (["--budget", "50", "--window", "100"], "tokens must be a multiple of 128, whole pages; got 100"),

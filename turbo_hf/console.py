@@ -150,19 +150,17 @@ def require_place(model: str, gguf_file: str | None = None) -> None:
         raise fail(f"there is no file {gguf_file!r} in the folder {model!r}.")
 
 
-def load_config(model: str, revision: str | None = None, gguf_file: str | None = None) -> "PreTrainedConfig":
+def load_config(model: str, gguf_file: str | None = None) -> "PreTrainedConfig":
     """The config of a folder, a config.json or a Hub id, or of a GGUF file there; Exit with a sentence if there is
     none."""
     from turbo_hf.patching.meta_model import read_config  # noqa: PLC0415
 
     require_place(model, gguf_file)
     with mistakes_end_the_command():
-        return read_config(model, revision, gguf_file)
+        return read_config(model, gguf_file)
 
 
-def load_model(
-    model: str, device: str, revision: str | None = None, dtype: str = "auto", gguf_file: str | None = None
-) -> Any:
+def load_model(model: str, device: str, dtype: str = "auto", gguf_file: str | None = None) -> Any:
     """A model in eval mode; Exit with a sentence if it cannot be loaded.
 
     dtype: by name; "auto": the checkpoint's, of a GGUF file float32. Under torchrun its processes share the model, by
@@ -176,12 +174,12 @@ def load_model(
     device = choose_device(device)
     if device == "meta":
         raise fail("--device meta holds no weights to run; choose cpu or cuda.")
-    config = load_config(model, revision, gguf_file)
+    config = load_config(model, gguf_file)
     try:
         count = processes()[1]
         split = {} if count == 1 else {"distributed_config": _over(count, device)}
         named = gguf_options(gguf_file)
-        loaded: Any = auto_class(config).from_pretrained(model, revision=revision, dtype=dtype, **split, **named)
+        loaded: Any = auto_class(config).from_pretrained(model, dtype=dtype, **split, **named)
         return (loaded if split else loaded.to(device)).eval()
     except Unsupported as error:
         raise fail(str(error)) from error
@@ -206,7 +204,7 @@ def _over(count: int, device: str) -> Any:
     return DistributedConfig(tp_size=count)
 
 
-def load_tokenizer(model: str, revision: str | None = None, gguf_file: str | None = None) -> Any:
+def load_tokenizer(model: str, gguf_file: str | None = None) -> Any:
     """A left-padding tokenizer; Exit with a sentence if it cannot be loaded."""
     from transformers import AutoTokenizer  # noqa: PLC0415
 
@@ -215,7 +213,7 @@ def load_tokenizer(model: str, revision: str | None = None, gguf_file: str | Non
     require_place(model, gguf_file)
     try:
         named = gguf_options(gguf_file)
-        tokenizer: Any = AutoTokenizer.from_pretrained(model, revision=revision, padding_side="left", **named)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left", **named)
     except Exception as error:  # the library behind it raises that
         raise fail(f"cannot load {gguf_file or model!r} (its tokenizer): {error}") from error
     if tokenizer.pad_token_id is None:
@@ -223,8 +221,8 @@ def load_tokenizer(model: str, revision: str | None = None, gguf_file: str | Non
     return tokenizer
 
 
-def load(model: str, device: str, revision: str | None = None, gguf_file: str | None = None) -> tuple[Any, Any]:
+def load(model: str, device: str, gguf_file: str | None = None) -> tuple[Any, Any]:
     """Model and left-padding tokenizer; Exit with a sentence if they cannot be loaded."""
     # before the weights, which take minutes
-    tokenizer = load_tokenizer(model, revision, gguf_file)
-    return load_model(model, device, revision, gguf_file=gguf_file), tokenizer
+    tokenizer = load_tokenizer(model, gguf_file)
+    return load_model(model, device, gguf_file=gguf_file), tokenizer

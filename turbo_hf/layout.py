@@ -79,7 +79,11 @@ FIRST = 16
 """First tokens of a row that are never sealed: a tile, so that what is behind them is aligned."""
 
 INT8_MAX = 127
-"""Largest INT8 code of values that are never sealed: queries, P, and a chunk's keys and values in the flash loop."""
+"""Largest INT8 code of values that are never sealed: P, a prompt's queries, a chunk's keys and values in the flash
+loop."""
+
+QUERY_MAX = INT8_MAX << 8
+"""Largest code of a decode step's query, 16 bit: 256 * high + low, two INT8 digits."""
 
 LEAST = 2.0**-80
 """A token none of whose numbers reaches this counts as 0: what is divided by the largest number of others is finite."""

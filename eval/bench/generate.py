@@ -26,7 +26,6 @@ from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import BACKENDS, installed
 from turbo_hf.patching.patch_model import patch
-from turbo_hf.patching.selfcheck import compare as compare_logits
 from turbo_hf.ranks import ranks_of
 
 SDPA, STATIC = "SDPA", "static"
@@ -39,18 +38,6 @@ BEAMS, DRAFTED = 4, 5
 
 REPEATED = 64
 """Tokens that a prompt for prompt lookup consists of, over and over."""
-
-FINENESS = 16
-"""A guess of the largest batch stays below by 1 / FINENESS of itself, and falls by as much if it does not fit."""
-
-SAMPLES = ((4, 16), (1, 2))
-"""Batch sizes from whose memory use the largest batch is guessed; the second pair where the first does not fit."""
-
-LARGEST = "largest"
-
-PAPER = ("1k", LARGEST, 125)
-"""Context, batch and new tokens of TurboAttention's maximum-throughput experiment."""
-
 
 OFF = 1.0
 """Relative error of a row's first logits from which they are wrong. Those that have nothing to do with the right ones
@@ -81,7 +68,6 @@ class GenerateRow:
     context: tokens of each prompt.
     batch: prompts.
     new: tokens generated in each row.
-    largest: whether batch is about all that fits.
     tokens_s, first_ms, first_spread, step_ms: as `clock.speed` says.
     peak_bytes: the most memory allocated, weights included; None where it is not counted.
     speedup: tokens_s over that of SDPA at the same context and decoding, each at its own batch.
@@ -96,7 +82,6 @@ class GenerateRow:
     context: int
     batch: int
     new: int
-    largest: bool
     tokens_s: float | None = None
     first_ms: float | None = None
     step_ms: float | None = None
@@ -155,29 +140,29 @@ def compare(
     shape: str,
     chosen: Sequence[GenerateMethod],
     work: Work,
-    batch: int | None,
-    most: int,
+    batch: int,
     tell: Callable[[str], None] = lambda step: None,
 ) -> list[GenerateRow]:
-    """A row per method, at one context and batch; batch None: at the largest up to `most` that fits, each its own."""
+    """A row per method, at one context and batch."""
     rows = []
     for method in chosen:
         tell(f"{shape}, {work.context} tokens: {method.name}")
-        row = GenerateRow(shape, method.name, work.context, batch or 0, work.new, batch is None)
+        row = GenerateRow(shape, method.name, work.context, batch, work.new)
         row = replace(row, patched=method.config is not None, decoding=method.decoding)
         missing = method.missing or _unable(model, method, work, batch)
         if missing:
             rows.append(replace(row, note=missing))
             continue
         try:
-            rows.append(_measured(model, row, method, work, most))
+            found = attempt(partial(_timed, model, row, method, work))
+            rows.append(found or replace(row, note="does not fit the memory"))
         except Exception as error:  # a failing method must not cost the others their figures
             rows.append(replace(row, note=f"failed: {type(error).__name__}: {str(error).strip()}"))
         free_memory()
     return [_compared(row, [other for other in rows if other.decoding == row.decoding]) for row in rows]
 
 
-def _unable(model: Any, method: GenerateMethod, work: Work, batch: int | None) -> str:
+def _unable(model: Any, method: GenerateMethod, work: Work, batch: int) -> str:
     """Why Transformers cannot decode so; "" if it can."""
     if method.name == STATIC and ranks_of(model):
         return "its compiled steps are not run under tensor parallel"
@@ -203,42 +188,6 @@ def _compared(row: GenerateRow, rows: list[GenerateRow]) -> GenerateRow:
     return replace(row, speedup=row.tokens_s / base if base and row.tokens_s else None, best=best)
 
 
-def _measured(model: Any, row: GenerateRow, method: GenerateMethod, work: Work, most: int) -> GenerateRow:
-    batch = row.batch
-    if row.largest:
-        # as long a prompt as the rows will be at the end: two passes show what all of them would
-        whole = replace(work, context=work.context + max(0, work.new - 2), new=2, rounds=1)
-        batch = _guess(model, method, whole, most)
-    while batch:
-        found = attempt(partial(_timed, model, replace(row, batch=batch), method, work))
-        if found is not None:
-            return found
-        # a guess may be too high
-        batch = batch - max(1, batch // FINENESS) if row.largest else 0
-    return replace(row, note="does not fit the memory")
-
-
-def _guess(model: Any, method: GenerateMethod, work: Work, most: int) -> int:
-    """About how many rows fit, up to `most`, from what two small batches take; on a CPU, which does not say, `most`."""
-    if model.device.type != "cuda":
-        return most
-    peaks: list[int] = []
-    for few, more in SAMPLES:
-        peaks = []
-        for rows in (few, few, more):  # the first pass compiles, and leaves workspaces behind
-            torch.cuda.reset_peak_memory_stats(model.device)
-            if rows > most or attempt(partial(_run, model, method, rows, work)) is None:
-                break
-            peaks.append(torch.cuda.max_memory_allocated(model.device))
-        if len(peaks) == 3:
-            each = max(1, peaks[2] - peaks[1]) / (more - few)
-            free_memory()
-            free, _ = torch.cuda.mem_get_info(model.device)
-            room = free + torch.cuda.memory_allocated(model.device) - (peaks[1] - few * each)
-            return max(1, min(most, int(room / each * (1 - 1 / FINENESS))))
-    return min(1, len(peaks))
-
-
 @contextmanager
 def _cache_of(model: Any, method: GenerateMethod) -> Iterator[None]:
     try:
@@ -248,11 +197,6 @@ def _cache_of(model: Any, method: GenerateMethod) -> Iterator[None]:
         if vars(model).pop("_compiled_call", None) is not None:
             # what was compiled for the static cache, or the next method would start at its limit of recompilations
             torch._dynamo.reset()
-
-
-def _run(model: Any, method: GenerateMethod, batch: int, work: Work) -> Clock:
-    with _cache_of(model, method):
-        return _generate(model, method, batch, work)[0]
 
 
 def _timed(model: Any, row: GenerateRow, method: GenerateMethod, work: Work) -> GenerateRow:
@@ -287,10 +231,12 @@ def _checked(model: Any, row: GenerateRow, clock: Clock) -> GenerateRow:
     judged = torch.ones(reference.shape[-1], dtype=torch.bool, device=reference.device)
     judged[[] if ends is None else ends] = False  # min_new_tokens makes them impossible
     logits = torch.cat([logits for _, logits in recorded])[None]
-    found = compare_logits(logits[..., judged], reference[..., judged])
-    if found.error < OFF:  # false for NaN, too
-        return replace(row, error=found.error)
-    return replace(row, error=found.error, note=f"failed: its logits are off by {found.error:.0%}")
+    # a constant added to all logits of a position changes no probability
+    got, want = (x[..., judged] - x[..., judged].mean(-1, keepdim=True) for x in (logits, reference))
+    error = ((got - want).norm() / want.norm()).item()
+    if error < OFF:  # false for NaN, too
+        return replace(row, error=error)
+    return replace(row, error=error, note=f"failed: its logits are off by {error:.0%}")
 
 
 def _generate(
@@ -311,12 +257,8 @@ def generate_command(
     context: Annotated[list[str] | None, typer.Option(help="Tokens of the prompts, such as 1k; may be repeated.")] = (
         None
     ),
-    batch: Annotated[
-        list[str] | None, typer.Option(help=f"Prompts, or {LARGEST}: about all that fit; may be repeated.")
-    ] = None,
-    new: Annotated[
-        int | None, typer.Option(min=1, help="Tokens to generate; 1: only the first token's time. Default 128.")
-    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Prompts; default 1; may be repeated.")] = None,
+    new: Annotated[int, typer.Option(min=1, help="Tokens to generate; 1: only the first token's time.")] = 128,
     preset: Annotated[
         list[str] | None,
         typer.Option("--preset", "--config", help="Of the patch: a preset, or a JSON or YAML file; may be repeated."),
@@ -327,17 +269,13 @@ def generate_command(
     ] = None,
     decoding: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(DECODINGS)}; may be repeated. Default: all, of the largest batch greedy alone."),
+        typer.Option(help=f"{', '.join(DECODINGS)}; may be repeated. Default: all; under torchrun greedy alone."),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers; default: as many as the model has.")] = None,
     chunk: Annotated[
         int | None, typer.Option("--prefill-chunk", min=1, help="Prompt tokens per pass; default: all.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the table shows their medians.")] = 3,
-    most: Annotated[int, typer.Option(min=1, help=f"Largest batch tried under {LARGEST}.")] = 4096,
-    paper: Annotated[
-        bool, typer.Option("--paper", help="1k prompts, 125 new tokens, about the largest batch that fits.")
-    ] = False,
     cuda_graphs: Annotated[
         bool,
         typer.Option("--cuda-graphs/--eager", help="Whether patched decode steps are replayed as CUDA graphs."),
@@ -356,30 +294,24 @@ def generate_command(
     """
     given = dict(locals())
     with mistakes_end_the_command():
-        if paper and (context or batch or new):
-            raise ValueError("--paper sets --context, --batch and --new; omit them.")
-        own = PAPER if paper else ("1k", "1", 128)
         require_one_model(shape, model_place, layers, tiny)
         shapes = [runner.one_of("shape", name, KINDS) for name in shape or ("llama3-8b",)]
-        contexts = [parse_tokens(text) for text in context or (own[0],)]
-        batches = [_parse_batch(text) for text in batch or (own[1],)]
-        works = [Work(tokens, new or own[2], rounds, chunk, seed) for tokens in contexts]
+        contexts = [parse_tokens(text) for text in context or ("1k",)]
+        works = [Work(tokens, new, rounds, chunk, seed) for tokens in contexts]
         modes = [runner.one_of("mode", name, ("auto", *ATTENTION_MODES)) for name in mode or ()]
         decodings = [
             runner.one_of("decoding", name, DECODINGS)
-            for name in decoding or DECODINGS[: 1 if None in batches or processes()[1] > 1 else len(DECODINGS)]
+            for name in decoding or DECODINGS[: 1 if processes()[1] > 1 else len(DECODINGS)]
         ]
         configs = _configs(preset or [DEFAULT_PRESET], modes, cuda_graphs)
         where = runner.find_device(device)
-        if None in batches and where.type != "cuda" and not tiny:
-            raise ValueError(f"--batch {LARGEST} needs a GPU: on a CPU the system, not an error, says what fits.")
         runner.require_choice(
             where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command"
         )
         together = processes()
         if together[1] > 1:
-            if None in batches or {*DECODINGS[2:]} & {*decodings}:
-                raise ValueError(f"under torchrun, --batch is a number, and --decoding {' or '.join(DECODINGS[:2])}.")
+            if {*DECODINGS[2:]} & {*decodings}:
+                raise ValueError(f"under torchrun, --decoding is {' or '.join(DECODINGS[:2])}.")
             # the first process writes; all of them draw the same weights
             folder = folder if together[0] == 0 else None
             torch.manual_seed(seed)
@@ -391,8 +323,8 @@ def generate_command(
             model = bench_model(name, model_place, layers, where, tiny=tiny)
         measure = partial(compare, model, name, methods(configs, decodings))
         bench.each(
-            [(work, rows) for work in works for rows in batches],
-            lambda case, tell, measure=measure: measure(*case, most, tell),  # type: ignore[misc]
+            [(work, rows) for work in works for rows in batch or [1]],
+            lambda case, tell, measure=measure: measure(*case, tell),  # type: ignore[misc]
             partial(_print, model.config.get_text_config(decoder=True).num_hidden_layers),
             options=given,
         )
@@ -418,15 +350,6 @@ def _configs(presets: Sequence[str], modes: Sequence[str], cuda_graphs: bool) ->
     return {f"{name}/{mode}": replace(config, attention=mode) for name, config in found.items() for mode in asked}
 
 
-def _parse_batch(text: str) -> int | None:
-    """Rows, or None for the largest that fits. ValueError shows the form."""
-    if text == LARGEST:
-        return None
-    if not (text.isdecimal() and int(text)):
-        raise ValueError(f"expected a batch like 8, or {LARGEST}; got {text!r}.")
-    return int(text)
-
-
 def _print(layers: int, case: object, rows: Sequence[GenerateRow]) -> None:
     first = rows[0]
     title = f"{first.shape}, {layers} layers, {tokens_label(first.context)} tokens and {first.new} new"
@@ -442,7 +365,7 @@ def _print(layers: int, case: object, rows: Sequence[GenerateRow]) -> None:
         peak = figure(row.peak_bytes and row.peak_bytes / 1e9, ".2f")
         cells.append([row.method, str(row.batch or "-"), *rate, *first_ms, *step_ms, peak])
     headings = ("", "batch", "tokens/s", "x SDPA", "x best", "first ms", "x best", "step ms", "x best", "peak GB")
-    show_table(title + (", largest batch each" if first.largest else ""), headings, cells)
+    show_table(title, headings, cells)
     spreads = [row.first_spread for row in rows if row.first_spread is not None]
     spread = f"; rounds of the first token lie up to {max(spreads):.1%} apart" if spreads else ""
     remark(f"x best: times as fast as the best unpatched row that decodes the same way{spread}.")

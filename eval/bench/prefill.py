@@ -48,10 +48,10 @@ def run_case(
     ops = how.ops(q, ((4, case.heads.kv),))
     scaling = case.heads.dim**-0.5
     how.tell(f"{case}: oracle")
-    sample = checked.Sample(q, k, v, scaling=scaling, causal=case.causal, seed=seed)
+    sample = checked.Sample(q, k, v, scaling=scaling, seed=seed)
     rows: list[checked.Row] = []
     calls: dict[str, Call] = {}
-    for rival in rivals(q, k, v, scaling=scaling, causal=case.causal):
+    for rival in rivals(q, k, v, scaling=scaling, causal=True):
         row = checked.new_row(case, rival.name, False, note=rival.note)
         if rival.call is not None:
             out: Any = rival.call()
@@ -60,7 +60,7 @@ def run_case(
     for mode in modes:
         how.tell(f"{case}: checking {mode}")
         rounding = Rounding(mode, **options_of(mode, options))
-        given: dict[str, Any] = {"scoring": Scoring(scaling), "rounding": rounding, "causal": case.causal}
+        given: dict[str, Any] = {"scoring": Scoring(scaling), "rounding": rounding}
 
         def prepare(given: dict[str, Any] = given) -> checked.Prepared:
             calls = [partial(ops.prefill, q, k, v, **given)]
@@ -117,7 +117,6 @@ def prefill_command(
     mode: Annotated[list[str] | None, typer.Option(help=f"{', '.join(ATTENTION_MODES)}; may be repeated.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}; may be repeated.")] = None,
     size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 4x16k; may be repeated.")] = None,
-    causal: Annotated[bool | None, typer.Option("--causal/--full", help="One mask only; default: both.")] = None,
     block: Annotated[int, typer.Option(help="Tokens in a block of keys and values: 32, 64 or 128.")] = 128,
     v_scale: Annotated[str, typer.Option(help=f"Scales of V: per {', '.join(V_SCALES)}.")] = "block",
     smooth_k: Annotated[bool, typer.Option("--smooth-k", help="Subtract the keys' channel means first.")] = False,
@@ -131,7 +130,7 @@ def prefill_command(
 ) -> None:
     """Attention of a prompt against cuDNN, FlashAttention-2 and SageAttention: checked first, then timed in turn.
 
-    Default: every shape and size, causal and full, in the modes that quantize. Exits with 1 if a result is wrong, which
+    Default: every shape and size, in the modes that quantize. Exits with 1 if a result is wrong, which
     is then not timed, or a mode refuses.
     """
     given = dict(locals())
@@ -145,8 +144,7 @@ def prefill_command(
         stopwatch = Stopwatch(runner.find_device(device))
         runner.require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
         runner.prepare_folder(folder)
-    masks = (True, False) if causal is None else (causal,)
-    cases = [PromptCase(name, heads[name], *at, mask) for name in heads for mask in masks for at in sizes]
+    cases = [PromptCase(name, heads[name], *at) for name in heads for at in sizes]
     bench = runner.BenchRun[checked.Row]("prefill", stopwatch.device, folder)
     options = {"block": block, "v_scale": v_scale, "smooth_k": smooth_k}
     how = Conditions(stopwatch, backend, seed, seconds)

@@ -1,6 +1,5 @@
 """What is measured: head shapes of real models, prompts and decode steps, and the amount of work in them."""
 
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,22 +29,20 @@ SIZES = ("16x1k", "4x4k", "4x16k", "1x32k", "1x131k")
 
 @dataclass(frozen=True, slots=True)
 class PromptCase:
-    """One prompt pass: `batch` rows of `tokens` tokens that attend to each other."""
+    """One prompt pass: `batch` rows of `tokens` tokens, each of which attends to those up to itself."""
 
     shape: str
     heads: Heads
     batch: int
     tokens: int
-    causal: bool
 
     def __str__(self) -> str:
-        return f"{self.batch}x{tokens_label(self.tokens)} {'causal' if self.causal else 'full'}"
+        return f"{self.batch}x{tokens_label(self.tokens)} causal"
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of Q K^T and P V; half of the square if causal."""
-        square = 4.0 * self.batch * self.heads.query * self.tokens**2 * self.heads.dim
-        return square / 2 if self.causal else square
+        """Floating-point operations of Q K^T and P V, half of the square."""
+        return 2.0 * self.batch * self.heads.query * self.tokens**2 * self.heads.dim
 
 
 def find_shape(name: str, shapes: dict[str, Heads] = SHAPES) -> Heads:
@@ -81,13 +78,13 @@ def parse_tokens(text: str) -> int:
     return power if power // 1000 == number else number * 1024
 
 
-def largest(holds: Callable[[int], bool], most: float, least: int = 0, fineness: float = math.inf) -> int:
-    """The largest number up to `most` that holds, else `least`: by doubling, then bisection to 1 / fineness of it."""
-    low, high = least, max(1, 2 * least)
+def largest(holds: Callable[[int], bool], most: float) -> int:
+    """The largest number up to `most` that holds, else 0: by doubling, then bisection."""
+    low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high
     high = int(min(high, most + 1))
-    while high - low > max(1, low // fineness):
+    while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low

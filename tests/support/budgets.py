@@ -1,7 +1,8 @@
 """What an op may miss, and the checks that hold it to that.
 
 What kernels and caches may miss against the oracle is derived, not typed: from what plain low-precision attention
-misses on the same numbers (`float_budget`), and, where P is rounded, from the size of its rounding steps (`p_budget`).
+misses on the same numbers (`float_budget`), and, where P is rounded, from the size of its rounding steps (`p_budget`),
+and where queries are folded with spans, from theirs (`fold_budget`).
 Tests that compare other things (two implementations, a trained model, a whole run) type their bounds, and say why.
 """
 
@@ -18,7 +19,10 @@ SLACK = 3
 """How many times the error of plain low-precision attention an op may have."""
 
 INT8_MAX = 127
-"""Largest INT8 code of P and of a query."""
+"""Largest INT8 code of P and of a prompt's query."""
+
+QUERY_MAX = 127 << 8
+"""Largest code of a query of a decode step."""
 
 
 def largest(x: Tensor) -> float:
@@ -67,18 +71,38 @@ def score_noise(want: "Exact", rows: Sequence[KeyValue], size: float) -> Tensor:
     Scores that are off by d at most move each P by a factor of e^2d at most, and out within the hull of the values
     (and of 0, which is a sink's).
     """
-    share = float(torch.expm1(torch.tensor(2 * SLACK * torch.finfo(torch.float32).eps * size, dtype=torch.float64)))
+    off = torch.tensor(SLACK * torch.finfo(torch.float32).eps * size, dtype=torch.float64)
     noise = torch.zeros_like(want.out, dtype=torch.float64)
     for i, (probs, (_, v)) in enumerate(zip(want.probs, rows, strict=True)):
         m = probs.shape[1]
         if m and v.shape[1]:
-            values = v.double().cpu().repeat_interleave(probs.shape[0] // v.shape[0], 0)
-            out = want.out[i, :, -m:].double()
-            # the mean distance from the mean is at most the deviation
-            square = probs.double() @ values**2 - out**2
-            hull = torch.maximum(values.amax(1, keepdim=True) - out, out - values.amin(1, keepdim=True)).clamp(min=0)
-            noise[i, :, -m:] = torch.minimum(share * square.clamp(min=0).sqrt(), hull + out.abs())
+            noise[i, :, -m:] = _moved(probs.double(), v.double().cpu(), want.out[i, :, -m:].double(), off)
     return noise
+
+
+def _moved(probs: Tensor, v: Tensor, out: Tensor, off: Tensor) -> Tensor:
+    """How far out [Hq, m, D] moves if scores are off by at most this: as in `score_noise`."""
+    values = v.repeat_interleave(probs.shape[0] // v.shape[0], 0)
+    # the mean distance from the mean is at most the deviation
+    square = probs @ values**2 - out**2
+    hull = torch.maximum(values.amax(1, keepdim=True) - out, out - values.amin(1, keepdim=True)).clamp(min=0)
+    share = torch.expm1(2 * off.clamp(max=100))
+    return torch.minimum(share * square.clamp(min=0).sqrt(), hull + out.abs())
+
+
+def fold_budget(q: Tensor, probs: Tensor, row: Codes, out: Tensor, scaling: float) -> tuple[Tensor, Tensor, Tensor]:
+    """What rounding queries times spans may do (`Codes.fold`): to scores [Hq, m, 1]; to out [Hq, m, D] at most, and in
+    the expected mean square, as errors of tokens are independent."""
+    assert row.fold is not None
+    group = probs.shape[0] // row.v.shape[0]
+    unit = q.abs().amax(-1, keepdim=True) / QUERY_MAX * scaling
+    most, mean = (unit * x[:, None] for x in row.fold.repeat_interleave(group, 0).unbind(-1))
+    off = most.amax(-1, keepdim=True)
+    bound = _moved(probs, row.values()[1], out, off)
+    values = row.values()[1].repeat_interleave(group, 0)
+    weight = (probs * mean) ** 2
+    square = weight @ values**2 - 2 * out * (weight @ values) + weight.sum(-1, keepdim=True) * out**2
+    return off, bound, torch.minimum(square.clamp(min=0), bound**2)
 
 
 def check_padding(got: AttentionOutput, want: Exact) -> None:
@@ -167,8 +191,9 @@ def check_rounded(
 ) -> None:
     """Assert that an op is attention of q (float64, fake-quantized) over `rows`, with P rounded to `p_type`.
 
-    The only errors left are P's rounding, float32 arithmetic, and the rounding of the output to `dtype`. Where there
-    are enough outputs for a mean, their mean square must be that of P's rounding too, which is far below its bound.
+    The only errors left are P's rounding, that of folded queries, float32 arithmetic, and the rounding of the output to
+    `dtype`. Where there are enough outputs for a mean, their mean square must be that of these roundings too, which is
+    far below its bound.
     """
     assert got.out.dtype == dtype
     assert got.lse.dtype == torch.float32
@@ -179,10 +204,18 @@ def check_rounded(
     scores = score_size(q, values, options["scaling"]) + largest(want.lse)
     noise = float_budget(want.out, eager.out, size, torch.float32) + score_noise(want, values, scores)
     bound, square = torch.zeros_like(want.out), torch.zeros_like(want.out)
+    folded, off = torch.zeros_like(want.out), torch.zeros_like(want.lse)
     for i, (probs, row) in enumerate(zip(want.probs, rows, strict=True)):
         if probs.shape[1]:
             m = probs.shape[1]
             bound[i, :, -m:], square[i, :, -m:] = p_budget(probs, row, p_type, depth)
+            if row.fold is not None and row.fold.any():
+                own = q[i, :, -m:], probs, row, want.out[i, :, -m:], options["scaling"]
+                scores_off, folded[i, :, -m:], of_fold = fold_budget(*own)
+                off[i, :, -m:] = scores_off[..., 0]
+                square[i, :, -m:] += of_fold
+                # P's steps are those of P as it has become
+                bound[i, :, -m:] *= torch.exp(2 * scores_off.clamp(max=100))
     # in FP8 the sum of P may be that of the rounded P, which is off by their largest relative error at most
     of_sum = 2.0**-4 if p_type == "fp8" else 0.0
     bound = bound + of_sum * want.out.abs()
@@ -191,7 +224,7 @@ def check_rounded(
     # where P has a least scale, scores that are off by float32's rounding move it by as much as the lse, and may move
     # it over one more step
     moved = lse_budget if depth else 0.0
-    check("out", got.out, want.out, bound * (1 + moved) + noise + rounding)
+    check("out", got.out, want.out, bound * (1 + moved) + folded + noise + rounding)
     check_padding(got, want)
     if want.out.numel() >= 512:
         error = (got.out.detach().to("cpu", torch.float64) - want.out).square().mean().sqrt()
@@ -199,7 +232,7 @@ def check_rounded(
         expected = 2 * square.mean().sqrt() + noise.max() + rounding.max()
         expected += of_sum / 2 * want.out.square().mean().sqrt()
         assert bool(error <= expected), f"out: rms error {error:.3e} exceeds {expected:.3e}"
-    check("lse", got.lse, want.lse, lse_budget + of_sum)
+    check("lse", got.lse, want.lse, lse_budget + of_sum + off)
 
 
 def check_turbo(got: AttentionOutput, q: Tensor, dtype: torch.dtype, rows: Sequence[Codes], **options: Any) -> None:

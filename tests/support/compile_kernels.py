@@ -77,7 +77,7 @@ def prefill(mode: str, dim: int, dtype: torch.dtype, past: Any = None, **options
     starts, window, own = torch.zeros(2, dtype=torch.int64), options.pop("window", None), options.pop("own", True)
     scoring = taken(Scoring, {"scaling": 0.1} | options)
     rounding = taken(Rounding, {"mode": mode} | options)
-    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, True, window, own)
+    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, window, own)
 
 
 def one_output(dim: int, heads: int) -> None:

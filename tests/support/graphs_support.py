@@ -149,6 +149,6 @@ def replayed(
             at = torch.full_like(new, held)
             step(input_ids=new, position_ids=at, **{CACHE: cache}, use_cache=True, return_dict=True)
         # a capture that an injected error broke off is not tried again
-        assert runner.captures or runner._off
+        assert runner.captures or runner.off
 
     return run

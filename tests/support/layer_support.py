@@ -13,7 +13,6 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, columns_of
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import KVStore, PagedHeads
-from turbo_hf.ops.store.quantize import head_scores
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 
 CONFIGS = [
@@ -50,7 +49,6 @@ class NaiveRow:
         self.columns: list[bool] = []
         self.pages: list[list[PagedHeads]] = []
         self.open: list[Token] = []
-        self.order: list[int] | None = None
         self.dropped = 0
 
     def append(self, k: Tensor, v: Tensor, valid: Iterable[bool]) -> None:
@@ -69,14 +67,9 @@ class NaiveRow:
             k, k_scale, v, v_scale = (torch.stack(x, 1) for x in zip(*due, strict=True))
             self.open = self.open[:first] + self.open[first + block :]
             groups = self.config.head_groups(k.shape[0])
-            if self.order is None:
-                keys, values = ((x * scale[..., None])[None] for x, scale in ((k, k_scale), (v, v_scale)))
-                score = head_scores(keys, values, self.config.expert.head_metric)
-                ranked = sorted(range(k.shape[0]), key=lambda head: -float(score[0, head]))
-                self.order = ranked if len(groups) > 1 else list(range(k.shape[0]))
             page, slot = [], 0
             for bits, count in groups:
-                own = self.order[slot : slot + count]
+                own = slice(slot, slot + count)
                 page.append(seal_blocks(k[own][None], k_scale[own][None], v[own][None], v_scale[own][None], bits))
                 slot += count
             self.pages.append(page)
@@ -106,19 +99,15 @@ class NaiveRow:
                     token._replace(k=token.k.round().to(torch.int8), v=token.v.round().to(torch.int8))
                     for token in self.tokens(self.pages.pop())
                 ]
-                if not self.pages and not self.dropped:
-                    self.order = None if len(self.config.head_groups(HEADS)) > 1 else self.order
             self.open.pop()
 
     def tokens(self, page: list[PagedHeads]) -> list[Token]:
         """The tokens that a sealed block stands for, numbers in units of their sizes."""
-        assert self.order is not None
         slots = [(pages, slot) for pages in page for slot in range(pages.k.shape[1])]
-        by_head = sorted(zip(self.order, slots, strict=True), key=lambda pair: pair[0])
         # in float32, as the layer has them; what they are is told by tests of pages
-        numbers = [[x[0, slot] for x in reference_unpack_blocks(pages)] for _, (pages, slot) in by_head]
+        numbers = [[x[0, slot] for x in reference_unpack_blocks(pages)] for pages, slot in slots]
         k, v = (torch.stack(x) for x in zip(*numbers, strict=True))
-        k_size, v_size = torch.stack([pages.size[0, slot].float() for _, (pages, slot) in by_head]).unbind(1)
+        k_size, v_size = torch.stack([pages.size[0, slot].float() for pages, slot in slots]).unbind(1)
         return [Token(k[:, n], k_size[:, n], v[:, n], v_size[:, n]) for n in range(k.shape[1])]
 
     def values(self, columns: int, dim: int) -> tuple[Tensor, Tensor]:
@@ -147,8 +136,7 @@ def assert_row(store: KVStore, row: int, want: NaiveRow) -> None:
             assert got.bits == expected.bits
             for name in ("k", "v", "meta", "size"):
                 assert torch.equal(getattr(got, name)[at].cpu(), getattr(expected, name)[0].cpu()), (name, n)
-    if want.pages:
-        assert store.order[row].tolist() == want.order
+    assert store.order[row].tolist() == list(range(store.order.shape[1]))
     if want.open:
         count = len(want.open)
         k, k_scale, v, v_scale = (torch.stack(x, 1).cpu() for x in zip(*want.open, strict=True))
@@ -240,7 +228,7 @@ def tensors_of(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
 def allocated(layer: TurboLayer) -> int:
     """Bytes of the storages behind a layer, each counted once; of the host's table, what a device would hold."""
     table, _ = layer.pool.device_table(), layer.kv_store()
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(layer)}
-    for x in (layer.pool.table, table):
-        storages.pop(x.untyped_storage().data_ptr(), None)
+    # an order of heads may be the same numbers, and then shares its storage with the table
+    others = [x for x in tensors_of(layer) if x is not table and x is not layer.pool.table]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in others}
     return sum(storages.values()) + table.nbytes

@@ -26,7 +26,6 @@ def attend(
     v: Tensor,
     *,
     scaling: float,
-    causal: bool = True,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -38,7 +37,7 @@ def attend(
     """
     q, k, v = (x.detach().to("cpu", dtype) for x in (q, k, v))
     places = torch.arange(k.shape[1] - q.shape[1], k.shape[1])
-    how: dict[str, Any] = {"scaling": scaling, "causal": causal, "window": window, "softcap": softcap, "sinks": sinks}
+    how: dict[str, Any] = {"scaling": scaling, "causal": True, "window": window, "softcap": softcap, "sinks": sinks}
     p, total, lse = weights(q, k, places, **how)
     probs = p / total
     return by_kv_head(probs.to(dtype), v), lse, probs
@@ -72,6 +71,8 @@ class Codes(NamedTuple):
     """INT8 tokens of one row, float64: k, v [Hkv, T, D] integer-valued; k_scale, v_scale [Hkv, T].
 
     tile: int64 [T], which tokens share one scale of P.
+    fold: [Hkv, T, 2], how far a step's rounding of queries times spans moves q . k, in units of the query's codes: at
+        most, and in the root mean square; None: not at all.
     """
 
     k: Tensor
@@ -79,6 +80,7 @@ class Codes(NamedTuple):
     v: Tensor
     v_scale: Tensor
     tile: Tensor
+    fold: Tensor | None = None
 
     def values(self) -> KeyValue:
         """What the codes stand for."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from budgets import INT8_MAX, check_exact, check_rounded, largest
+from budgets import INT8_MAX, QUERY_MAX, check_exact, check_rounded, largest
 from op_calls import prefill, quantize_operands
 from oracle import Codes, KeyValue
 from stores import no_past, random_store, store_codes, tokens
@@ -33,7 +33,12 @@ def random_past(lengths: Sequence[int], like: Tensor, **how: Any) -> KVStore:
     return random_store(lengths, like.shape[1], like.shape[3], like.device, **how)
 
 
-def int8_queries(q: Tensor, starts: Sequence[int], *, fused: bool = True) -> Tensor:
+def step_queries(q: Tensor, starts: Sequence[int], *, fused: bool = True) -> Tensor:
+    """As `int8_queries`, in 16 bit, as decode steps take them."""
+    return int8_queries(q, starts, fused=fused, largest_code=QUERY_MAX)
+
+
+def int8_queries(q: Tensor, starts: Sequence[int], *, fused: bool = True, largest_code: int = INT8_MAX) -> Tensor:
     """q [B, H, M, D] rounded to INT8 and back, one scale a token and head, in float64; 0 at padding.
 
     fused: the quotient's product is rounded once, to a code; the interpreter rounds it to float32 before.
@@ -41,9 +46,9 @@ def int8_queries(q: Tensor, starts: Sequence[int], *, fused: bool = True) -> Ten
     x = q.detach().cpu().float()
     top = x.nan_to_num().abs().amax(-1, keepdim=True)
     top = torch.where(top < LEAST, 0.0, top)
-    inverse = torch.full_like(top, INT8_MAX) / torch.where(top > 0, top, 1.0)
+    inverse = torch.full_like(top, largest_code) / torch.where(top > 0, top, 1.0)
     codes = torch.round(x.double() * inverse.double() if fused else x * inverse)
-    out = codes.double() * (top / torch.full_like(top, INT8_MAX)).double()
+    out = codes.double() * (top / torch.full_like(top, largest_code)).double()
     for row, start in enumerate(starts):
         out[row, :, :start] = 0
     return out

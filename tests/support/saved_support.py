@@ -1,16 +1,21 @@
-"""Caches of all kinds that can be saved."""
+"""Caches of all kinds that can be saved, and files of anything."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import torch
 from choices import flat_config
 from graphs_support import an_index
 from models import tiny_llama, tiny_mistral
+from safetensors.torch import save_file
 from sparse_cache_support import sparse
 from tiny_families import build
 
 import turbo_hf
 from turbo_hf import TurboCache
+from turbo_hf.cache.saved_files import ENTRY, Kind, facts_hash
 
 Made = tuple[Any, TurboCache]
 Make = Callable[[], Made]
@@ -43,3 +48,9 @@ def by_bucket() -> Made:
     """With buckets of keys."""
     model, config = tiny_llama(), sparse("kmeans-rotated", probes=2, window_tokens=8, read_all_layers=())
     return made(model, config, calibration=an_index(model, 8))
+
+
+def written(folder: Path, kind: Kind, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Write a file with a right hash, whatever it holds."""
+    metadata = {ENTRY: json.dumps({**facts, "sha256": facts_hash(facts)})}
+    save_file(tensors, folder / kind.file, metadata)

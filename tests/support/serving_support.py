@@ -109,15 +109,15 @@ def record_passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, 
 def watch_runners(monkeypatch: pytest.MonkeyPatch) -> list[runner.TurboModelRunner]:
     """The runners of all managers to come. Without a GPU, what they capture runs again."""
     made: list[runner.TurboModelRunner] = []
-    before, device_of = runner.TurboModelRunner.__init__, runner.capture_device
+    before = runner.TurboModelRunner.__init__
 
     def note(self: Any, *args: Any, **options: Any) -> None:
         made.append(self)
         before(self, *args, **options)
 
     monkeypatch.setattr(runner.TurboModelRunner, "__init__", note)
-    monkeypatch.setattr(runner, "capture_device", lambda device: device_of(device) or Again())
     if not torch.cuda.is_available():
+        monkeypatch.setattr(manager_of, "CudaDevice", Again)
         monkeypatch.setattr(continuous_batching, "why_no_replay_of", lambda *args: None)
     return made
 
@@ -235,7 +235,7 @@ def check_under_pressure(model: Any, config: Any, passes: Any, runners: Any) -> 
         outputs = model.generate_batch(inputs, max_new_tokens=70, continuous_batching_config=options(blocks=12))
         check_near(model, handle, inputs, outputs, passes)
         assert handle.memory() is not None
-    assert runners[0].captures > 0
+    assert runners[0].graphs.captures > 0
 
 
 def check_captured_prompts(model: Any, config: Any, passes: Any, runners: Any) -> None:
@@ -244,4 +244,4 @@ def check_captured_prompts(model: Any, config: Any, passes: Any, runners: Any) -
         outputs, layouts = one_by_one(model, PREFIXED, passes, options(100, max_batch_tokens=512))
         check_near(model, handle, PREFIXED, outputs, passes)
     assert any(key[2] and key[5] for key in layouts)
-    assert runners[0].captures > 2
+    assert runners[0].graphs.captures > 2

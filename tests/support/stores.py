@@ -139,6 +139,16 @@ def page_codes(pages: PagedHeads, page: int, slot: int) -> tuple[Tensor, Tensor]
     return k, tokens
 
 
+def page_fold(pages: PagedHeads, page: int, slot: int) -> Tensor:
+    """`Codes.fold` of one page and slot: each product, and that of the zeros, is rounded to multiples of 256."""
+    if pages.bits >= 8:
+        return torch.zeros(1, 2, dtype=torch.float64)
+    codes = unpack(pages.k[page, slot], pages.bits).double()
+    steps = torch.stack(((codes.sum(1) + 1) / 2, ((codes.square().sum(1) + 1) / 12).sqrt()), 1)
+    unit: Tensor = pages.size[page, slot, 0].double().cpu() * 256 / (2**pages.bits - 1)
+    return unit[:, None] * steps
+
+
 def store_codes(store: KVStore) -> list[Codes]:
     """What each row of a cache holds, read token by token; P's tiles are its blocks, counted from the row's start."""
     rows = []
@@ -146,17 +156,19 @@ def store_codes(store: KVStore) -> list[Codes]:
         heads, dim, split = store.k_open.shape[1], store.k_open.shape[3], sealed * store.block
         k, v = (torch.zeros(heads, split + count, dim, dtype=torch.float64) for _ in range(2))
         k_scale, v_scale = (torch.zeros(heads, split + count, dtype=torch.float64) for _ in range(2))
+        fold = torch.zeros(heads, split + count, 2, dtype=torch.float64)
         slots = [(pages, slot) for pages in store.paged for slot in range(pages.k.shape[1])]
         for (pages, slot), head in zip(slots, store.order[row].tolist(), strict=True):
             for n, page in enumerate(store.table[row, :sealed].tolist()):
                 at = slice(n * store.block, (n + 1) * store.block)
                 key, value = page_codes(pages, page, slot)
                 k[head, at], v[head, at] = key.double(), value.double()
+                fold[head, at] = page_fold(pages, page, slot)
                 size = pages.size[page, slot].double().cpu()
                 k_scale[head, at], v_scale[head, at] = size if len(size) else (1.0, 1.0)
         k[:, split:], k_scale[:, split:] = store.k_open[row, :, :count].cpu(), store.k_scale[row, :, :count].cpu()
         v[:, split:], v_scale[:, split:] = store.v_open[row, :, :, :count].mT.cpu(), store.v_scale[row, :, :count].cpu()
-        rows.append(Codes(k, k_scale, v, v_scale, torch.arange(split + count) // store.block))
+        rows.append(Codes(k, k_scale, v, v_scale, torch.arange(split + count) // store.block, fold))
     return rows
 
 

@@ -317,8 +317,9 @@ def _step(layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scori
         out = attend_sparse(layer, logits, qkv.query, new, starts, scoring).out
         layer.commit(check_later=True)
         return out
-    # of a replayed step, the launches are captured; those over a spread context are not repeated
-    key = repeat_key(q, k, v, starts, scoring) if layer.replay is None and not layer.state.context else None
+    # launches of a replayed step are captured; those over a spread context are not repeated
+    kept = layer.in_place and layer.replay is None and not layer.state.context
+    key = repeat_key(q, k, v, starts, scoring) if kept else None
     queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
     assert queries is not None
     store, repeat = layer.to_repeat(key)

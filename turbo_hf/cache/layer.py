@@ -23,8 +23,8 @@ class TurboLayer(DequantizedLayer):
         config: widths, block size, buffer scale.
         window: how many tokens a query sees, including itself; None: all. Older whole blocks are dropped.
         index: the layer's number, for messages.
-        head_order: KV heads from the one that needs its bits most to the one that needs them least; None: each row's
-            first block decides.
+        head_order: KV heads from the one that needs its bits most to the one that needs them least; None: as they are
+            numbered.
         selector: decode steps read the keys that it chooses; None: all keys.
         balance: float32 [Hkv, D], what keys are divided by before they are rounded, and queries multiplied by; None: by
             nothing. Not of latents.
@@ -137,9 +137,6 @@ class TurboLayer(DequantizedLayer):
         if any(reopened):
             # the rest of a cut block goes back to the open buffer
             tokens, starts = self.pool.reopen(before.sealed, reopened, self.order, before.context)
-            for row, sealed in enumerate(after.sealed):
-                if not sealed and not after.dropped[row]:
-                    self.ranked[row] = self.preranked
             if tokens.k.shape[2]:
                 back = tokens.k.shape[2]
                 held = [opened - back + start for opened, start in zip(after.open, starts, strict=True)]
@@ -169,7 +166,6 @@ class TurboLayer(DequantizedLayer):
         self.buffer.select_rows(index)
         self.bucket_index.select_rows(rows, index)
         self.order = self.order[index]
-        self.ranked = [self.ranked[row] for row in rows]
         self.valid_prefix = None if self.valid_prefix is None else self.valid_prefix[index]
         self.universal = None if self.universal is None else self.universal[index]
         self.given_mask = None if self.given_mask is None else self.given_mask[index.to(self.given_mask.device)]

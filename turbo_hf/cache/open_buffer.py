@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.ops.host_device import shared
-from turbo_hf.ops.store.quantize import head_scores
 
 
 class Tokens(NamedTuple):
@@ -19,19 +17,6 @@ class Tokens(NamedTuple):
     k_scale: torch.Tensor
     v: torch.Tensor
     v_scale: torch.Tensor
-
-
-def ranked_heads(first: Tokens, config: TurboConfig, balance: torch.Tensor | None) -> torch.Tensor:
-    """Heads ranked by the first block of each row, the one that needs its bits most first, int64 [rows, H].
-
-    balance: what its keys have been divided by; None: by nothing.
-    """
-    k, k_scale, v, v_scale = first
-    keys = k * k_scale[..., None]
-    # the metrics compare channels
-    keys = keys if balance is None else keys * balance[:, None]
-    score = head_scores(keys, v * v_scale[..., None], config.expert.head_metric)
-    return score.argsort(dim=-1, descending=True, stable=True)
 
 
 GRAIN = 16
@@ -97,19 +82,6 @@ class OpenBuffer:
         self.v[row, :, :, target] = v[row, :, source]
         self.k_scale[row, :, target] = k_scale[row, :, source]
         self.v_scale[row, :, target] = v_scale[row, :, source]
-
-    def first_block(self, rows: torch.Tensor | slice, block: int) -> Tokens:
-        """The oldest `block` tokens of `rows` that are sealed once."""
-        of = slice(self.first, self.first + block)
-        return Tokens(
-            self.k[rows, :, of], self.k_scale[rows, :, of], self.v[rows, :, :, of].mT, self.v_scale[rows, :, of]
-        )
-
-    def ranked_heads(
-        self, rows: torch.Tensor | slice, config: TurboConfig, balance: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Heads of `rows`, ranked by their first block, the one that needs its bits most first, int64 [rows, H]."""
-        return ranked_heads(self.first_block(rows, config.expert.block_size), config, balance)
 
     def reorder(self, row: int, first: int, order: torch.Tensor) -> None:
         """Permute n tokens of a row: place `first + i` gets token `first + order[head, i]`; order: int64 [H, n]."""

@@ -68,7 +68,7 @@ def save(cache: Any, folder: str | Path, input_ids: torch.Tensor | None) -> None
     except ValueError as error:
         raise Unsupported(f"a layer of this cache is of a kind that is not saved: {error}.") from error
     facts = {"identity": _identity(cache, model), "decompressed": cache.decompressed, "held": held}
-    saved_files.write(Path(folder), facts, tensors)
+    saved_files.write(Path(folder), saved_files.CACHE, facts, tensors)
 
 
 def load(folder: str | Path, model: Any) -> Any:
@@ -83,7 +83,7 @@ def load(folder: str | Path, model: Any) -> Any:
     cache = maker.make(model.config)
     if cache.mark.ranks:
         raise Unsupported("a saved cache is not loaded for ranks that share it: each holds only its heads, or blocks.")
-    facts, tensors = saved_files.read(Path(folder))
+    facts, tensors = saved_files.read(Path(folder), saved_files.CACHE, str(folder))
     try:
         require(facts.get("identity"), _identity(cache, model), "")
     except ValueError as error:
@@ -98,7 +98,9 @@ def load(folder: str | Path, model: Any) -> Any:
     try:
         _fill(cache, facts, tensors, devices)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the cache saved in {str(folder)!r} is damaged: {error}.{saved_files.AGAIN}") from error
+        raise ValueError(
+            f"the cache saved in {str(folder)!r} is damaged: {error}.{saved_files.CACHE.remedy}"
+        ) from error
     cache.model = weakref.ref(model)
     return cache
 

@@ -53,8 +53,6 @@ def held_by(layer: Any) -> Any:
     return {
         "dtype": layer.dtype,
         "state": _counted(state),
-        "order": layer.order,
-        "ranked": layer.ranked,
         "valid": layer.valid_prefix,
         "universal": layer.universal,
         "pages": pages,
@@ -98,7 +96,7 @@ def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
     state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, False, WHOLE, *kept)
     opened = OneOf((Stored(codes, torch.int8), Stored(codes, None)))
     return {
-        **dict.fromkeys(("order", "ranked", "valid", "universal"), object),
+        **dict.fromkeys(("valid", "universal"), object),
         "dtype": OneOf(FLOATS),
         "state": _counted(RowState(*state)),
         "pages": Each([torch.Tensor] * 4),
@@ -129,13 +127,10 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int) -> dict[str, A
 
     buffer = OpenBuffer(rows, heads, dim, META, half if wide else torch.int8, max(state.open), rotary)
     in_open: list[Ends] = [(None, None) if wide else CODES] * 2 + [(1, 1) if wide else (0, largest)] * 2
-    by_head, ranked = (rows, heads), len(groups) == 1 or layer.head_order is not None
+    by_head = (rows, heads)
     return {
         "dtype": dtype,
         "state": held["state"],
-        "order": Stored(by_head, torch.int64, 0, heads - 1),
-        # by their first block, which may have left the window
-        "ranked": [ranked or sealed + gone > 0 for sealed, gone in zip(state.sealed, state.dropped, strict=True)],
         "valid": OneOf((None, Stored((rows, None), torch.bool))),
         "universal": Stored((*by_head, 2), torch.float32, 0, largest)
         if config.expert.buffer_scale == "universal"
@@ -165,13 +160,11 @@ def _of_index(
 
 def _require_numbers(layer: TurboLayer, held: dict[str, Any], columns: int) -> None:
     """ValueError unless the numbers of a saved compressed layer, each in its range, agree with each other."""
-    state, valid, table, order = RowState(**held["state"]), held["valid"], held["table"].cpu(), held["order"].cpu()
-    rows, heads = order.shape
+    state, valid, table = RowState(**held["state"]), held["valid"], held["table"].cpu()
+    rows = len(state.sealed)
     there = [columns] * rows if valid is None else (columns - valid.shape[1] + valid.sum(1)).tolist()
     kept = [total if layer.window is None else min(total, layer.window - 1) for total in there]
     in_use = torch.arange(table.shape[1]) < torch.tensor(state.sealed)[:, None]
-    given = torch.tensor(layer.head_order or range(heads)).expand(rows, heads)
-    ranks = layer.head_order is None and len(held["pages"]) > 1
     ends = [[end for blocks in row for end in blocks] for row in held["index"]["sorted"]]
     lengths = state.lengths()
     for agrees, words in (
@@ -184,8 +177,6 @@ def _require_numbers(layer: TurboLayer, held: dict[str, Any], columns: int) -> N
             all(map(_spans_fit, (meta for _, _, meta, _ in held["pages"]))),
             "zeros and spans of its pages end beyond 127",
         ),
-        (torch.equal(order.sort(1).values, torch.arange(heads).expand(rows, heads)), "its order names a head twice"),
-        (ranks or torch.equal(order, given), "its order is not that of its options"),
         (all(row == sorted(row) for row in ends), "its sorted blocks overlap"),
     ):
         if not agrees:
@@ -259,8 +250,8 @@ def hold(layer: Any, held: dict[str, Any], device: torch.device) -> None:
     pages = tuple(
         PagedHeads(widths_of(width)[0], *own) for (width, _), own in zip(layer.pool.groups, held["pages"], strict=True)
     )
-    layer.state, layer.ranked, layer.valid_prefix = state, held["ranked"], held["valid"]
-    layer.order, layer.universal = held["order"], held["universal"]
+    layer.state, layer.valid_prefix = state, held["valid"]
+    layer.universal = held["universal"]
     layer.buffer.k, layer.buffer.v, layer.buffer.k_scale, layer.buffer.v_scale = opened
     layer.pool.hold(pages, held["table"].cpu(), state.sealed)
     layer.bucket_index.hold(held["index"])

@@ -163,9 +163,6 @@ class LayerStorage:
         self.buffer = OpenBuffer(rows, self.heads, self.dim, self.device, *buffer, self.state.first)
         self.device_counts = DeviceCounts(self.device)
         self.order = shared(order * rows, self.device).view(rows, self.heads)
-        # heads need no ranking: they have one width, or their order was given
-        self.preranked = len(groups) == 1 or self.head_order is not None
-        self.ranked = [self.preranked] * rows
         ranged = self.config.expert.buffer_scale == "universal"
         self.universal = torch.zeros(rows, self.heads, 2, dtype=torch.float32, device=self.device) if ranged else None
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -257,9 +254,6 @@ class LayerStorage:
             return None
         if most + tokens > store.k_open.shape[2] or state.is_due() or not self.is_decoding(tokens):
             return None
-        # without a kernel, NaN and Inf are refused before anything is written
-        if not (self.in_place or _surely_finite(k, v)):
-            return None
         mark, after = self.mark, self.states.stored(state, tokens, None, True)
         mark.turn(self.index)
         mark.writing = self.name
@@ -278,9 +272,6 @@ class LayerStorage:
     def row_tensors(self) -> list[torch.Tensor]:
         """What a reordering of rows of equal lengths changes, besides pages and masks: [B, ...] each, contiguous."""
         tensors = list(self.buffer.tensors())
-        if not self.preranked:
-            # else the same for all rows, and shared with other layers
-            tensors.append(self.order)
         return tensors if self.universal is None else [*tensors, self.universal]
 
     def prepare_for(self, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -339,7 +330,8 @@ class LayerStorage:
             # columns before the longest row's first token are padding in every row
             first = min(new.starts or [0])
             self.lazy_initialization(k[:, :, first:], v[:, :, first:])
-        if self.replay is None and not self.in_place:
+        exact = self.buffer.k.is_floating_point()
+        if self.replay is None and not self.in_place and (exact or not _surely_finite(k, v)):
             # refuse before anything is written
             self._require_finite(new.blank(k), new.blank(v))
         if turn:
@@ -451,7 +443,6 @@ class LayerStorage:
         self.forget_repeats()
         # a block is final: NaN or Inf noted for its tokens must be reported
         self._check_finite(check_later)
-        self._rank_heads([n for n, row in enumerate(rows) if row.whole and not self.ranked[n]])
         if any(row.leaving for row in rows):
             leaving = [row.leaving for row in rows]
             pool.drop_front(self.state.sealed, leaving)
@@ -484,16 +475,3 @@ class LayerStorage:
                 buffer.drop_front(gone, opened, block + state.first if steady else 0)
             dropped = [held + row.skipped * block for held, row in zip(state.dropped, rows, strict=True)]
             self.state = state._replace(open=opened, dropped=dropped)
-
-    def _rank_heads(self, rows: list[int]) -> None:
-        """Rank the heads of rows that seal their first block, by that block alone, however the prompt was chunked."""
-        if not rows:
-            return
-        if len(rows) == self.rows:
-            self.order = self.buffer.ranked_heads(slice(None), self.config, self.balance)
-        else:
-            where = shared(rows, self.device)
-            ranked = self.buffer.ranked_heads(where, self.config, self.balance)
-            self.order = self.order.index_copy(0, where, ranked)
-        for row in rows:
-            self.ranked[row] = True

@@ -55,8 +55,8 @@ class TurboCache(CachePasses):
         int8_layers: layers kept at 8 bit, in addition to those that `config` names.
         uncompressed_layers: layers left to Transformers' own cache, in full precision.
         head_orders: for the layers named here, the KV heads in order, from the one that needs its bits most to the one
-            that needs them least (`Calibration.head_orders`); the last ones get the low bits. In other layers, a row's
-            first block decides.
+            that needs them least (`Calibration.head_orders`); the last ones get the low bits. In other layers, those
+            numbered last.
         selectors: for the layers named here, what chooses the keys that decode steps read; other layers read all keys.
             A config with `sparse` needs them: `Handle.new_cache` passes those of the patch.
         balances: for the layers named here, float32 [Hkv, D], what their keys are divided by before they are rounded;

@@ -1,47 +1,32 @@
-"""`Calibration`: the result of a calibration run, and the two files and the card that store it."""
+"""`Calibration`: the result of a calibration run, and the file that stores it."""
 
-import hashlib
-import json
 import os
 import reprlib
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import CommitOperationAdd, HfApi
-from safetensors import SafetensorError
-from safetensors.torch import load, save
+from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from turbo_hf.calibration.checkpoint import Checkpoint, names_a_folder, tokenizer_hash
+from turbo_hf.cache.saved_files import Kind, read, signed, write
+from turbo_hf.calibration.checkpoint import Checkpoint, names_a_folder
 from turbo_hf.calibration.heads import head_order
 from turbo_hf.calibration.widths import WRITTEN as WIDTHS
 from turbo_hf.calibration.widths import Widths, widths_from
 from turbo_hf.config.expected import FINITE, Each, OneOf, Stored, Whole, require
 from turbo_hf.config.turbo_config import HEAD_METRICS, MOST_BUCKETS
-from turbo_hf.config.whole_files import (
-    MOST_JSON,
-    FactsFile,
-    checked_facts,
-    facts_hash,
-    one_writer,
-    read_file,
-    write_whole,
-)
 from turbo_hf.layout import CLASSIFIER
 from turbo_hf.models.model_layers import shape_field
+from turbo_hf.ops.maths import checksum
 
-SCHEMA = 3
-FORMAT = "turbo_hf calibration"
-FACTS, TENSORS, CARD = "turbo_calibration.json", "turbo_calibration.safetensors", "turbo_calibration.md"
-LOCK, WAIT = f"{FACTS}.lock", 60.0
-"""Held while the files are replaced, and how many seconds another process waits for that."""
-READS = 10
-"""Times a folder is read before its two files are said not to belong together: a writer may be between them."""
+FILE = "turbo_calibration.safetensors"
+AGAIN = " Calibrate again, or fetch it anew."
+KIND = Kind("calibration", FILE, 4, AGAIN)
 NO_INDEX = "no index: "
 """Start of the note of a layer that has head priorities alone; the reason follows."""
 SINGLE = ("centroids", "rotated_centroids")
@@ -106,20 +91,17 @@ def layer_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) ->
     )
 
 
-def fingerprint(model: PreTrainedModel, checkpoint: Checkpoint, tokenizer: Any = None) -> dict[str, Any]:
-    """Identifies a model without reading weights: type, shapes, vocabulary, and, where known, the commit and a hash of
-    the tokenizer's vocabulary."""
+def fingerprint(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Identifies a model without reading weights: type, shapes and vocabulary."""
     name = checkpoint.name
-    found = {"model": Path(name).name if os.path.isdir(name) else name, "revision": checkpoint.commit}
-    return _shapes(model, tokenizer) | found
+    return _shapes(model) | {"model": Path(name).name if os.path.isdir(name) else name}
 
 
-def _shapes(model: PreTrainedModel, tokenizer: Any) -> dict[str, Any]:
+def _shapes(model: PreTrainedModel) -> dict[str, Any]:
     """The part of a fingerprint that must agree."""
     text = model.config.get_text_config(decoder=True)
     found: dict[str, Any] = {"model_type": text.model_type, "vocab_size": text.vocab_size}
-    found |= {field_name: shape_field(text, field_name) for field_name in SHAPE_FIELDS}
-    return found | {"tokenizer": None if tokenizer is None else tokenizer_hash(tokenizer)}
+    return found | {field_name: shape_field(text, field_name) for field_name in SHAPE_FIELDS}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,94 +132,56 @@ class Calibration:
             raise ValueError(f"metric must be one of {', '.join(HEAD_METRICS)}; got {metric!r}.")
         return {layer.index: head_order(layer.scores[metric]) for layer in self.layers if layer.scores}
 
-    def mismatch(self, model: PreTrainedModel, tokenizer: Any = None) -> str | None:
-        """Why this calibration does not fit `model` (and `tokenizer`); None: it fits, as far as can be determined.
+    def mismatch(self, model: PreTrainedModel) -> str | None:
+        """Why this calibration does not fit `model`; None: it fits, as far as can be determined.
 
         A fine-tuned model of the same shape fits: its heads are much like those of its base model.
         """
         count = self.fingerprint.get("num_hidden_layers")
         if count is not None and [layer.index for layer in self.layers] != list(range(count)):
             return f"it holds {len(self.layers)} of the {count} layers of its model, or not in order"
-        for name, value in _shapes(model, tokenizer).items():
+        for name, value in _shapes(model).items():
             made = self.fingerprint.get(name)
-            unknown = name == "tokenizer" and (tokenizer is None or made is None)
-            if not unknown and made != value:
+            if made != value:
                 return f"it was made for a model with {name} {made!r}, and this one has {value!r}"
         return None
 
-    def other_revision(self, checkpoint: Checkpoint) -> str | None:
-        """A sentence if the checkpoint's commit differs from the calibrated one; None: no difference is known."""
-        made, here = self.fingerprint.get("revision"), checkpoint.commit
-        if made is None or here is None or made == here:
-            return None
-        return (
-            f"the calibration was made for revision {made[:12]} of the checkpoint; this model is of {here[:12]}."
-            f"{checkpoint.assumed}"
-        )
-
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `turbo_calibration.json`, `.safetensors` and a card `.md` into `folder`, which may hold other files.
+        """Write `turbo_calibration.safetensors` into `folder`, which may hold other files.
 
         Raises:
             ValueError: `folder` is a file.
-            OSError: it cannot be created or written, or another process writes there; the message names the file.
+            OSError: it cannot be created or written; the message names the file.
         """
-        path = Path(folder)
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"folder must be a folder, or the name of a new one; {str(folder)!r} is a file.")
-        files = self._files()
-        with one_writer(path, LOCK, WAIT):
-            for name, content in files.items():
-                write_whole(path / name, content)
+        write(Path(folder), KIND, self._facts(), self._tensors())
 
     def digest(self) -> str:
-        """Identifies a calibration: the start of a SHA-256 of the files that store it."""
-        return hashlib.sha256(b"".join(self._files().values())).hexdigest()[:16]
+        """Identifies a calibration: the start of a SHA-256 of what its file holds."""
+        return str(signed(KIND, self._facts(), self._tensors())["sha256"])[:16]
 
-    def _files(self) -> dict[str, bytes]:
-        tensors = save({name: x for layer in self.layers for name, x in layer.tensors().items()})
-        facts = {
-            "format": FORMAT,
-            "schema": SCHEMA,
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: x for layer in self.layers for name, x in layer.tensors().items()}
+
+    def _facts(self) -> dict[str, Any]:
+        return {
             "fingerprint": dict(self.fingerprint),
             "settings": dict(self.settings),
             "tokens": self.tokens,
             "layers": [layer.facts() for layer in self.layers],
             "widths": None if self.widths is None else self.widths.facts(),
-            "sha256": hashlib.sha256(tensors).hexdigest(),
         }
-        facts[CALIBRATED.digest] = facts_hash(facts, CALIBRATED.digest)
-        return {TENSORS: tensors, FACTS: (json.dumps(facts, indent=1) + "\n").encode(), CARD: self.card().encode()}
-
-    def card(self) -> str:
-        """What this is and how it was made, in Markdown."""
-        kinds = {"scores": "head priorities", "centroids": "centroids", "weight_1": "query classifiers"}
-        names = {part for layer in self.layers for name in layer.tensors() for part in name.split(".")}
-        held = [words for part, words in kinds.items() if part in names]
-        lines = [
-            f"# Calibration of {self.fingerprint.get('model') or 'a model'} for turbo_hf",
-            "",
-            f"Made from {self.tokens:,} tokens. `turbo_hf.patch(model, ...)` finds these files beside the checkpoint.",
-            "",
-            f"- `{FACTS}`: fingerprint, settings, quality, bits of each layer",
-            f"- `{TENSORS}`: {', '.join(held) or 'nothing, for widths alone were chosen'}",
-            "",
-            "| layer | keys/values | priorities | centroids | note |",
-            "|---|---|---|---|---|",
-        ]
-        pairs = ["-"] * len(self.layers) if self.widths is None else [f"{k}/{v}" for k, v in self.widths.layers]
-        for layer, bits in zip(self.layers, pairs, strict=True):
-            scores = ", ".join(f"{x:.3g}" for x in layer.scores["priority"].tolist()) if layer.scores else "-"
-            count = "-" if layer.centroids is None else str(layer.centroids.shape[1])
-            lines.append(f"| {layer.index} | {bits} | {scores} | {count} | {layer.note} |")
-        return "\n".join(lines) + "\n"
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
-        """Upload the three files to a Hub repository, created if needed; returns the URL of the commit."""
+        """Upload the file to a Hub repository, created if needed; returns the URL of the commit."""
         api = HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
-        files = [CommitOperationAdd(name, content) for name, content in self._files().items()]
-        return str(api.create_commit(repo_id, files, commit_message="Calibration for turbo_hf").commit_url)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            words = "Calibration for turbo_hf"
+            done = api.upload_file(
+                path_or_fileobj=Path(folder) / FILE, path_in_repo=FILE, repo_id=repo_id, commit_message=words
+            )
+        return str(done.commit_url)
 
     @classmethod
     def from_pretrained(
@@ -254,80 +198,39 @@ class Calibration:
             ValueError: it is damaged, or has another schema.
             OSError: there is none.
         """
-        if Path(name).is_dir():
-            return _read_folder(Path(name), str(name))
-        if Path(name).is_file():
-            raise OSError(f"a calibration is a folder, and {str(name)!r} is a file. Name {str(Path(name).parent)!r}.")
-        if names_a_folder(str(name)):
-            raise OSError(f"there is no calibration in {str(name)!r}: there is no such folder.")
-        options = {"token": token, "local_files_only": local_files_only}
-        parts, missing = [], "there is no calibration in"
-        for part in (FACTS, TENSORS):
+        folder = Path(name)
+        if folder.is_file():
+            raise OSError(f"a calibration is a folder, and {str(name)!r} is a file. Name {str(folder.parent)!r}.")
+        if not folder.is_dir():
+            if names_a_folder(str(name)):
+                raise OSError(f"there is no calibration in {str(name)!r}: there is no such folder.")
+            options = {"revision": revision, "token": token, "local_files_only": local_files_only}
             try:
-                path = Path(str(cached_file(str(name), part, revision=revision, **options)))
-                parts.append(read_file(path, MOST_JSON if part == FACTS else None))
+                folder = Path(str(cached_file(str(name), FILE, **options))).parent
             except OSError as error:
-                raise OSError(f"{missing} {str(name)!r}, or it cannot be reached: {error}") from error
-            # the second of the same commit, whatever is pushed meanwhile
-            revision, missing = path.parent.name, f"there is no {TENSORS} beside the {FACTS} in"
-        return _read(parts[0], parts[1], str(name))
-
-
-def _read_folder(folder: Path, source: str) -> Calibration:
-    """`Calibration.from_pretrained` of a folder, whose files another process may be replacing."""
-    facts = tensors = b""
-    for _ in range(READS):
+                raise OSError(f"there is no calibration in {str(name)!r}, or it cannot be reached: {error}") from error
+        facts, tensors = read(folder, KIND, str(name))
         try:
-            facts = read_file(folder / FACTS, MOST_JSON)
-        except FileNotFoundError as error:
-            raise OSError(f"there is no calibration in {source!r}: the folder has no {FACTS}.") from error
-        try:
-            tensors = read_file(folder / TENSORS)
-        except FileNotFoundError as error:
-            raise ValueError(
-                f"the calibration in {source!r} is damaged: the folder has no {TENSORS}.{AGAIN}"
-            ) from error
-        if hashlib.sha256(tensors).hexdigest().encode() in facts:
-            break
-        time.sleep(0.05)
-    return _read(facts, tensors, source)
+            return _checked(facts, tensors, str(name))
+        except ValueError as error:
+            raise ValueError(f"the calibration saved in {str(name)!r} is damaged: {error}.{AGAIN}") from error
 
 
-AGAIN = " Calibrate again, or fetch it anew."
-CALIBRATED = FactsFile(
-    FACTS,
-    FORMAT,
-    SCHEMA,
-    digest="facts_sha256",
-    remedy=AGAIN,
-    other_schema=" Calibrate again, or install the version of turbo_hf that made it.",
-)
-
-
-def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
-    made = f"the calibration in {source!r}"
-    damaged, facts = f"{made} is damaged: ", checked_facts(facts_bytes, made, CALIBRATED)
-    if hashlib.sha256(content).hexdigest() != facts.get("sha256"):
-        raise ValueError(f"{damaged}{TENSORS} is not the file that {FACTS} was written with.{AGAIN}")
-    try:
-        require(facts, WRITTEN, "")
-        if facts["widths"] is not None:
-            require(facts["widths"], WIDTHS, "widths")
-        fingerprint, settings = facts["fingerprint"], facts["settings"]
-        require(fingerprint, {**dict.fromkeys(fingerprint, object), **_known(fingerprint, FINGERPRINT)}, "fingerprint")
-        require(settings, {**dict.fromkeys(settings, object), **_known(settings, SETTINGS)}, "settings")
-        tensors = load(content)
-        require(tensors, _parts(facts["layers"], tensors, fingerprint), "")
-        widths = None if facts["widths"] is None else widths_from(facts["widths"])
-        if widths is not None and len(widths.layers) != len(facts["layers"]):
-            raise ValueError(f"it has widths of {len(widths.layers)} layers, and {len(facts['layers'])} layers")
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{damaged}{error}.{AGAIN}") from error
-    if settings.get("architecture", "mlp") != "mlp":
-        raise ValueError(
-            f"the calibration in {source!r} has a query classifier of architecture {settings['architecture']!r}; "
-            "this version has the MLP alone. Calibrate again."
-        )
+def _checked(facts: dict[str, Any], mapped: Mapping[str, torch.Tensor], source: str) -> Calibration:
+    """The calibration that a file holds. ValueError: it holds something else."""
+    require(facts, WRITTEN, "")
+    if facts["widths"] is not None:
+        require(facts["widths"], WIDTHS, "widths")
+    fingerprint, settings = facts["fingerprint"], facts["settings"]
+    require(fingerprint, {**dict.fromkeys(fingerprint, object), **_known(fingerprint, FINGERPRINT)}, "fingerprint")
+    require(settings, {**dict.fromkeys(settings, object), **_known(settings, SETTINGS)}, "settings")
+    # copies: others may write the file
+    tensors = {name: x.clone() for name, x in mapped.items()}
+    require({name: int(checksum(x)) for name, x in tensors.items()}, facts["sums"], "sums")
+    require(tensors, _parts(facts["layers"], tensors, fingerprint), "")
+    widths = None if facts["widths"] is None else widths_from(facts["widths"])
+    if widths is not None and len(widths.layers) != len(facts["layers"]):
+        raise ValueError(f"it has widths of {len(widths.layers)} layers, and {len(facts['layers'])} layers")
     layers = tuple(layer_from(each, tensors) for each in facts["layers"])
     return Calibration(fingerprint, settings, layers, facts["tokens"], widths, source)
 
@@ -336,17 +239,17 @@ NUMBER, TEXT = Whole(1, 2**31), OneOf((str, None))
 SIZE = OneOf((NUMBER, None, Each(OneOf((NUMBER, None)))))
 """A number for all layers, or a list with one for each."""
 FINGERPRINT = {
-    **dict.fromkeys(("model", "revision", "model_type", "tokenizer"), TEXT),
+    **dict.fromkeys(("model", "model_type"), TEXT),
     **dict.fromkeys((*SHAPE_FIELDS, "vocab_size"), SIZE),
     "num_hidden_layers": OneOf((Whole(1, 2**16), None)),
 }
-SETTINGS = {"local": OneOf((Whole(0, 2**31), None)), "architecture": str}
+SETTINGS = {"local": OneOf((Whole(0, 2**31), None))}
 """Entries that later code reads, where they are there."""
 WRITTEN = {
     **{"format": str, "schema": int, "fingerprint": dict, "settings": dict, "tokens": Whole(0, 2**63)},
     "layers": Each({"index": Whole(0, 2**16), "note": str, "quality": dict}),
     "widths": object,
-    **{"sha256": str, CALIBRATED.digest: str},
+    **{"sums": dict, "sha256": str},
 }
 
 
@@ -394,6 +297,6 @@ def _parts_of_layer(own: Mapping[str, torch.Tensor], made_for: Mapping[str, Any]
 
 def find(checkpoint: Checkpoint) -> Calibration | None:
     """The calibration stored with a checkpoint; None: there is none. Errors as in `Calibration.from_pretrained`."""
-    if checkpoint.file(FACTS) is None:
+    if checkpoint.file(FILE) is None:
         return None
     return Calibration.from_pretrained(checkpoint.name, revision=checkpoint.commit, local_files_only=True)

@@ -1,19 +1,16 @@
-"""The checkpoint that a model was loaded from: its commit, its tokenizer, other files. Nothing is downloaded."""
+"""The checkpoint that a model was loaded from: its tokenizer, other files. Nothing is downloaded."""
 
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
-MAIN = " The model is taken for the branch main: pass revision= if it is of another."
 WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
 
@@ -21,13 +18,11 @@ class Checkpoint(NamedTuple):
     """Where a model was loaded from.
 
     name: a folder or a Hub id; "" if the model knows none.
-    commit: the Hub commit, 40 hex digits; None for a folder, and for anything not in the Hub cache.
-    assumed: a sentence for an error that another commit may explain; "" if the commit is known.
+    commit: the Hub commit, where Transformers records it (up to 5.17); None: the branch main, or a folder.
     """
 
     name: str
     commit: str | None = None
-    assumed: str = ""
 
     def file(self, name: str) -> str | None:
         """The path of one of its files; None: no file of that name is available here."""
@@ -36,49 +31,13 @@ class Checkpoint(NamedTuple):
         if os.path.isdir(self.name):
             path = Path(self.name) / name
             return str(path) if path.is_file() else None
-        return _in_cache(self.name, name, self.commit)
+        return None if names_a_folder(self.name) else hub_file(self.name, name, self.commit)
 
 
-def checkpoint_of(model: PreTrainedModel, revision: str | None = None) -> Checkpoint:
-    """Where a model was loaded from. Transformers up to 5.17 records the commit, 5.23 does not.
-
-    revision: the branch, tag or commit that it was loaded from; None: the one Transformers records, else main.
-
-    Raises:
-        ValueError: a revision for a model that is not from the Hub, one that is not in the Hub cache, or one that
-            differs from the one Transformers records.
-    """
+def checkpoint_of(model: PreTrainedModel) -> Checkpoint:
+    """Where a model was loaded from."""
     name = str(getattr(model.config, "_name_or_path", "") or "")
-    held = getattr(model.config, "_commit_hash", None)
-    of_hub = bool(name) and not os.path.isdir(name) and not names_a_folder(name)
-    if revision is None:
-        return Checkpoint(name, held) if held or not of_hub else Checkpoint(name, _commit(name, None), MAIN)
-    if not isinstance(revision, str):
-        raise ValueError(f"revision must be a branch, tag or commit, as text; got {revision!r}.")
-    if not of_hub:
-        raise ValueError(
-            f"revision is of a model from the Hub; this one is from {repr(name) if name else 'no checkpoint'}. Leave "
-            f"revision={revision!r} out."
-        )
-    found = _commit(name, revision)
-    if found is None:
-        raise ValueError(
-            f"revision {revision!r} of {name!r} is not in the Hub's cache, {constants.HF_HUB_CACHE!r}, the only "
-            "place that is searched. Pass the one by which the model was loaded, or leave it out."
-        )
-    if held not in (None, found):
-        raise ValueError(f"the model was loaded by revision {held[:12]}; {revision!r} is {found[:12]}.")
-    return Checkpoint(name, found)
-
-
-def _commit(name: str, revision: str | None) -> str | None:
-    found = _in_cache(name, CONFIG, revision)
-    return None if found is None else Path(found).parent.name
-
-
-def _in_cache(name: str, file: str, revision: str | None) -> str | None:
-    """None also for a name that no repository can have."""
-    return None if names_a_folder(name) else hub_file(name, file, revision)
+    return Checkpoint(name, getattr(model.config, "_commit_hash", None))
 
 
 def hub_file(name: str, file: str, revision: str | None = None, *, fetch: bool = False) -> str | None:
@@ -123,9 +82,3 @@ def other_tokenizer(tokenizer: Any, own: Any) -> str | None:
         if known.get(token) != number:
             return f"it has token {token!r} as {known.get(token)}, and the one beside the checkpoint as {number}"
     return None
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 of a tokenizer's vocabulary."""
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
-    return hashlib.sha256(vocabulary.encode()).hexdigest()

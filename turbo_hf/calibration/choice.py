@@ -9,7 +9,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from turbo_hf.calibration.artifacts import NO_INDEX, Calibration, find
-from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
+from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.config.turbo_config import (
     BY_CALIBRATION,
     CALIBRATED,
@@ -65,16 +65,15 @@ def load_calibration(
     config: ConfigLike | None,
     calibration: Calibration | str | Path | None,
     notices: Notices,
-    revision: str | None = None,
 ) -> HeadChoice:
-    """What `patch(config, calibration=..., revision=...)` refers to, looked up and checked against the model.
+    """What `patch(config, calibration=...)` refers to, looked up and checked against the model.
 
     config: None: the widths of the calibration that is named, if it has any, else the default preset.
 
     Raises:
         ValueError: a config that `resolve_config` refuses; a calibration that is damaged or belongs to another model
             (one that "auto" found: only under strict "raise"), or has no widths where they are asked for, or only
-            widths where the config has others; a revision that is not the model's.
+            widths where the config has others.
         OSError: there is no calibration in the named place.
         TypeError: something else.
     """
@@ -83,8 +82,10 @@ def load_calibration(
         config = DEFAULT_PRESET if made is None or made.widths is None else BY_CALIBRATION
     chosen = resolve_config(config)
     _note(notices, not_recommended(chosen))
-    heads = _looked_up(model, chosen, calibration if made is None else made, notices, revision)
-    return _with_widths(heads, notices) if chosen.layer_bits == BY_CALIBRATION else heads
+    heads = _looked_up(model, chosen, calibration if made is None else made, notices)
+    if chosen.layer_bits == BY_CALIBRATION:
+        return _with_widths(heads, notices)
+    return _with_orders(heads, notices) if chosen.expert.low_heads else heads
 
 
 def _looked_up(
@@ -92,36 +93,25 @@ def _looked_up(
     config: TurboConfig,
     calibration: Calibration | str | Path | None,
     notices: Notices,
-    revision: str | None,
 ) -> HeadChoice:
-    """`load_calibration`, without widths."""
-    low = f"{config.expert.low_bits}-bit heads" if config.expert.low_heads else ""
-    by_prompt = f"{low}: chosen by each row's first {config.expert.block_size} tokens" if low else ""
+    """`load_calibration`, without widths and orders."""
     wanted = uses_calibration(config)
-    checkpoint = checkpoint_of(model, revision) if revision is not None else None
     if calibration is None or (calibration == "auto" and not wanted):
-        return HeadChoice(config, {}, by_prompt, missing="calibration=None was passed")
-    checkpoint = checkpoint or checkpoint_of(model)
+        return HeadChoice(config, {}, "", missing="calibration=None was passed")
     try:
-        found = calibration if isinstance(calibration, Calibration) else find(checkpoint)
+        found = calibration if isinstance(calibration, Calibration) else find(checkpoint_of(model))
         if found is None:
-            words = f"{by_prompt} (no calibration beside the checkpoint)" if low else ""
-            return HeadChoice(config, {}, words, missing="there is none beside the checkpoint")
-        # made with the tokenizer beside the checkpoint, or with one that is not available here
-        wrong = found.mismatch(
-            model, own_tokenizer(checkpoint, notices.note) if found.fingerprint.get("tokenizer") else None
-        )
+            return HeadChoice(config, {}, "", missing="there is none beside the checkpoint")
+        wrong = found.mismatch(model)
         if wrong is not None:
             message = f"the calibration of {found.source or 'this process'!r} does not fit this model: {wrong}."
-            raise ValueError(f"{message} Make one of this model with turbo-hf calibrate.{checkpoint.assumed}")
+            raise ValueError(f"{message} Make one of this model with turbo-hf calibrate.")
     except (ValueError, OSError) as error:
         if calibration != "auto":
             raise
         notices.refuse(str(error), "To go without it, pass calibration=None.")
-        return HeadChoice(
-            config, {}, by_prompt, missing=f"the one beside the checkpoint is refused: {str(error).rstrip('.')}"
-        )
-    _note(notices, found.other_revision(checkpoint), _nearer(config, found))
+        return HeadChoice(config, {}, "", missing=f"the one beside the checkpoint is refused: {str(error).rstrip('.')}")
+    _note(notices, _nearer(config, found))
     if not wanted and found.widths is not None:
         raise ValueError(
             f"the calibration of {found.source or 'this process'!r} has widths of its own, and this config has others. "
@@ -130,23 +120,26 @@ def _looked_up(
         )
     apart = found.widths is not None and config.layer_bits != BY_CALIBRATION
     others = "its widths are not used, for this config has others" if apart else ""
-    if not low:
-        unused = others if wanted else "not used, for all heads of this config have the same bits"
-        return HeadChoice(config, {}, unused and f"calibration: {unused}", found)
-    orders = found.head_orders(config.expert.head_metric)
-    if not orders and calibration != "auto":
-        raise ValueError(
-            f"low_heads needs a calibration that ranks heads, and that of {found.source or 'this process'!r} ranks "
-            "none. Make one with turbo-hf calibrate --texts, or pass calibration=None: each row's first block then "
-            "ranks them."
+    unused = others if wanted else "not used, for all heads of this config have the same bits"
+    return HeadChoice(config, {}, unused and f"calibration: {unused}", found)
+
+
+def _with_orders(heads: HeadChoice, notices: Notices) -> HeadChoice:
+    """The choice with the calibration's ranking of heads; without one the last heads get the low bits, with a note."""
+    config, found = heads.config, heads.found
+    low = f"{config.expert.low_bits}-bit heads"
+    orders = {} if found is None else found.head_orders(config.expert.head_metric)
+    if found is None or not orders:
+        notices.note(
+            f"{low}: no calibration ranks the heads of this model, so that the last ones of each layer get few bits, "
+            "however much they need theirs. Make one with turbo-hf calibrate --heads-only."
         )
-    if not orders:
-        return HeadChoice(config, {}, f"{by_prompt} (the calibration beside the checkpoint ranks no heads)", found)
+        why = heads.missing if found is None else f"that of {found.source or 'this process'!r} ranks no heads"
+        return heads._replace(words=f"{low}: the last of each layer, for want of a calibration ({why})")
     missing = [layer.index for layer in found.layers if layer.index not in orders]
-    rest = f"; layers {', '.join(map(str, missing))} by each row's first block" if missing else ""
+    rest = f"; of layers {', '.join(map(str, missing))} the last" if missing else ""
     words = f"{low}: by calibration over {found.tokens:,} tokens ({found.source or 'this process'}){rest}"
-    words += others and f"; {others}"
-    return HeadChoice(config, orders, words, found)
+    return heads._replace(orders=orders, words="; ".join(filter(None, (words, heads.words))))
 
 
 def _with_widths(heads: HeadChoice, notices: Notices) -> HeadChoice:

@@ -17,8 +17,7 @@ NO_NUMBERS = (
 class HeadPriorities:
     """Mean scores of a layer's KV heads over every block of every window, one for each metric.
 
-    Without a calibration, the first block of a row is scored. This is the same score, without the randomness of a
-    single block and without the weight of a text's first tokens.
+    The mean over many blocks lacks the randomness of a single one, and the weight of a text's first tokens.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from turbo_hf.calibration.centroids import assign
-from turbo_hf.calibration.query_model import classify, divergence
+from turbo_hf.calibration.query_model import classify
 from turbo_hf.calibration.samples import Samples, bucket_sums, long_range
 
 SELECTIVITY = (0.01, 0.02, 0.04, 0.08)
@@ -35,21 +35,16 @@ def evaluate(
     rotated: centroids [Hkv, C, D] of keys after rotary embedding.
 
     Returns, by name:
-        recall: for each way of choosing (`WAYS`) and KV head, the share of long-range attention mass at each of
-            `SELECTIVITY`; null for a head without a long-range query.
-        loss: KL divergence in nats; null without long-range queries.
-        largest_bucket: for each KV head, the largest bucket over the mean.
-        buckets_in_use: exp of the entropy of bucket sizes, over C.
+        recall: for each way of choosing (`WAYS`), the share of long-range attention mass at each of `SELECTIVITY`, the
+            mean over long-range queries of all heads; null without any.
         queries: number of long-range queries for each KV head.
-        long_range: their share of all queries.
     """
     heads, clusters = centroids.shape[:2]
     seeded = torch.Generator().manual_seed(seed)
-    total = {way: torch.zeros(heads, len(SELECTIVITY), dtype=torch.float64) for way in WAYS}
-    counted, asked, loss = torch.zeros(heads, dtype=torch.float64), 0, 0.0
+    total = {way: torch.zeros(len(SELECTIVITY), dtype=torch.float64) for way in WAYS}
+    counted = torch.zeros(heads, dtype=torch.float64)
     device = centroids.device
     for window in windows:
-        n = len(samples.positions[window])
         keys = samples.keys[window].to(device, non_blocking=True)
         turned = assign(keys, rotated)
         parts = (samples.pre_rotary_queries[window], samples.queries[window], samples.far[window])
@@ -62,7 +57,6 @@ def evaluate(
             mass, sizes = bucket_sums(pairs, buckets[window], clusters)
             flat = plain.flatten(1, 2).to(device).float()
             logits = classify(classifier, flat)
-            loss += float((divergence(mass, logits, sizes) * far.flatten(1, 2).to(device)).sum())
             # keys that count depend on the position alone
             shape = (heads, groups, rows, clusters)
             sizes = sizes.view(shape)[:, 0]
@@ -80,22 +74,13 @@ def evaluate(
             recalled = _recalled(score, mass.view(shape), sizes.view(shape)[:, 0], weight)
             total["k-means, rotated"] += recalled.cpu()
             counted += weight.sum((1, 2)).cpu()
-        asked += heads * groups * n
-    filled = torch.stack([x.bincount(minlength=clusters) for x in torch.cat(buckets, 1)]).double()
-    share = filled / filled.sum(1, keepdim=True)
-    in_use = (-torch.xlogy(share, share).sum(1)).exp() / clusters
-    return {
-        "recall": {way: _rows(total[way], counted) for way in WAYS},
-        "loss": round(loss / float(counted.sum()), 4) if counted.any() else None,
-        "largest_bucket": [round(x, 2) for x in (share.amax(1) * clusters).tolist()],
-        "buckets_in_use": [round(x, 3) for x in in_use.tolist()],
-        "queries": [int(x) for x in counted.tolist()],
-        "long_range": round(float(counted.sum()) / max(1, asked), 4),
-    }
+    count = int(counted.sum())
+    recall = {way: [round(x, 4) for x in (sums / count).tolist()] if count else None for way, sums in total.items()}
+    return {"recall": recall, "queries": [int(x) for x in counted.tolist()]}
 
 
 def _recalled(score: torch.Tensor, mass: torch.Tensor, sizes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Sum over weighted queries of the mass in the buckets that are read, [Hkv, selectivities].
+    """Sum over weighted queries of the mass in the buckets that are read, [selectivities].
 
     score, sizes: [Hkv, n, C]; mass: [Hkv, G, n, C]; weight: [Hkv, G, n].
     """
@@ -106,21 +91,4 @@ def _recalled(score: torch.Tensor, mass: torch.Tensor, sizes: torch.Tensor, weig
     allowed = sizes.sum(-1, keepdim=True)
     parts = [((allowed * limit - before) / size.clamp(min=1)).clamp(0, 1) for limit in SELECTIVITY]
     each = [(seen * part[:, None]).sum(-1) * weight for part in parts]
-    return torch.stack([x.sum((1, 2)) for x in each], -1)
-
-
-def _rows(total: torch.Tensor, counted: torch.Tensor) -> list[list[float] | None]:
-    pairs = zip(total, counted.tolist(), strict=True)
-    return [[round(x, 4) for x in (row / count).tolist()] if count else None for row, count in pairs]
-
-
-def mean_recall(quality: list[dict[str, Any]], way: str) -> list[float]:
-    """Mean over the long-range queries of all layers and KV heads, at each of `SELECTIVITY`; [] without any."""
-    pairs = [
-        (row, count)
-        for each in quality
-        for row, count in zip(each["recall"][way], each["queries"], strict=True)
-        if row is not None
-    ]
-    total = sum(count for _, count in pairs)
-    return [sum(row[at] * count for row, count in pairs) / total for at in range(len(SELECTIVITY))] if pairs else []
+    return torch.stack([x.sum() for x in each])

@@ -91,7 +91,7 @@ def train(
     windows: int,
     settings: Settings,
     advance: Callable[[], None],
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+) -> dict[str, torch.Tensor]:
     """Classifiers of all KV heads of layers of one shape, from the first `windows` windows.
 
     Args:
@@ -99,8 +99,7 @@ def train(
         advance: called after each step.
 
     Returns:
-        `QueryModels.folded`, N = layers x Hkv, and the mean loss of each over the last tenth of the steps (nats),
-        float32 [N].
+        `QueryModels.folded`, N = layers x Hkv.
 
     Source: SAAP eq. 1, KL divergence between the true and the predicted mass by bucket. Ours, each measured in
     `eval/results`: the classifier predicts the mass per key, see `divergence`; it starts at k-means; it learns from all
@@ -111,7 +110,6 @@ def train(
     models = _start(layers, centroids, windows, settings, seeded).to(device)
     optimizer = torch.optim.Adam(models.parameters(), settings.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.steps)
-    losses = []
     heads, groups, count, _ = layers[0].queries[0].shape
     for _ in range(settings.steps):
         window = int(torch.randint(windows, (1,), generator=seeded))
@@ -139,10 +137,8 @@ def train(
         loss.sum().backward()
         optimizer.step()
         schedule.step()
-        losses.append(loss.detach())
         advance()
-    last = losses[-max(1, len(losses) // 10) :]
-    return {name: x.detach() for name, x in models.folded().items()}, torch.stack(last).mean(0)
+    return {name: x.detach() for name, x in models.folded().items()}
 
 
 def _together(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:

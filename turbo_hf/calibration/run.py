@@ -2,17 +2,16 @@
 
 import functools
 import hashlib
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
-from turbo_hf.calibration.artifacts import FACTS, NO_INDEX, Calibration, LayerCalibration, fingerprint
+from turbo_hf.calibration.artifacts import FILE, NO_INDEX, Calibration, LayerCalibration, fingerprint
 from turbo_hf.calibration.capture import Seen, capturing, check_finite, probe, run_window
 from turbo_hf.calibration.centroids import assign, choose_clusters, k_means, sample_keys
 from turbo_hf.calibration.checkpoint import Checkpoint, checkpoint_of, other_tokenizer, own_tokenizer
@@ -23,7 +22,6 @@ from turbo_hf.calibration.samples import Samples
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.calibration.widths import Widths
-from turbo_hf.config.whole_files import one_writer
 from turbo_hf.errors import warn
 from turbo_hf.models.model_layers import require_model
 from turbo_hf.patches.generic import is_latent
@@ -32,8 +30,6 @@ from turbo_hf.ranks import ranks_of
 
 Progress = Callable[[str, float], None]
 """Called with a description of the current work, and the share of all work done since the last call."""
-LOCK = "turbo_calibration.run.lock"
-"""Keeps a second run out of a folder, until the first one has written its result there."""
 
 
 P = ParamSpec("P")
@@ -139,7 +135,6 @@ def calibrate(
     out: str | Path | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
-    revision: str | None = None,
 ) -> Calibration:
     """Run a model over texts and learn from its keys, values and queries. The model is not changed.
 
@@ -151,67 +146,64 @@ def calibrate(
     Args:
         model: a loaded decoder-only Transformers model, not patched.
         tokenizer: the model's tokenizer.
-        texts: a .txt or .jsonl file, a folder of them, a Hub dataset ("owner/name"), or strings; preferably long texts,
-            such as books.
+        texts: a .txt file, a folder of them, or strings; preferably long texts, such as books.
         settings: "fast", "full", or `turbo_hf.calibration.settings.Settings`.
         out: where to write the result; None: nowhere.
         overwrite: replace the calibration in `out` once this one is done; if False, the presence of one is an error.
             Widths that are there (`turbo-hf calibrate --budget`) are kept, if they are of this model.
         progress: called with a description and the share of all work done since the last call.
-        revision: the Hub revision that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
 
     Returns:
         Calibration, with `save_pretrained`, `push_to_hub` and quality figures.
 
     Raises:
         ValueError: unsuitable settings; texts too short for the long-range filter or for that many clusters; NaN or Inf
-            in the model; a model in training mode; a calibration in `out` without `overwrite`; a revision that is not
-            the model's.
-        OSError: `out` cannot be written, or another process writes there.
+            in the model; a model in training mode; a calibration in `out` without `overwrite`.
+        OSError: `out` cannot be written.
         TypeError: not a Transformers model.
     """
     ranks = ranks_of(model)
     folder = Path(out) if out is not None and ranks.rank == 0 else None
     plan = make_plan(model, settings)
     chosen = plan.settings
-    with ExitStack() as held:
-        with ranks.together():
-            if folder is not None:
-                refuse_folder(folder, overwrite)
-                held.enter_context(one_writer(folder, LOCK))
-                # another run may have ended in between
-                refuse_folder(folder, overwrite)
-            checkpoint = checkpoint_of(model, revision)
-            windows, own = read_windows(model, tokenizer, texts, plan, checkpoint)
-        settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
-        widths = None if out is None else _widths_in(Path(out), model)
-        ranks.require_same({"settings": str(settings_dict), "widths": str(widths)})
-        done: dict[int, LayerCalibration] = {}
-        share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
-        for group in plan.groups:
-            step = _advance(progress, f"layers {group.layers[0]} to {group.layers[-1]}", share)
-            done |= {layer.index: layer for layer in _calibrate_group(model, group, plan, windows, step)}
-        release = getattr(torch.accelerator, "empty_host_cache", None)
-        if model.device.type == "cuda" and release is not None:
-            # otherwise pinned memory would be kept until the process ends
-            release()
-        rest = {
-            index: LayerCalibration(index, {}, note=plan.notes[index])
-            for index in range(plan.layers)
-            if index not in done
-        }
-        layers = tuple(layer for _, layer in sorted((done | rest).items()))
-        found = Calibration(fingerprint(model, checkpoint, own), settings_dict, layers, windows.numel(), widths)
-        with ranks.together():
-            if folder is not None:
-                found.save_pretrained(folder)
-        return found
+    with ranks.together():
+        if folder is not None:
+            refuse_folder(folder, overwrite)
+            # what cannot be written is told before the run
+            folder.mkdir(parents=True, exist_ok=True)
+        checkpoint = checkpoint_of(model)
+        windows = read_windows(model, tokenizer, texts, plan, checkpoint)
+    settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
+    widths = None if out is None else _widths_in(Path(out), model)
+    ranks.require_same({"settings": str(settings_dict), "widths": str(widths)})
+    done: dict[int, LayerCalibration] = {}
+    share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
+    for group in plan.groups:
+
+        def step(work: float, word: str = f"layers {group.layers[0]} to {group.layers[-1]}") -> None:
+            if progress is not None:
+                progress(word, work * share)
+
+        done |= {layer.index: layer for layer in _calibrate_group(model, group, plan, windows, step)}
+    release = getattr(torch.accelerator, "empty_host_cache", None)
+    if model.device.type == "cuda" and release is not None:
+        # otherwise pinned memory would be kept until the process ends
+        release()
+    rest = {
+        index: LayerCalibration(index, {}, note=plan.notes[index]) for index in range(plan.layers) if index not in done
+    }
+    layers = tuple(layer for _, layer in sorted((done | rest).items()))
+    found = Calibration(fingerprint(model, checkpoint), settings_dict, layers, windows.numel(), widths)
+    with ranks.together():
+        if folder is not None:
+            found.save_pretrained(folder)
+    return found
 
 
 def _widths_in(folder: Path, model: PreTrainedModel) -> Widths | None:
     """The widths in a folder whose calibration will be replaced; None: there are none of this model."""
     try:
-        found = Calibration.from_pretrained(folder) if (folder / FACTS).exists() else None
+        found = Calibration.from_pretrained(folder) if (folder / FILE).exists() else None
     except (OSError, ValueError):
         return None
     return None if found is None or found.mismatch(model) is not None else found.widths
@@ -221,7 +213,7 @@ def refuse_folder(out: Path, overwrite: bool) -> None:
     """ValueError: a run must not write its result there."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out must be a folder, or the name of a new one; {str(out)!r} is a file.")
-    if (out / FACTS).exists() and not overwrite:
+    if (out / FILE).exists() and not overwrite:
         raise ValueError(
             f"out: {str(out)!r} holds a calibration already. Name another folder, or pass overwrite=True "
             "(--overwrite) to replace it once the new one is done."
@@ -234,8 +226,8 @@ def read_windows(
     texts: str | Path | Iterable[str],
     plan: CalibrationPlan,
     checkpoint: Checkpoint,
-) -> tuple[torch.Tensor, Any]:
-    """Windows of tokens, and their tokenizer: errors are reported here, before passes that take hours.
+) -> torch.Tensor:
+    """Windows of tokens: errors are reported here, before passes that take hours.
 
     Raises:
         ValueError: as `calibrate`.
@@ -245,32 +237,19 @@ def read_windows(
     own = own_tokenizer(checkpoint, warn)
     wrong = None if own is None else other_tokenizer(tokenizer, own)
     if wrong is not None:
-        raise ValueError(f"the tokenizer is not the model's own: {wrong}.{checkpoint.assumed}")
+        raise ValueError(f"the tokenizer is not the model's own: {wrong}.")
     chosen = plan.settings
     windows = token_windows(texts, tokenizer, chosen.window, chosen.windows)
     if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
         raise ValueError("the tokenizer has tokens that the model does not know: it belongs to another model.")
     if any(group.indexed for group in plan.groups):
         _clusters(chosen, len(windows))
-    return windows, tokenizer if own is None else own
-
-
-def _advance(progress: Progress | None, word: str, share: float) -> Callable[[float], None]:
-    def step(work: float) -> None:
-        if progress is not None:
-            progress(word, work * share)
-
-    return step
-
-
-def _depth(group: Layers, plan: CalibrationPlan) -> float:
-    """Cost of a pass that ends after a group's last layer, as a share of a whole pass."""
-    return (max(group.layers) + 1) / plan.layers
+    return windows
 
 
 def _work(group: Layers, plan: CalibrationPlan, windows: int) -> float:
     """Cost of a group, in passes over a window: training and evaluation cost as much as many passes."""
-    return windows * _depth(group, plan) + (plan.settings.steps / 4 + windows if group.indexed else 0)
+    return windows + (plan.settings.steps / 4 + windows if group.indexed else 0)
 
 
 def _calibrate_group(
@@ -306,7 +285,7 @@ def _calibrate_group(
             left |= set(group.layers)
             with suppress(Enough):
                 run_window(model, ids[None])
-            step(_depth(group, plan))
+            step(1)
     scores = {index: priorities[index].scores() for index in group.layers}
     made = (LayerCalibration(i, scores[i], note=plan.notes.get(i, "")) for i in group.layers)
     with ranks_of(model).together() if group.indexed else nullcontext():
@@ -337,7 +316,7 @@ def _index(
     buckets = [
         [assign(k.to(device), own) for k in layer.pre_rotary_keys] for layer, own in zip(layers, each, strict=True)
     ]
-    classifier, losses = train(layers, buckets, each, learned, settings, lambda: step(0.25))
+    classifier = train(layers, buckets, each, learned, settings, lambda: step(0.25))
     for at, (index, layer) in enumerate(zip(group.layers, layers, strict=True)):
         stored = {name: x[at * heads : (at + 1) * heads].half() for name, x in classifier.items()}
         if not all(bool(x.isfinite().all()) for x in stored.values()):
@@ -346,9 +325,7 @@ def _index(
             continue
         own, turned, held_out = each[at].half(), rotated[at].half(), range(learned, windows)
         quality = evaluate(layer, buckets[at], own, turned, stored, held_out, settings.local, settings.seed)
-        loss = float(losses[at * heads : (at + 1) * heads].mean())
-        quality["training_loss"] = None if math.isnan(loss) else round(loss, 4)
-        silent = [head for head, rows in enumerate(quality["recall"]["random"]) if rows is None]
+        silent = [head for head, count in enumerate(quality["queries"]) if not count]
         note = f"no long-range query held out for heads {', '.join(map(str, silent))}" if silent else ""
         step(windows / len(layers))
         yield LayerCalibration(index, scores[index], own, stored, note, quality, turned)

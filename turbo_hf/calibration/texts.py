@@ -1,38 +1,23 @@
-"""Texts to windows of tokens, read one file, or one row of a dataset, at a time."""
+"""Texts to windows of tokens, read one file at a time."""
 
-import codecs
-import importlib
-import json
 import math
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
-SUFFIXES = (".txt", ".jsonl")
-DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?")
-"""A Hub dataset: owner/name, or owner/name:configuration."""
-WANTED = "a .txt or .jsonl file, a folder of them, a dataset of the Hub (owner/name), or (from Python) strings"
+SUFFIX = ".txt"
+WANTED = "a .txt file, a folder of them, or (from Python) strings, such as the rows of a dataset"
 LONGEST_NAME = 4096
 CHARACTERS = 16
 """Characters read per token wanted; what is not needed is not tokenized."""
-LONGEST_LINE = 1 << 26
-"""Characters of the longest line of a .jsonl file, which is read whole: a file may be one endless line."""
-MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
-"""What files in other encodings begin with; the longer ones first, as one of UTF-16 begins one of UTF-32."""
 
 
 def files_of(source: str | Path | Iterable[str]) -> list[Path]:
-    """The file that `source` is, or the .txt and .jsonl files of that folder; [] for strings and the name of a dataset.
+    """The file that `source` is, or the .txt files of that folder; [] for strings.
 
     Raises:
         ValueError: no such file or folder, a file of another kind, a folder without texts, or none of all these.
@@ -48,41 +33,17 @@ def files_of(source: str | Path | Iterable[str]) -> list[Path]:
     path = Path(source)
     # of a name too long for the system, too
     there = os.path.exists(path)
-    if not there and isinstance(source, str) and DATASET.fullmatch(source):
-        return []
     if not there:
         raise ValueError(f"texts: there is no file or folder {str(path)!r}. Pass {WANTED}.")
-    if path.is_file() and path.suffix not in SUFFIXES:
+    if path.is_file() and path.suffix != SUFFIX:
         raise ValueError(
-            f"texts: {str(path)!r} is no {' or '.join(SUFFIXES)} file. Rename it if it is plain text; of another kind "
-            "pass the texts that it holds, from Python."
+            f"texts: {str(path)!r} is no {SUFFIX} file. Rename it if it is plain text; of another kind pass the texts "
+            "that it holds, from Python."
         )
-    files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file()) if path.is_dir() else [path]
+    files = sorted(p for p in path.rglob(f"*{SUFFIX}") if p.is_file()) if path.is_dir() else [path]
     if not files:
-        raise ValueError(f"texts: the folder {str(path)!r} holds no {' or '.join(SUFFIXES)} file.")
+        raise ValueError(f"texts: the folder {str(path)!r} holds no {SUFFIX} file.")
     return files
-
-
-def _stream(name: str) -> Iterator[str]:
-    """The texts of a Hub dataset, one row at a time; only what is read is downloaded."""
-    try:
-        datasets: Any = importlib.import_module("datasets")
-    except ImportError as error:
-        raise ValueError(
-            f"texts: there is no file or folder {name!r}, and to stream a dataset of that name the package datasets is "
-            'needed. Install it with pip install "turbo_hf[eval]", or pass a path.'
-        ) from error
-    path, _, configuration = name.partition(":")
-    try:
-        rows = datasets.load_dataset(path, configuration or None, split="train", streaming=True)
-        for row in rows:
-            if not isinstance(row.get("text"), str):
-                raise ValueError(f'rows have no column "text" of strings, but {", ".join(row)}.')
-            yield _encodable(row["text"], "a row")
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"texts: there is no file or folder {name!r}, and the dataset of that name cannot be read: {error}"
-        ) from error
 
 
 def _given(texts: Iterable[object]) -> Iterator[str]:
@@ -90,50 +51,33 @@ def _given(texts: Iterable[object]) -> Iterator[str]:
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise ValueError(f"texts must hold strings; number {number} is {type(text).__name__}.")
-        if text.endswith(SUFFIXES) and os.path.exists(text):
+        if text.endswith(SUFFIX) and os.path.exists(text):
             raise ValueError(
                 f"texts: number {number}, {text!r}, names a file. Strings are texts themselves: pass its "
                 "folder, or what it holds."
             )
-        yield _encodable(text, f"texts: number {number}")
-
-
-def _encodable(text: str, name: str) -> str:
-    """The text itself; ValueError if it is none: half of a character, which JSON can hold, but no tokenizer reads."""
-    try:
+        # half of a character is a ValueError: no tokenizer reads it
         text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} has half of a character (a lone surrogate, {text[error.start]!r}) at character {error.start}: it "
-            "was cut inside of one. Remove it."
-        ) from error
-    return text
+        yield text
 
 
 def _read(file: Path, characters: int) -> str:
     """About that many characters from the beginning of a file; no more of it is kept.
 
     Raises:
-        ValueError: no UTF-8 text, or a line of a .jsonl file that is no text; the message names the file.
+        ValueError: no UTF-8 text; the message names the file.
     """
     name = repr(str(file))
-    with file.open("rb") as raw:
-        start = raw.read(4)
-    encoding = next((kind for mark, kind in MARKS.items() if start.startswith(mark)), None)
-    if encoding is not None:
-        raise ValueError(
-            f"texts: {name} is {encoding}; only UTF-8 is read. Convert it, as by iconv -f {encoding} -t UTF-8."
-        )
     try:
         # without the mark that some editors put before UTF-8
         with file.open(encoding="utf-8-sig") as opened:
-            found = _rows(opened, name, characters) if file.suffix == ".jsonl" else opened.read(characters)
+            found = opened.read(characters)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"texts: {name} is no UTF-8 text: it has the byte 0x{error.object[error.start]:02x} where that cannot be. "
             "Convert it if it is text in another encoding, as by iconv -t UTF-8; binary files have no text."
         ) from error
-    if file.suffix != ".jsonl" and "\0" in found:
+    if "\0" in found:
         raise ValueError(
             f"texts: {name} is binary, or UTF-16 or UTF-32 text without a mark: it has zero bytes. Convert it if it is "
             "text, as by iconv -f UTF-16LE -t UTF-8."
@@ -141,37 +85,11 @@ def _read(file: Path, characters: int) -> str:
     return found
 
 
-def _rows(opened: TextIO, name: str, characters: int) -> str:
-    """The texts of the first lines of a .jsonl file, about that many characters in all."""
-    texts, left, number = [], characters, 0
-    while left > 0 and (line := opened.readline(LONGEST_LINE + 1)):
-        number += 1
-        if len(line) > LONGEST_LINE:
-            raise ValueError(
-                f"texts: line {number} of {name} is longer than {LONGEST_LINE:,} characters. Split it: a line holds one"
-                ' JSON object with a "text".'
-            )
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-            if not isinstance(text, str):
-                raise TypeError(f"the text is {type(text).__name__}")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            why = f"it has no {error}" if isinstance(error, KeyError) else error
-            raise ValueError(f'texts: line {number} of {name} is no JSON object with a "text" ({why}).') from error
-        texts.append(_encodable(text, f"texts: line {number} of {name}"))
-        left -= len(text)
-    return "\n\n".join(texts)
-
-
 def token_windows(source: str | Path | Iterable[str], tokenizer: Any, window: int, windows: int) -> torch.Tensor:
     """int64 [W, window]: at most `windows` windows of tokens, each begun as the tokenizer begins a text.
 
-    source: a file, a folder of .txt and .jsonl files, a dataset, or strings. A line of a .jsonl file is an object with
-    a "text". A dataset is named as on the Hub ("owner/name", or "owner/name:configuration"); the column "text" of its
-    split "train" is streamed. Files give equal shares, so that the last windows (which are held out) come from another
-    text than the first.
+    source: a .txt file, a folder of them, or strings, of which no more are taken than are needed. Files give equal
+    shares, so that the last windows (which are held out) come from another text than the first.
 
     Raises:
         ValueError: no texts, files that are none (the message names them), or too few tokens for two windows.
@@ -185,8 +103,8 @@ def token_windows(source: str | Path | Iterable[str], tokenizer: Any, window: in
     wanted = windows * body
     share = math.ceil(windows / len(files)) * body if files else wanted
     texts: Iterable[str] = (_read(file, share * CHARACTERS) for file in files)
-    if not files and not isinstance(source, Path):
-        texts = _stream(source) if isinstance(source, str) else _given(source)
+    if not files and not isinstance(source, Path | str):
+        texts = _given(source)
     found, short = [], []
     for text in texts:
         ids = tokenizer(text[: share * CHARACTERS], add_special_tokens=False, verbose=False)["input_ids"]

@@ -8,18 +8,16 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from turbo_hf.calibration.artifacts import Calibration
-from turbo_hf.calibration.quality import SELECTIVITY, WAYS, mean_recall
+from turbo_hf.calibration.quality import SELECTIVITY, WAYS
 from turbo_hf.calibration.run import calibrate, refuse_folder
-from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
+from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.console import (
     Device,
     GgufFile,
     Json,
     counting,
-    err,
     load,
     mistakes_end_the_command,
     out,
@@ -38,8 +36,7 @@ def calibrate_command(
     texts: Annotated[
         str | None,
         typer.Option(
-            help="A .txt or .jsonl file, a folder of them, or a Hub dataset (owner/name, owner/name:configuration), "
-            "whose `text` column is streamed; preferably long texts, such as books. With --budget four books by "
+            help="A .txt file, or a folder of them; preferably long texts, such as books. With --budget four books by "
             "default."
         ),
     ] = None,
@@ -56,14 +53,7 @@ def calibrate_command(
     ] = False,
     window: Annotated[int | None, typer.Option(help="Tokens per window, instead of the preset's.")] = None,
     windows: Annotated[int | None, typer.Option(help="Maximum number of windows, instead of the preset's.")] = None,
-    clusters: Annotated[
-        int | None, typer.Option(help="Centroids per KV head; default: 1024, or fewer if there are few keys.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Training steps, instead of the preset's.")] = None,
-    local: Annotated[int | None, typer.Option(help="Tokens that decoding reads densely; default 2047.")] = None,
-    far: Annotated[int | None, typer.Option(help="Tokens to a long-range query's best key; default 1024.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub, instead of main.")] = None,
     overwrite: Annotated[
         bool,
         typer.Option(
@@ -79,36 +69,35 @@ def calibrate_command(
 
     With --budget learn instead which widths of keys and values lose least within so many bytes or bits.
     """
-    own = {"window": window, "windows": windows, "seed": seed}
-    of_index = {"clusters": clusters, "steps": steps, "local": local, "far": far}
     with mistakes_end_the_command():
         if budget is not None:
-            given = {**of_index, "seed": seed or None, "preset": None if preset == "fast" else preset}
-            _refuse_beside_budget(given | {"heads_only": heads_only or None})
+            unused = {"--seed": seed, "--preset": preset != "fast", "--heads-only": heads_only}
+            if any(unused.values()):
+                named = ", ".join(name for name, given in unused.items() if given)
+                raise ValueError(f"no effect beside --budget, which chooses widths alone: {named}. Leave that out.")
             sizes = {"count": COUNT if windows is None else windows, "tokens": PROMPT if window is None else window}
             required_settings(budget, **sizes)
-            place = {"out": out_folder, "overwrite": overwrite, "revision": revision}
-            loaded, tokenizer = load(model, device, revision, gguf_file)
-            facts = _widths(loaded, tokenizer, budget, texts, **sizes, **place)
+            loaded, tokenizer = load(model, device, gguf_file)
+            facts = _widths(loaded, tokenizer, budget, texts, **sizes, out=out_folder, overwrite=overwrite)
             if json_line:
                 print(json.dumps(facts))  # noqa: T201
             return
         if texts is None:
             raise ValueError("--texts names what to calibrate with; only --budget has texts of its own. Pass it.")
-        chosen = _settings(preset, own, of_index, heads_only)
+        own = (("window", window), ("windows", windows))
+        given: dict[str, Any] = {name: size for name, size in own if size is not None}
+        given |= {"seed": seed, "index": not heads_only}
+        replace(resolve_settings(preset), **given)
         # before the model is loaded
         if processes()[0] == 0:
             refuse_folder(out_folder, overwrite)
-        loaded, tokenizer = load(model, device, revision, gguf_file)
-        facts = _run(loaded, tokenizer, _cut(chosen, loaded, window), texts, out_folder, overwrite, revision)
+        loaded, tokenizer = load(model, device, gguf_file)
+        positions = getattr(loaded.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        # a preset's windows are cut to what the model was made for
+        chosen = replace(resolve_settings(preset, positions), **given)
+        facts = _run(loaded, tokenizer, chosen, texts, out_folder, overwrite)
     if json_line:
         print(json.dumps(facts))  # noqa: T201
-
-
-def _refuse_beside_budget(given: dict[str, Any]) -> None:
-    unused = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
-    if unused:
-        raise ValueError(f"no effect beside --budget, which chooses widths alone: {', '.join(unused)}. Leave that out.")
 
 
 def _widths(model: Any, tokenizer: Any, budget: str, texts: str | None, **options: Any) -> dict[str, Any]:
@@ -137,35 +126,9 @@ def _widths(model: Any, tokenizer: Any, budget: str, texts: str | None, **option
     return {"out": str(folder), "seconds": round(seconds, 1), **widths.facts(), "held_out": held, "parts": parts}
 
 
-def _settings(preset: str, own: dict[str, Any], of_index: dict[str, Any], heads_only: bool) -> Settings:
-    if preset not in PRESETS:
-        raise ValueError(f"unknown preset {preset!r}; presets are {', '.join(PRESETS)}.")
-    given = {name: value for name, value in (own | of_index).items() if value is not None}
-    if heads_only:
-        unused = [f"--{name.replace('_', '-')}" for name in of_index if name in given]
-        if unused:
-            raise ValueError(
-                f"no effect beside --heads-only, which makes no index: {', '.join(unused)}. Leave that out."
-            )
-        given["index"] = False
-    return replace(resolve_settings(preset), **given)
-
-
-def _cut(chosen: Settings, model: Any, window: int | None) -> Settings:
-    """A preset's windows are cut to what the model was made for; those of `--window` are not."""
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if window is None and positions is not None and positions < chosen.window:
-        return replace(chosen, window=positions)
-    return chosen
-
-
-def _run(
-    model: Any, tokenizer: Any, settings: Settings, texts: str, folder: Path, overwrite: bool, revision: str | None
-) -> dict[str, Any]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+def _run(model: Any, tokenizer: Any, settings: Settings, texts: str, folder: Path, overwrite: bool) -> dict[str, Any]:
     begun = time.perf_counter()
-    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as progress:
-        task = progress.add_task("reading texts", total=1.0)
+    with counting("reading texts", 100) as advance:
         found = calibrate(
             model,
             tokenizer,
@@ -173,8 +136,7 @@ def _run(
             settings=settings,
             out=folder,
             overwrite=overwrite,
-            progress=lambda word, share: progress.update(task, advance=share, description=word),
-            revision=revision,
+            progress=lambda word, share: advance(100 * share, word),
         )
     seconds = time.perf_counter() - begun
     _print(found, seconds, folder)
@@ -188,8 +150,7 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
         order = " ".join(map(str, orders.get(layer.index, ()))) or "-"
         figures = ["-"] * (1 + len(WAYS))
         if layer.quality and layer.centroids is not None:
-            at = SELECTIVITY.index(0.04)
-            rows = [mean_recall([dict(layer.quality)], way) for way in WAYS]
+            at, rows = SELECTIVITY.index(0.04), layer.quality["recall"].values()
             figures = [str(layer.centroids.shape[1]), *(f"{row[at]:.1%}" if row else "-" for row in rows)]
         cells.append((str(layer.index), order, *figures))
     title = f"{found.fingerprint['model']}: {found.tokens:,} tokens in {seconds:.0f} s"

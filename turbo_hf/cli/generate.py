@@ -3,12 +3,21 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from turbo_hf.console import Device, GgufFile, Json, err, fail, load_model, load_tokenizer, processes
+from turbo_hf.console import (
+    Device,
+    GgufFile,
+    Json,
+    err,
+    fail,
+    load_model,
+    load_tokenizer,
+    mistakes_end_the_command,
+    processes,
+)
 
 if TYPE_CHECKING:
     from turbo_hf.cache.memory import Memory
@@ -20,14 +29,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 def generate_command(
     model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
-    prompt: Annotated[
-        str | None,
-        typer.Argument(help="Text to continue; -: standard input, less one line end. None: see --chat."),
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option("--chat", help="Answer through the model's chat template; without a prompt, line after line."),
-    ] = False,
+    prompt: Annotated[str, typer.Argument(help="Text to continue; -: standard input, less one line end.")],
     config: Annotated[
         str | None,
         typer.Option("--preset", "--config", help="A preset, or a JSON or YAML file of options; default: turbo4."),
@@ -35,7 +37,7 @@ def generate_command(
     calibration: Annotated[
         str, typer.Option(help="A folder or Hub id, for its widths or for --preset; auto: beside the checkpoint.")
     ] = "auto",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per reply.")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of the reply.")] = 256,
     temperature: Annotated[
         float | None, typer.Option(help="0: greedy; above: sample. Default: as the model's generation config says.")
     ] = None,
@@ -48,12 +50,10 @@ def generate_command(
     memory: Annotated[bool, typer.Option("--memory", help="Say last, on stderr, what the cache took.")] = False,
     json_line: Json = False,
 ) -> None:
-    """Continue a prompt, or chat, on a compressed KV cache: the text is streamed as it is generated."""
-    if prompt is None and not chat:
-        raise fail("there is no prompt: write it behind the model, or - for standard input, or chat with --chat.")
+    """Continue a prompt on a compressed KV cache: the text is streamed as it is generated."""
     if dtype not in DTYPES:
         raise fail(f"unknown dtype {dtype}; choose from {', '.join(DTYPES)}.")
-    if processes()[1] > 1 and (prompt is None or prompt == "-"):
+    if processes()[1] > 1 and prompt == "-":
         raise fail("under torchrun the processes share no standard input: write the prompt behind the model.")
     import torch  # noqa: PLC0415
     from transformers import set_seed  # noqa: PLC0415
@@ -62,42 +62,33 @@ def generate_command(
     from turbo_hf.patching.patch_model import patch  # noqa: PLC0415
     from turbo_hf.ranks import ranks_of  # noqa: PLC0415
 
-    try:
+    with mistakes_end_the_command():
         options = {"max_new_tokens": max_new_tokens, **_sampling(temperature)}
-        chosen = _config(config, calibration)
+        chosen, text = _config(config, calibration), _text(prompt)
         tokenizer = load_tokenizer(model, gguf_file=gguf_file)
-        if chat and not tokenizer.chat_template:
-            raise ValueError(f"{model} has no chat template. Without --chat, it continues the prompt as plain text.")
         loaded = load_model(model, device, dtype=dtype, gguf_file=gguf_file)
         # a checkpoint's generation config may choose what one streamed reply on a compressed cache does not support
         loaded.generation_config.update(use_cache=True, cache_implementation=None, num_beams=1, num_return_sequences=1)
-        with patch(loaded, chosen, calibration=calibration) as handle:
-            resolved = handle.report().config.to_dict()
-            # ranks that sample must draw alike
-            ranks = ranks_of(loaded)
-            if seed is not None or ranks:
-                set_seed(int(ranks.most(torch.randint(1 << 31, (1,)))) if seed is None else seed)
-            replies: list[dict[str, Any]] = []
-            taken = handle.new_cache().memory()
-            for ids in _prompts(prompt, tokenizer, replies, chat):
+        try:
+            with patch(loaded, chosen, calibration=calibration) as handle:
+                resolved = handle.report().config.to_dict()
+                # ranks that sample must draw alike
+                ranks = ranks_of(loaded)
+                if seed is not None or ranks:
+                    set_seed(int(ranks.most(torch.randint(1 << 31, (1,)))) if seed is None else seed)
                 cache = handle.new_cache()
-                replies.append(_continue(loaded, tokenizer, ids, cache, options))
+                reply = _continue(loaded, tokenizer, tokenizer(text)["input_ids"], cache, options)
                 taken = cache.memory()
-    except BrokenPipeError:
-        # the reader of stdout has closed it (`| head`); click ends the command silently
-        raise
-    except (ValueError, OSError) as error:
-        raise fail(str(error)) from error
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        raise fail(f"the memory of {loaded.device} is full. Take a shorter prompt or fewer bits.") from error
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise fail(f"the memory of {loaded.device} is full. Take a shorter prompt or fewer bits.") from error
     if memory:
         err.print(_line(taken), markup=False, highlight=False, soft_wrap=True)
     if json_line:
         facts = {"model": model, "device": str(loaded.device), "dtype": str(loaded.dtype), "config": resolved}
         facts["memory"] = {"tokens": taken.tokens, "bytes": taken.all_ranks, "compression": taken.compression}
-        print(json.dumps({**facts, "replies": replies}), flush=True)  # noqa: T201
+        print(json.dumps({**facts, "reply": reply}), flush=True)  # noqa: T201
 
 
 def _config(name: str | None, calibration: str) -> "TurboConfig":
@@ -122,52 +113,15 @@ def _sampling(temperature: float | None) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature}
 
 
-def _prompts(prompt: str | None, tokenizer: Any, replies: list[dict[str, Any]], chat: bool) -> Iterator[list[int]]:
-    """Tokens of what is to be answered, in a chat after all before it and their replies.
-
-    Raises:
-        ValueError: it is not UTF-8 text, or the chat template refuses it.
-    """
-    said: list[dict[str, str]] = []
-    for text in _texts(prompt):
-        if not chat:
-            yield tokenizer(text)["input_ids"]
-            continue
-        said.append({"role": "user", "content": text})
-        try:
-            ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
-        except Exception as error:  # a template is the model's own code, and may raise anything
-            raise ValueError(f"the chat template of this model refuses the conversation: {error}") from error
-        yield ids
-        said.append({"role": "assistant", "content": replies[-1]["text"]})
-
-
-def _texts(prompt: str | None) -> Iterator[str]:
-    """What is to be answered. ValueError: it is not UTF-8 text."""
+def _text(prompt: str) -> str:
+    """What is to be continued. ValueError: it is not UTF-8 text."""
     try:
-        for text in _typed(prompt):
-            # bytes of other encodings come as lone surrogates
-            text.encode()
-            yield text
+        text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+        # bytes of other encodings come as lone surrogates
+        text.encode()
     except UnicodeError as error:
         raise ValueError("the prompt is not UTF-8 text. Convert it first.") from error
-
-
-def _typed(prompt: str | None) -> Iterator[str]:
-    """The one prompt, or each line that is typed."""
-    if prompt is not None:
-        yield sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-        return
-    by_hand = sys.stdin.isatty() and sys.stdout.isatty()
-    if by_hand:
-        err.print("A line is a message. Ctrl-D ends the conversation.", style="dim")
-    while True:
-        try:
-            line = input("> " if by_hand else "")
-        except EOFError:
-            return
-        if line.strip():
-            yield line
+    return text
 
 
 def _continue(

@@ -151,19 +151,12 @@ def demo_command(
     """Find needles with the unpatched model and with each preset: answers, tokens, bytes and speed side by side."""
     if model is None and not CARRIED.is_dir():
         raise fail("the included model is not beside this installation; pass --model, a folder or a Hub id.")
-    from turbo_hf.config.file import SUFFIXES, names_a_file  # noqa: PLC0415
-    from turbo_hf.config.turbo_config import ADVISED, PRESETS, preset_named, resolve_config  # noqa: PLC0415
+    from turbo_hf.config.turbo_config import PRESETS, resolve_config  # noqa: PLC0415
     from turbo_hf.eval.needle import needles  # noqa: PLC0415
 
     # a sparse preset needs a calibration
     dense = [name for name, config in PRESETS.items() if config.sparse is None]
     methods = list(dict.fromkeys(method or [])) or dense
-    unknown = [name for name in methods if preset_named(name) is None and not names_a_file(name)]
-    if unknown:
-        raise fail(
-            f"unknown method {', '.join(unknown)}; presets are {', '.join(ADVISED)}, and files of options end in "
-            f"{', '.join(SUFFIXES)}."
-        )
     with mistakes_end_the_command():
         for name in methods:
             resolve_config(name)
@@ -322,19 +315,20 @@ def _finite(figures: dict[str, float]) -> dict[str, float | None]:
 
 
 def _print_machine(found: "Machine") -> None:
-    from turbo_hf.patching.doctor import tested_range  # noqa: PLC0415
+    from turbo_hf.models.versions import NEWEST, OLDEST  # noqa: PLC0415
 
     table = Table(title="machine", show_header=False)
     for name, value in found.versions.items():
-        table.add_row(name, f"{value} (tested: {tested_range()})" if name == "transformers" else value)
+        table.add_row(name, f"{value} (tested: {OLDEST} to {NEWEST})" if name == "transformers" else value)
     table.add_row("GPU", "\n".join(found.gpus) or "none")
-    table.add_row("attention", found.backend)
     out.print(table)
     for problem in found.problems:
         out.print(f"problem: {problem}", style="bold red", markup=False)
 
 
 def _print_diagnosis(diagnosis: "Diagnosis") -> None:
+    from turbo_hf.patching.divergence import verdict  # noqa: PLC0415
+
     if diagnosis.refusal is not None:
         out.print(f"problem: {diagnosis.refusal}", style="bold red", markup=False)
     if diagnosis.report is None:
@@ -346,8 +340,8 @@ def _print_diagnosis(diagnosis: "Diagnosis") -> None:
         return
     cells = []
     for preset, check in diagnosis.checks.items():
-        of_check = f"{check.kl:.4f}", f"{check.agreement:.0%} of {check.tokens}", f"{check.error:.1%}", check.verdict
+        of_check = f"{check.kl:.4f}", f"{check.same_top:.0%} of {check.positions}", verdict(check.kl)
         cells.append((preset, *of_check))
-    headings = ("preset", "KL to 16 bit, nats", "same top token", "error of logits", "verdict")
-    show_table(f"self-check on {check.text}", headings, cells)
+    headings = ("preset", "KL to 16 bit, nats", "same top token", "verdict")
+    show_table(f"self-check on {diagnosis.text}", headings, cells)
     remark("A short text: turbo-hf fidelity MODEL measures more, and answers are measured on your tasks.")

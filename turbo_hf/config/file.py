@@ -11,10 +11,8 @@ import yaml
 from turbo_hf.config.whole_files import read_file
 
 SUFFIXES = (".json", ".yaml", ".yml")
-MOST_CONFIG, MOST_ALIASES = 1 << 16, 16
-"""Bytes of a config file at most, and aliases of a YAML file."""
-MERGE = "tag:yaml.org,2002:merge"
-"""YAML's key `<<`, which may name other mappings."""
+MOST_CONFIG = 1 << 16
+"""Bytes of a config file at most."""
 
 
 def names_a_file(config: object) -> bool:
@@ -65,18 +63,14 @@ def _refuse_doubles(keys: list[Any]) -> None:
 class _Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
     """PyYAML's safe loader, which makes plain values alone, and refuses a key that is there twice."""
 
-    aliases = 0
-
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """The node that comes next. ValueError: one of many aliases, by which few lines can mean without end."""
-        self.aliases += self.check_event(yaml.AliasEvent)
-        if self.aliases > MOST_ALIASES:
-            raise ValueError(f"it has more than {MOST_ALIASES} aliases")
+        """The node that comes next. ValueError: an alias, by which few lines can mean without end."""
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("it has an alias")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         """The mapping of a node."""
-        keys = [key for key, _ in node.value if key.tag != MERGE]
-        _refuse_doubles([self.construct_object(key, deep=True) for key in keys])
+        _refuse_doubles([self.construct_object(key, deep=True) for key, _ in node.value])
         mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
         return mapping

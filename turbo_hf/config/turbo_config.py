@@ -117,12 +117,12 @@ class Expert(Options):
             one pass, or in passes of more than 16 tokens, or later tokens are clamped to the range of the first one.
             With "token", what a layer stores depends only on the keys and values, not on how they were split into
             passes (except in sparse layers, where each pass of a prompt is sorted separately).
-        low_bits: bits of the lowest-priority heads, if `low_heads` is not 0.
+        low_bits: bits of the lowest-priority heads, if `low_heads` is not 0: those that a calibration ranks last;
+            without one, those numbered last, with a warning.
         low_heads: share of each layer's KV heads that are stored at `low_bits`, 0 to 1, rounded down (TurboAttention
             sec. 3.2, n_h / Hkv).
         head_metric: the metric that ranks the heads (TurboAttention eq. 11, 12 and the ablation): "priority",
-            "entropy", "min_max" or "variation" of the channel gaps. Computed for each row of a batch from its first
-            block, or taken from a calibration.
+            "entropy", "min_max" or "variation" of the channel gaps.
         v_scale: in attention "turbo", "int8" and "fp8", V has one scale per "block", per "channel" of a row, or per row
             ("tensor").
         smooth_k: subtract the prompt's mean key from its keys before rounding, and add its score back.

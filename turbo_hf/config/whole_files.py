@@ -1,15 +1,13 @@
 """Files that are replaced as a whole, JSON whose faults are named, and one writer at a time in a folder."""
 
 import contextlib
-import hashlib
 import json
 import os
-import reprlib
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 from filelock import FileLock, Timeout
@@ -39,12 +37,11 @@ def open_file(path: Path) -> FileIO:
     raise ValueError(f"{str(path)!r} is no regular file, but a pipe, a device or a folder. Put the file itself there.")
 
 
-def read_file(path: Path, most: int | None = None) -> bytes:
-    """What a regular file holds. most: of its bytes; None: any number. Errors as in `open_file`; ValueError: it has
-    more."""
+def read_file(path: Path, most: int) -> bytes:
+    """What a regular file holds. most: of its bytes. Errors as in `open_file`; ValueError: it has more."""
     with BufferedReader(open_file(path)) as file:
         size = os.fstat(file.fileno()).st_size
-        if most is not None and size > most:
+        if size > most:
             raise ValueError(
                 f"{str(path)!r} has {size:,} bytes; such a file has {most:,} at most. It was changed, or is another."
             )
@@ -96,20 +93,15 @@ def _named(path: Path) -> Iterator[None]:
         raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
 
 
-def read_lines(path: Path, remedy: str, *, growing: bool = False) -> list[dict[str, Any]]:
-    """The JSON objects of a file that holds one in each line.
-
-    growing: `append_line` writes it: it may be missing, and half a line at its end is left out.
+def read_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
+    """The JSON objects of a file that `append_line` writes; []: there is none. Half a line at its end is left out.
 
     Raises:
         ValueError: a line is no JSON object; the message names file and line and ends with `remedy`.
         OSError: it cannot be read.
     """
-    lines = b"" if growing and not path.exists() else read_file(path, MOST_LINES)
-    if growing:
-        lines = lines[: lines.rfind(b"\n") + 1]
-    found = enumerate(lines.removesuffix(b"\n").split(b"\n") if lines else (), 1)
-    return [_parsed(line, f"line {number} of {str(path)!r}", remedy) for number, line in found]
+    *lines, _ = read_file(path, MOST_LINES).split(b"\n") if path.exists() else [b""]
+    return [_parsed(line, f"line {number} of {str(path)!r}", remedy) for number, line in enumerate(lines, 1)]
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
@@ -122,52 +114,11 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     return _parsed(read_file(path, MOST_JSON), repr(str(path)), remedy)
 
 
-class FactsFile(NamedTuple):
-    """A JSON file that says what it is, and whether it is as it was written.
-
-    name: of the file. format, schema: what its entries of these names must be.
-    digest: the entry that holds `facts_hash` of all others.
-    remedy, other_schema: the ends of errors; the second is that of another schema.
-    """
-
-    name: str
-    format: str
-    schema: int
-    digest: str
-    remedy: str
-    other_schema: str
-
-
-def facts_hash(facts: Mapping[str, Any], digest: str) -> str:
-    """SHA-256 of all facts except the entry `digest`."""
-    hashed = {name: value for name, value in facts.items() if name != digest}
-    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
-
-
-def checked_facts(content: bytes, owner: str, file: FactsFile) -> dict[str, Any]:
-    """The facts that a file of this kind holds. ValueError if it is damaged, or of another kind; it names `owner`."""
-    damaged = f"{owner} is damaged: {file.name}"
-    try:
-        facts = json.loads(content)
-        digest = facts_hash(facts, file.digest) if isinstance(facts, dict) else None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{damaged} is no JSON.{file.remedy}") from error
-    if not isinstance(facts, dict) or facts.get("format") != file.format:
-        raise ValueError(f"{damaged} does not say that it is a {file.format}.{file.remedy}")
-    if facts.get("schema") != file.schema:
-        schema = reprlib.repr(facts.get("schema"))
-        raise ValueError(f"{owner} has schema {schema}; this version reads {file.schema}.{file.other_schema}")
-    if facts.get(file.digest) != digest:
-        raise ValueError(f"{damaged} is not as it was written.{file.remedy}")
-    return facts
-
-
 @contextlib.contextmanager
-def one_writer(folder: Path, name: str, wait: float = 0.0) -> Iterator[None]:
+def one_writer(folder: Path, name: str) -> Iterator[None]:
     """Keep other processes that write the same thing out of a folder, which is made if it is missing.
 
     name: of the lock, a file that is there meanwhile. The system gives up the lock of a process that is killed.
-    wait: seconds to wait for another process.
 
     Raises:
         InUse: another process has it.
@@ -176,7 +127,7 @@ def one_writer(folder: Path, name: str, wait: float = 0.0) -> Iterator[None]:
     lock = FileLock(folder / name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=wait)
+        lock.acquire(timeout=0)
     except Timeout as error:
         raise InUse(
             f"{str(folder)!r} is in use: another process is writing there. Wait until it is done, or choose another "
@@ -187,10 +138,7 @@ def one_writer(folder: Path, name: str, wait: float = 0.0) -> Iterator[None]:
     try:
         yield
     finally:
-        if type(lock) is FileLock:
-            # removed while it is held: a waiting process sees that the file is gone, and makes another
-            with contextlib.suppress(OSError):
-                (folder / name).unlink()
+        (folder / name).unlink(missing_ok=True)
         lock.release()
 
 

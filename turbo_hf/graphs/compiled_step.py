@@ -20,8 +20,8 @@ from turbo_hf.attention.step_operator import Kind, StepView, attending, nothing
 from turbo_hf.attention.turbo_attention import HANDED_ON, compressed
 from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
-from turbo_hf.errors import warn
-from turbo_hf.layout import Rotary, Scoring
+from turbo_hf.errors import shortened, warn
+from turbo_hf.layout import Scoring
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.layers import attention_layers
 
@@ -39,15 +39,6 @@ OPTIONS: dict[str, Any] = {
 
 # products with one row as fused reductions, tiles tuned: 8 % of a step of 8B, for half a minute of compilation
 TUNED = {**OPTIONS, "coordinate_descent_tuning": True}
-
-
-def _tell(message: str) -> None:
-    """Print a line of progress, so that a minute of compilation does not look like a hang."""
-    sys.stderr.write(f"turbo_hf: {message}\n")
-
-
-Warm = Callable[[Callable[[], Any]], Any]
-"""As `step_runner.Device.warm`."""
 
 
 def _forward(model: Any, inputs: dict[str, Any]) -> Any:
@@ -69,11 +60,17 @@ class CompiledStep:
         self.seconds = 0.0
         self._lock = threading.Lock()
         self._refused = False
+        self._code: types.CodeType | None = None
         self._forget()
 
     def _forget(self) -> None:
+        if self._code is not None:
+            # torch frees what it has compiled for a code together with it, and holds on to the code
+            with suppress(AttributeError):
+                dynamo: Any = torch._dynamo
+                dynamo.reset_code(self._code)
         self._function: Any = None
-        self._code: types.CodeType | None = None
+        self._code = None
         self._view: StepView | None = None
         self._kinds: list[Kind] = []
         self._modules: dict[int, Any] = {}
@@ -104,20 +101,12 @@ class CompiledStep:
     def remove(self) -> None:
         """Forget all compiled code, and compile no more."""
         self._refused = True
-        self._drop()
-
-    def _drop(self) -> None:
-        if self._code is not None:
-            # torch frees what it has compiled for a code together with it, and holds on to the code
-            with suppress(AttributeError):
-                dynamo: Any = torch._dynamo
-                dynamo.reset_code(self._code)
         self._forget()
 
-    def ready(self, model: Any, inputs: dict[str, Any], warm: Warm) -> bool:
+    def ready(self, model: Any, inputs: dict[str, Any], warm: Callable[[Callable[[], Any]], Any]) -> bool:
         """Whether a step over such inputs is compiled; the first time it is compiled here, without touching a cache.
 
-        inputs: keywords of the model, with a TurboCache and without a mask. warm: as in `Device`.
+        inputs: keywords of the model, with a TurboCache and without a mask. warm: as in `CudaDevice`.
         """
         cache = inputs[CACHE]
         if self._refused or cache.decompressed:
@@ -130,7 +119,7 @@ class CompiledStep:
                 return False
             if place != self._place:
                 # the model has been moved
-                self._drop()
+                self._forget()
                 self._place = place
             if key not in self._known:
                 self._compile(model, inputs, kinds, key, warm)
@@ -138,19 +127,23 @@ class CompiledStep:
                 self.reason = None
             return key in self._known
 
-    def _compile(self, model: Any, inputs: dict[str, Any], kinds: list[Kind], key: Any, warm: Warm) -> None:
+    def _compile(self, model: Any, inputs: dict[str, Any], kinds: list[Kind], key: Any, warm: Any) -> None:
         rows, start = len(inputs["input_ids"]), time.perf_counter()
-        _tell(f"compiling the decode step for batch size {rows} (up to a minute; less once it is on disk) ...")
+        # a minute of compilation shall not look like a hang
+        sys.stderr.write(
+            f"turbo_hf: compiling the decode step for batch size {rows} (up to a minute; less once it is on disk) ...\n"
+        )
         try:
             if self._function is None:
                 self._prepare(model, kinds)
             with attending(nothing):
                 warm(functools.partial(self._run, model, inputs))
         except Exception as error:
-            self.refuse(_first_words(error))
+            self.refuse(shortened(error))
             return
-        self.seconds += time.perf_counter() - start
-        _tell(f"compiled in {time.perf_counter() - start:.0f} s")
+        seconds = time.perf_counter() - start
+        sys.stderr.write(f"turbo_hf: compiled in {seconds:.0f} s\n")
+        self.seconds += seconds
         self.reason = None
         self._known.add(key)
 
@@ -173,18 +166,10 @@ class CompiledStep:
         """`model(**inputs)`, after `ready` returned True."""
         cache: TurboCache = inputs[CACHE]
 
-        def attend(
-            index: int,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            rotary: Rotary | None,
-            scoring: Scoring,
-        ) -> torch.Tensor:
+        def attend(index: int, query: Any, key: Any, value: Any, rotary: Any, scoring: Scoring) -> torch.Tensor:
             layer: Any = cache.layers[index]
-            return compressed(
-                cache, layer, Source(self._modules[index], rotary), NewQKV(query, key, value), None, scoring
-            )
+            source = Source(self._modules[index], rotary)
+            return compressed(cache, layer, source, NewQKV(query, key, value), None, scoring)
 
         with attending(attend):
             return self._run(model, inputs)
@@ -195,9 +180,3 @@ def _kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype)
     return value if isinstance(value, int) else type(value)
-
-
-def _first_words(error: BaseException) -> str:
-    """An error in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]

@@ -2,114 +2,15 @@
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from turbo_hf.errors import out_of_memory
-
-
-class Device(Protocol):
-    """Where steps run before they are replayed, and how they are captured."""
-
-    def warm(self, step: Callable[[], Any]) -> Any:
-        """Run the step itself, so that a capture finds everything compiled and allocated."""
-
-    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """A call that replays the step and returns what it returned. Computes nothing."""
-
-
-class CudaDevice:
-    """A separate stream, and memory shared by all graphs captured on it: only one of them may run at a time."""
-
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._first_graph: Callable[[], Any] | None = None
-
-    def warm(self, step: Callable[[], Any]) -> Any:
-        """As `Device.warm`."""
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                return step()
-        finally:
-            # also after an error: what the step has used may be used again
-            current.wait_stream(self._stream)
-
-    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """As `Device.capture`. Other threads may go on using the device."""
-        try:
-            return self._capture_in_pool(step)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                self._recover()
-                raise
-        except BaseException:
-            self._recover()
-            raise
-        # memory that torch's allocator keeps after a prompt cannot be released during a capture. After the handler,
-        # because the error keeps the frames, and these the spoilt graph, alive
-        self._end_spoilt_capture()
-        torch.cuda.empty_cache()
-        try:
-            return self._capture_in_pool(step)
-        except BaseException:
-            self._recover()
-            raise
-
-    def _capture_in_pool(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """Capture into the pool, which first gets a graph that stays (`_keep_pool_alive`)."""
-        if self._first_graph is None:
-            self._keep_pool_alive()
-        return self._captured(step)
-
-    def _keep_pool_alive(self) -> None:
-        """Capture a graph that stays: once a pool has lost its last graph, torch no longer captures into it."""
-        self._first_graph = self._captured(functools.partial(torch.zeros, 1, device=self._stream.device))
-
-    def _end_spoilt_capture(self) -> None:
-        """After a spoilt capture torch's allocator still records into the pool: end that, and take a new one."""
-        # torch has no public call for this; if it is missing or has been made, a new pool suffices
-        with suppress(AttributeError, RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
-        self._pool, self._first_graph = torch.cuda.graph_pool_handle(), None
-
-    def _recover(self) -> None:
-        """End a spoilt capture. Then make one that succeeds, which releases torch's generator from the spoilt graph."""
-        self._end_spoilt_capture()
-        self._keep_pool_alive()
-
-    def begin(self, graph: torch.cuda.CUDAGraph) -> None:
-        """From here on the graph records what is launched on this stream, which must be the current one."""
-        # not torch.cuda.graph: it releases the allocator's memory, which costs the next prompt milliseconds
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-    def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            try:
-                self.begin(graph)
-                out = step()
-                graph.capture_end()
-            except BaseException:
-                # a stream that still captures would abort the process later; an error in ending it is less informative
-                # than the first one
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                raise
-
-        def replay() -> Any:
-            graph.replay()
-            return out
-
-        return replay
 
 
 class Part(NamedTuple):
@@ -169,15 +70,19 @@ class Parts(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         places = {x.device for x in tensors if x.device.type == "cuda"}
         named = kwargs.get("device")
-        there = None if named is None else _numbered(torch.device(named))
-        if func is torch.ops.aten._to_copy.default and places and there is not None and there.type == "cuda":
+        there = None if named is None else torch.device(named)
+        if there is not None and there.type != "cuda":
+            there = None
+        elif there is not None and there.index is None:
+            there = torch.device("cuda", torch.cuda.current_device())
+        if func is torch.ops.aten._to_copy.default and places and there is not None:
             if places != {there}:
                 return self._copy_of(args[0], there, kwargs.get("dtype") or args[0].dtype)
         elif func is torch.ops.aten.copy_.default and len(places) > 1:
             self._written(func, args, kwargs)
             self.go_to(args[0].device).copies.append((args[0], args[1]))
             return args[0]
-        if there is not None and there.type == "cuda":
+        if there is not None:
             places.add(there)
         if len(places) > 1:
             raise RuntimeError(f"{func} works on {len(places)} devices at once")
@@ -211,71 +116,124 @@ class Parts(TorchDispatchMode):
                     del self._copied[key]
 
 
-def _numbered(device: torch.device) -> torch.device:
-    """The device with its number."""
-    if device.type != "cuda" or device.index is not None:
-        return device
-    return torch.device("cuda", torch.cuda.current_device())
+class CudaDevice:
+    """One GPU, or several that hold a model's layers between them; a step begins on the first.
 
-
-class CudaDevices(CudaDevice):
-    """Several GPUs, which hold a model's layers between them. A step is captured in `Parts`.
-
-    Args:
-        devices: the first is where the step begins.
+    Of each a separate stream, and memory that all graphs captured there share, so that only one of them runs at a time.
     """
 
-    def __init__(self, devices: Sequence[CudaDevice]):
-        self._each = devices
+    def __init__(self, *devices: torch.device):
+        streams = [torch.cuda.Stream(device) for device in devices]
+        self._streams = {stream.device: stream for stream in streams}
+        self._pools = {device: torch.cuda.graph_pool_handle() for device in self._streams}
+        # a graph of each pool that stays: once it has lost its last graph, torch no longer captures into it
+        self._anchors: dict[torch.device, Callable[[], Any]] = {}
 
     def warm(self, step: Callable[[], Any]) -> Any:
-        """As `Device.warm`."""
-        for each in self._each:
-            step = functools.partial(each.warm, step)
+        """Run the step itself, so that a capture finds everything compiled and allocated."""
+        for stream in self._streams.values():
+            step = functools.partial(_aside, stream, step)
         return step()
 
-    def _capture_in_pool(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        for each in self._each:
-            if each._first_graph is None:
-                each._keep_pool_alive()
-        return self._captured(step)
+    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """A call that replays the step and returns what it returned. Computes nothing.
 
-    def _end_spoilt_capture(self) -> None:
-        for each in self._each:
-            each._end_spoilt_capture()
-
-    def _recover(self) -> None:
-        for each in self._each:
-            each._recover()
+        Other threads may go on using the device.
+        """
+        try:
+            return self._captured(step)
+        except BaseException as error:
+            if not (isinstance(error, RuntimeError) and out_of_memory(error)):
+                self._recover()
+                raise
+        # memory that torch's allocator keeps after a prompt cannot be released during a capture. After the handler,
+        # because the error keeps the frames, and these the spoilt graph, alive
+        self._end_spoilt_capture()
+        torch.cuda.empty_cache()
+        try:
+            return self._captured(step)
+        except BaseException:
+            self._recover()
+            raise
 
     def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        by_device = {each._stream.device: each for each in self._each}
+        self._keep_pools_alive()
+        first, *others = self._streams
+        return self._in_parts(step) if others else self._in_one(first, step)
+
+    def _keep_pools_alive(self) -> None:
+        for device in [device for device in self._streams if device not in self._anchors]:
+            self._anchors[device] = self._in_one(device, functools.partial(torch.zeros, 1, device=device))
+
+    def _end_spoilt_capture(self) -> None:
+        """After a spoilt capture torch's allocator still records into the pools: end that, and take new ones."""
+        for device, pool in self._pools.items():
+            # torch has no public call for this; if it is missing or has been made, a new pool suffices
+            with suppress(AttributeError, RuntimeError):
+                torch._C._cuda_endAllocateToPool(device.index, pool)
+            self._pools[device] = torch.cuda.graph_pool_handle()
+        self._anchors = {}
+
+    def _recover(self) -> None:
+        """End a spoilt capture. Then make one that succeeds, which releases torch's generator from the spoilt graph."""
+        self._end_spoilt_capture()
+        self._keep_pools_alive()
+
+    def _begin(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+        """From here on the graph records what is launched on the device's stream, which must be the current one."""
+        # not torch.cuda.graph: it releases the allocator's memory, which costs the next prompt milliseconds
+        graph.capture_begin(pool=self._pools[device], capture_error_mode="thread_local")
+
+    def _in_one(self, device: torch.device, step: Callable[[], Any]) -> Callable[[], Any]:
+        """A step whose work is on one device, as one graph."""
+        graph, stream = torch.cuda.CUDAGraph(), self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            try:
+                self._begin(graph, device)
+                out = step()
+                graph.capture_end()
+            except BaseException:
+                # a stream that still captures would abort the process later; an error in ending it is less informative
+                # than the first one
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+
+        def replay() -> Any:
+            graph.replay()
+            return out
+
+        return replay
+
+    def _in_parts(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """A step over several devices, as `Parts`."""
 
         def begin(device: torch.device) -> torch.cuda.CUDAGraph:
             # of both: a graph records the current stream of the current device
-            torch.cuda.set_stream(by_device[device]._stream)
+            torch.cuda.set_stream(self._streams[device])
             graph = torch.cuda.CUDAGraph()
-            by_device[device].begin(graph)
+            self._begin(graph, device)
             return graph
 
-        parts = Parts(begin)
+        recorder = Parts(begin)
         with ExitStack() as streams:
-            for each in reversed(self._each):
-                each._stream.wait_stream(torch.cuda.current_stream(each._stream.device))
-                streams.enter_context(torch.cuda.stream(each._stream))
+            for device, stream in reversed(self._streams.items()):
+                stream.wait_stream(torch.cuda.current_stream(device))
+                streams.enter_context(torch.cuda.stream(stream))
             try:
-                with parts:
+                with recorder:
                     out = step()
-                parts.end()
+                recorder.end()
             except BaseException:
-                # as in `CudaDevice`
+                # as above
                 with suppress(RuntimeError):
-                    parts.end()
+                    recorder.end()
                 raise
-        recorded = parts.parts
+        parts = recorder.parts
 
         def replay() -> Any:
-            for copies, graph in recorded:
+            for copies, graph in parts:
                 for target, source in copies:
                     target.copy_(source)
                 graph.replay()
@@ -284,18 +242,26 @@ class CudaDevices(CudaDevice):
         return replay
 
 
+def _aside(stream: torch.cuda.Stream, step: Callable[[], Any]) -> Any:
+    """The step, on a stream that waits for what has been launched, and for which all that follows waits."""
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    try:
+        with torch.cuda.stream(stream):
+            return step()
+    finally:
+        # also after an error: what the step has used may be used again
+        current.wait_stream(stream)
+
+
 _of_thread = threading.local()
 
 
 def cuda_device(*devices: torch.device) -> CudaDevice:
-    """What captures on these devices, of which the first is where a step begins.
-
-    One for each thread: graphs of two threads may run at a time.
-    """
+    """What captures on these devices. One for each thread: graphs of two threads may run at a time."""
     known: dict[tuple[torch.device, ...], CudaDevice] = _of_thread.__dict__.setdefault("devices", {})
     if devices not in known:
-        one = len(devices) == 1
-        known[devices] = CudaDevice(*devices) if one else CudaDevices([cuda_device(x) for x in devices])
+        known[devices] = CudaDevice(*devices)
     return known[devices]
 
 

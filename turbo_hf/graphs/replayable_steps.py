@@ -123,16 +123,12 @@ def why_never_replayed(cache: TurboCache) -> str | None:
         if not isinstance(layer, TurboLayer):
             return f"layer {index} is not compressed"
         reason = why_no_replay_under(layer.config, layer.latent)
+        if reason is None and layer.is_initialized and layer.seen:
+            # of latents, `in_place` tells of all kernels
+            known = None if layer.latent else layer.ops.why_no_step_kernel()
+            reason = known if layer.in_place else f"layer {index} runs without kernels"
         if reason is not None:
             return reason
-        if not (layer.is_initialized and layer.seen):
-            continue
-        if not layer.in_place:
-            return f"layer {index} runs without kernels"
-        # of latents, `in_place` tells of all kernels
-        limit = None if layer.latent else layer.ops.why_no_step_kernel()
-        if limit is not None:
-            return limit
     return None
 
 
@@ -151,8 +147,6 @@ def why_no_replay(cache: TurboCache) -> str | None:
             return "blocks of a prompt wait for a crop"
         if layer.state.recording and layer.selector is not None:
             return f"layer {index} is sparse, and its blocks wait for a crop"
-        if not all(layer.ranked):
-            return f"layer {index} has heads without a rank: a row's first block gives it"
     return None
 
 
@@ -334,6 +328,26 @@ class ReplayableSteps:
         for layer in self.layers:
             layer.replay = None
 
+    @contextmanager
+    def capturing(self, tokens: int) -> Iterator[None]:
+        """Inside, a step is captured: on all ranks, as it holds their sums, or on none."""
+        self.used[tokens] = self.tensors(tokens)
+        with self.mark.ranks.together():
+            yield
+
+    def cancel(self) -> None:
+        """After a capture that failed: nothing has been stored."""
+        self._no_step()
+        self._stored.clear()
+        self._end()
+
+    def _end(self) -> None:
+        """The step has ended."""
+        self.mark.writing = None
+        if self._depth == STEP:
+            # else the model's own call is still to end
+            self.mark.end()
+
     def tensors(self, tokens: int = 1) -> list[Any]:
         """The objects that the launches of a step use. As long as they are the same, it can be replayed."""
         plans = [plan for group in self._groups for plan in group.plans.get(tokens, {}).values()]
@@ -373,10 +387,7 @@ class ReplayableSteps:
         # looked up here, where the device is busy with the step, and not before the next one, which it waits for
         rests = self._depth == STEP and not any(group.state.recording or group.seals() for group in self._groups)
         self._steady = (self.mark.begun, tokens) if rests and self.unmoved(tokens) else None
-        self.mark.writing = None
-        if self._depth == STEP:
-            # else the model's own call is still to end
-            self.mark.end()
+        self._end()
 
     @storing
     def crop(self, columns: int) -> bool:
@@ -455,11 +466,3 @@ class ReplayableSteps:
         for own in self._by_device().values():
             own[0].ops.select_rows([x for layer in own for x in layer.row_tensors()], rows)
         return True
-
-    def cancel(self) -> None:
-        """After a capture that failed: nothing has been stored."""
-        self._no_step()
-        self._stored.clear()
-        self.mark.writing = None
-        if self._depth == STEP:
-            self.mark.end()

@@ -10,24 +10,23 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
-from torch.utils.hooks import RemovableHandle
 
 from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.pass_mark import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import CALIBRATED, TurboConfig
-from turbo_hf.errors import Unsupported, warn
+from turbo_hf.errors import warn
 from turbo_hf.graphs.compiled_step import CompiledStep
-from turbo_hf.graphs.devices import Device, only_moves
+from turbo_hf.graphs.devices import only_moves
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_never_replayed, why_no_replay, why_no_replay_under
+from turbo_hf.graphs.runner import NotCaptured, Runner
 from turbo_hf.layout import power_of_two
 from turbo_hf.models.quantized_weights import why_not_captured
 from turbo_hf.models.versions import CACHE
@@ -35,111 +34,88 @@ from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.parallel.context import context_of
 from turbo_hf.ranks import ALONE, Ranks, ranks_of
 
-CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_router_logits"})
-"""Keywords of a step that are not tensors, and become part of the capture."""
-
-FALSE = frozenset({"output_attentions", "output_hidden_states"})
-"""Keywords of a step that ask for outputs that a replay does not provide."""
+CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep"})
+"""Keywords of a step that may be numbers, which become part of the capture; of other keywords, only those that are off.
+What these ask for would be in outputs that the next replay overwrites."""
 
 LOOKED_AT = frozenset({CACHE, "input_ids", "position_ids", "attention_mask", *HANDED_ON})
 """Keywords that prevent no capture by their values; a tensor among them must fit."""
 
-OF_ONE_TOKEN = frozenset({"output_router_logits"})
-"""Constants that only a step of one token may pass."""
 
-
-@dataclass(slots=True)
-class _Capture:
-    """The step over some number of tokens per row.
-
-    inputs: where a replay reads them.
-    replay: of the capture; None: not captured.
-    warm: steps that ran before it is captured.
-    fused: whether it is the compiled step.
-    autocast: the type of autocast under which it runs, None without.
-    """
-
-    inputs: dict[str, Any] = field(default_factory=dict)
-    replay: Callable[[], Any] | None = None
-    warm: int = 0
-    fused: bool = False
-    autocast: torch.dtype | None = None
-
-
-class StepRunner:
+class StepRunner(Runner):
     """The forward passes of one `generate` call: replayed where that is correct, the model's own elsewhere.
 
     The first steady step runs normally, the second is captured, later ones are replayed. This begins again whenever
     pages have been reserved or a plan has moved, every few hundred steps. An outside change between two steps (another
     pass, a crop, reordered rows) restarts it too, with one more normal step each time, so that a change in every step
-    costs little.
+    costs little. A kind is a number of tokens per row.
 
     Args:
         model: the patched model.
         limit: columns at the end of generation; None: not known.
-        device: where steps run.
+        device: as in `Runner`.
         demanded: if True, a cache whose steps can never be replayed, and a step that cannot be captured, are errors;
             else the model runs normally, after a warning if a capture failed.
         compiled: the compiled step; None: steps are not compiled. The first step, whose mask is checked, never is.
         forward: the model's `forward`, if it is called from within the model's call, behind its hooks (beam search,
             assisted decoding); None: it takes the place of that call.
-        why_not: why no step of the model can be captured, None if it can; called at the first step, and whenever
-            somebody has made a hook since.
+        why_not: as in `Runner`.
     """
 
     def __init__(
         self,
         model: Any,
         limit: int | None,
-        device: Device,
+        device: Any,
         demanded: bool = False,
         compiled: CompiledStep | None = None,
         forward: Callable[..., Any] | None = None,
         why_not: Callable[[], str | None] | None = None,
     ):
-        self.captures = 0
-        self._why_not = why_not
-        # how many hooks torch had made when `why_not` was called last
-        self._hooks: int | None = None
+        super().__init__(device, why_not, demanded)
+        # as often as steps have begun anew
+        self.warmups = 0
         self._pass: Callable[..., Any] = model if forward is None else forward
         self._depth = STEP if forward is None else STEP + 1
-        self._compiled = compiled
-        self._model, self._limit, self._device, self._demanded = model, limit, device, demanded
+        self._model, self._limit, self._compiled = model, limit, compiled
         self._steps: ReplayableSteps | None = None
-        # by tokens per row
-        self._captures: dict[int, _Capture] = {}
-        self._off = False
-        self._restarts = 0
+        # whether the step over one token is the compiled one
+        self._fused = False
         # the mask that has been read, or what `generate` has made of it since, and the version of that tensor
         self._mask: tuple[torch.Tensor, int] | None = None
 
     def __call__(self, **kwargs: Any) -> Any:
         """`model(**kwargs)`."""
-        tokens = 0 if self._off else self._tokens_of(kwargs)
-        if tokens and self._why_not is not None and self._hooks != RemovableHandle.next_id:
-            # here and not before the prompt, which would wait for it
-            self._hooks, reason = RemovableHandle.next_id, self._why_not()
-            if reason is not None:
-                self._turn_off(reason)
-        if not tokens or self._off:
+        tokens = 0 if self.off else self._tokens_of(kwargs)
+        # here and not before the prompt, which would wait for it
+        reason = self.look_for_hooks() if tokens else None
+        if reason is not None and self._compiled is not None:
+            self._compiled.refuse(reason, lasting=False)
+        if not tokens or self.off:
             return self._pass(**kwargs)
-        cache, mask = kwargs[CACHE], kwargs.get("attention_mask")
-        steps = self._steps_over(cache, kwargs)
+        mask, steps = kwargs.get("attention_mask"), self._steps_over(kwargs)
         size = power_of_two(tokens)
         steady = steps is not None and steps.steady(size)
         if steps is None or not ((steady and self._knows(mask)) or self._confirmed(steps, mask)):
             return self._pass(**kwargs)
-        capture = self._take(kwargs, size)
+        inputs, autocast = self._take(kwargs, size)
         if not steady and steps.needs_pages():
             # captures use the current pages
-            self._drop()
-        if capture.replay is None and self._compiles(kwargs) and size == 1:
-            assert self._compiled is not None
-            capture.fused = self._compiled.ready(self._model, capture.inputs, self._device.warm)
+            self.drop(*self.kinds)
+        if size == 1 and not self.captured(size):
+            self._fused = self._compiles(inputs, autocast)
         steps.mark_unfinished()
         if not steady:
             steps.begin(size)
-        out = self._run(steps, self._device, capture, size, steady)
+            if self.captured(size) and not steps.unmoved(size):
+                self.drop(size)
+        step = functools.partial(self._step, inputs, size, autocast)
+        try:
+            out = self.run(size, step, functools.partial(steps.capturing, size))
+        except NotCaptured as error:
+            steps.cancel()
+            self._not_captured(error, size == 1 and self._fused, steps.mark.ranks.speaks)
+            out = None
         if out is None:
             return self._pass(**kwargs)
         # a new object: a caller may remove entries from the output, which the next one must have
@@ -149,14 +125,6 @@ class StepRunner:
             out["logits"] = out["logits"][:, tokens - kept : tokens]
         steps.finish(size, size - tokens)
         return out
-
-    def _turn_off(self, reason: str) -> None:
-        """From now on the model runs normally. Raises `Unsupported` if steps must be captured."""
-        self._off = True
-        if self._demanded:
-            raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
-        if self._compiled is not None:
-            self._compiled.refuse(reason, lasting=False)
 
     def grown(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """`generate` has appended a column of ones to the mask `before`: if that has been read, `after` need not be."""
@@ -169,21 +137,19 @@ class StepRunner:
         known = self._mask
         return mask is None or (known is not None and known[0] is mask and known[1] == mask._version)
 
-    def _steps_over(self, cache: TurboCache, kwargs: dict[str, Any]) -> ReplayableSteps | None:
-        """What prepares the steps over this cache; None: as it is now, none can be replayed. kwargs: of the pass.
+    def _steps_over(self, kwargs: dict[str, Any]) -> ReplayableSteps | None:
+        """What prepares the steps over the cache of this pass; None: as it is now, none can be replayed.
 
         Raises:
             Unsupported: they never can be, and must be.
             ValueError: the ranks that share this context bring other passes.
         """
-        known = self._steps
-        if known is not None and not (known.cache is cache and known.intact()):
+        cache, known = kwargs[CACHE], self._steps
+        if known is None or known.cache is not cache or not known.intact():
             known = None
-        if known is None:
             self._forget()
-            lasting = why_never_replayed(cache) if self._demanded else None
-            if lasting is not None:
-                raise Unsupported(f'cuda_graphs=True: {lasting}. Choose TurboConfig(cuda_graphs="auto") or False.')
+            if self._demanded and (lasting := why_never_replayed(cache)) is not None:
+                self.demand(lasting)
             if why_no_replay(cache) is not None:
                 return None
         context = context_of(cache.mark.ranks)
@@ -192,7 +158,7 @@ class StepRunner:
             context.begin(cache, cache.mark.require_whole, kwargs)
         if known is None:
             known = self._steps = ReplayableSteps(cache, self._limit, self._depth)
-            self._restarts += 1
+            self.warmups += 1
         return known
 
     def __del__(self) -> None:
@@ -216,28 +182,21 @@ class StepRunner:
             return 0
         # there is one that is compressed
         first: Any = next((x for x in cache.layers if isinstance(x, TurboLayer)), None)
-        tokens = ids.shape[-1]
-        if ids.dim() != 2 or len(ids) != getattr(first, "rows", 0) or at.shape[-1] != tokens:
-            return 0
-        if ids.device.type != first.device.type:
+        tokens, mask = ids.shape[-1], kwargs.get("attention_mask")
+        fits = (
+            (ids.dim() == 2 and len(ids) == getattr(first, "rows", 0) and at.shape[-1] == tokens)
             # accelerate moves them in each pass
-            return 0
-        if tokens != 1 and not (first.record_past and first.is_decoding(tokens)):
-            return 0
-        mask = kwargs.get("attention_mask")
-        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != (len(ids), first.seen + tokens)):
-            return 0
-        for name, value in kwargs.items():
-            if name in LOOKED_AT or value is None:
-                continue
-            if not isinstance(value, int) or (name not in CONSTANTS and (name not in FALSE or value)):
-                return 0
-            if value and tokens > 1 and name in OF_ONE_TOKEN:
-                return 0
-        if not (kwargs.get("use_cache", True) and kwargs.get("return_dict", True)):
-            return 0
-        busy = torch.is_grad_enabled() or self._model.training
-        return 0 if busy or _capturing(ids) else tokens
+            and ids.device.type == first.device.type
+            and (tokens == 1 or (first.record_past and first.is_decoding(tokens)))
+            and (mask is None or (isinstance(mask, torch.Tensor) and mask.shape == (len(ids), first.seen + tokens)))
+            and all(
+                name in LOOKED_AT or value is None or (isinstance(value, int) and (name in CONSTANTS or not value))
+                for name, value in kwargs.items()
+            )
+            and (kwargs.get("use_cache", True) and kwargs.get("return_dict", True))
+            and not (torch.is_grad_enabled() or self._model.training or _capturing(ids))
+        )
+        return tokens if fits else 0
 
     def _confirmed(self, steps: ReplayableSteps, mask: torch.Tensor | None) -> bool:
         """Whether the mask matches what the cache holds, and no new token is padding. One read from the device.
@@ -260,113 +219,56 @@ class StepRunner:
             steps.require_finite()
         return False
 
-    def _take(self, kwargs: dict[str, Any], size: int) -> _Capture:
-        """Copy the inputs of this step to the memory from which a replayed step over `size` tokens reads them."""
+    def _take(self, kwargs: dict[str, Any], size: int) -> tuple[dict[str, Any], torch.dtype | None]:
+        """The inputs of this step where a replayed step over `size` tokens reads them, and the type of autocast."""
         given = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         if size > 1 and given.get("logits_to_keep"):
             # those of all tokens; the newest may be fillers
             given["logits_to_keep"] = 0
-        capture = self._captures.setdefault(size, _Capture())
-        old, autocast = capture.inputs, _autocast(kwargs["input_ids"].device)
-        same = (capture.autocast, old.keys()) == (autocast, given.keys()) and all(
-            (old[name].shape[:-1], old[name].dtype) == (value.shape[:-1], value.dtype)
-            if isinstance(value, torch.Tensor)
-            else old[name] is value or old[name] == value
-            for name, value in given.items()
-        )
-        if not same:
-            self._drop_one(capture)
-            capture.autocast, capture.fused = autocast, False
-            with torch.inference_mode(False):
-                old = capture.inputs = {
-                    name: value.new_empty((*value.shape[:-1], size)) if isinstance(value, torch.Tensor) else value
-                    for name, value in given.items()
-                }
-        for name, value in given.items():
-            if isinstance(value, torch.Tensor):
-                tokens, memory = value.shape[-1], old[name]
-                if tokens == size:
-                    memory.copy_(value)
-                else:
-                    memory[..., :tokens].copy_(value)
-                    memory[..., tokens:].copy_(value[..., -1:])
-        return capture
+        kind = kwargs["input_ids"].device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return self.take(size, given, size, autocast), autocast
 
-    def _run(self, steps: ReplayableSteps, device: Device, capture: _Capture, size: int, steady: bool) -> Any:
-        """The model's output for the inputs; None if a capture failed, in which case nothing has been done.
-
-        steady: as in `ReplayableSteps`.
-        """
-        if capture.replay is not None and not (steady or steps.unmoved(size)):
-            self._drop_one(capture)
-        step = functools.partial(self._fused_step if capture.fused else self._step, capture, size)
-        if capture.warm < self._restarts:
-            capture.warm += 1
-            return device.warm(step)
-        if capture.replay is None:
-            steps.used[size] = steps.tensors(size)
-            try:
-                # sums over ranks must be captured on all of them, or on none
-                with steps.mark.ranks.together():
-                    capture.replay = device.capture(step)
-            except Exception as error:
-                steps.cancel()
-                self._forget()
-                if capture.fused and self._compiled is not None:
-                    # not compiled, the step may still be captured
-                    self._compiled.refuse(f"it cannot be captured in a CUDA graph: {error}")
-                    return None
-                self._off = True
-                message = f"turbo_hf: this model's decode step cannot be captured in a CUDA graph ({error})"
-                if self._demanded:
-                    raise Unsupported(f'{message}. Choose TurboConfig(cuda_graphs="auto") or False.') from error
-                if steps.mark.ranks.speaks:
-                    warn(f"{message}; it runs without. TurboConfig(cuda_graphs=False) is silent.")
-                return None
-            self.captures += 1
-        return capture.replay()
-
-    def _step(self, capture: _Capture, size: int) -> Any:
-        assert self._steps is not None
-        # weights that autocast keeps in another type are not kept for the graph: it casts them itself
-        device = capture.inputs["input_ids"].device.type
-        casts: AbstractContextManager[Any] = nullcontext()
-        if capture.autocast is not None:
-            casts = torch.autocast(device, capture.autocast, cache_enabled=False)
-        with self._steps.running(size), casts:
-            # no mask: no new token is padding, and the cache knows its own padding
-            return self._pass(attention_mask=None, **capture.inputs)
-
-    def _fused_step(self, capture: _Capture, size: int) -> Any:
-        assert self._steps is not None
-        assert self._compiled is not None
-        with self._steps.running(size):
-            return self._compiled(self._model, capture.inputs)
-
-    def _compiles(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a step of one token may be compiled. Under autocast none is, which is told."""
+    def _compiles(self, inputs: dict[str, Any], autocast: torch.dtype | None) -> bool:
+        """Whether the step over one token is the compiled one."""
         if self._compiled is None:
             return False
-        casts = _autocast(kwargs["input_ids"].device) is not None
-        if casts:
+        if autocast is not None:
             self._compiled.refuse("autocast is on", lasting=False)
-        return not casts
+            return False
+        return self._compiled.ready(self._model, inputs, self.device.warm)
 
-    def _drop_one(self, capture: _Capture) -> None:
-        """Discard a capture. One step runs before the next one, as it may need a new kernel."""
-        capture.replay, capture.warm = None, min(capture.warm, self._restarts - 1)
+    def _step(self, inputs: dict[str, Any], size: int, autocast: torch.dtype | None) -> Any:
+        """The step itself."""
+        assert self._steps is not None
+        casts: AbstractContextManager[Any] = nullcontext()
+        if autocast is not None:
+            # weights that autocast keeps in another type are not kept for the graph: it casts them itself
+            casts = torch.autocast(inputs["input_ids"].device.type, autocast, cache_enabled=False)
+        with self._steps.running(size), casts:
+            if size == 1 and self._fused and self._compiled is not None:
+                return self._compiled(self._model, inputs)
+            # no mask: no new token is padding, and the cache knows its own padding
+            return self._pass(attention_mask=None, **inputs)
 
-    def _drop(self) -> None:
-        for capture in self._captures.values():
-            self._drop_one(capture)
+    def _not_captured(self, error: NotCaptured, fused: bool, speaks: bool) -> None:
+        """Say that a capture has failed: not compiled, the step may still be captured; else all steps run normally.
+
+        Raises:
+            Unsupported: steps must be captured.
+        """
+        self._forget()
+        if fused and self._compiled is not None:
+            self._compiled.refuse(f"it cannot be captured in a CUDA graph: {error}")
+            return
+        self.off = True
+        reason = f"this model's decode step cannot be captured in a CUDA graph ({error})"
+        self.demand(reason)
+        if speaks:
+            warn(f"turbo_hf: {reason}; it runs without. TurboConfig(cuda_graphs=False) is silent.")
 
     def _forget(self) -> None:
-        self._steps, self._captures, self._mask = None, {}, None
-
-
-def _autocast(device: torch.device) -> torch.dtype | None:
-    """The type of autocast on this kind of device; None: it is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        self._steps, self.kinds, self._mask = None, {}, None
 
 
 def _capturing(x: torch.Tensor) -> bool:
@@ -392,15 +294,17 @@ def describe(
     reason = why_no_replay_under(config, latent) or why_no_kernels_on(device) or apart or weights
     if reason is None and dense:
         reason = f"layer {dense[0]} is dense"
+    why = reason
     if config.cuda_graphs is False:
-        return "decode steps: no CUDA graphs (cuda_graphs=False)", reason
-    if reason is None and config.cuda_graphs == "auto" and not known_family:
-        return "decode steps: no CUDA graphs (family without a test; cuda_graphs=True tries them)", "untested family"
-    if reason is not None:
-        return f"decode steps: no CUDA graphs ({reason})", reason
-    but = "" if config.sparse is None else ", but for drafts"
-    if config.sparse is not None and config.sparse.selector in CALIBRATED:
-        but = ", but for beams and drafts"
+        why = "cuda_graphs=False"
+    elif reason is None and config.cuda_graphs == "auto" and not known_family:
+        why, reason = "family without a test; cuda_graphs=True tries them", "untested family"
+    if why is not None:
+        return f"decode steps: no CUDA graphs ({why})", reason
+    sparse = config.sparse
+    but = (
+        "" if sparse is None else ", but for beams and drafts" if sparse.selector in CALIBRATED else ", but for drafts"
+    )
     return f"decode steps: CUDA graphs{but}{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
 
 
@@ -422,38 +326,30 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """All modules of a model, each once. Asked in each `generate`, where torch's own walk would take milliseconds."""
-    modules, known = [model], {model}
-    for module in modules:
-        # a module may occur in several places, or in a cycle
-        held = [x for x in module._modules.values() if x is not None and x not in known]
-        modules += held
-        known.update(held)
-    return modules
-
-
-def _name_of(model: torch.nn.Module, module: torch.nn.Module) -> str:
-    names = (name or "the model" for name, held in model.named_modules() if held is module)
-    return next(names, type(module).__name__)
-
-
 def _has_hook(module: torch.nn.Module) -> bool:
-    """Whether a module has a hook of the user's."""
+    """Whether a module has a hook of the user's, or one of accelerate's that does more than move tensors."""
+    moves = module.__dict__.get("_hf_hook")
     # Transformers' own record outputs, which a keyword asks for; those of this package run around a step, or in it
-    return any(
+    return (moves is not None and not only_moves(moves)) or any(
         not (getattr(getattr(hook, "func", hook), "__module__", None) or "").startswith(("transformers.", "turbo_hf."))
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
         for hook in hooks.values()
     )
 
 
-def hooked_module(model: torch.nn.Module) -> str | None:
-    """The name of a module of this model that has a hook of the user's; None: none has."""
+def hooked_module(model: torch.nn.Module, modules: Iterable[torch.nn.Module] | None = None) -> str | None:
+    """The name of a module of this model that has a hook of the user's; None: none has. modules: all of its modules."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "every module"
-    found = next((module for module in _modules_of(model) if _has_hook(module)), None)
-    return None if found is None else _name_of(model, found)
+    found = next(filter(_has_hook, modules or model.modules()), None)
+    names = (name or "the model" for name, held in model.named_modules() if held is found)
+    return None if found is None else next(names)
+
+
+def why_hooked(model: torch.nn.Module, modules: Iterable[torch.nn.Module] | None = None) -> str | None:
+    """Why no pass of this model may be replayed, as to hooks. modules: all of its modules."""
+    hooked = hooked_module(model, modules)
+    return None if hooked is None else f"{hooked} has hooks, which a replay would not call"
 
 
 def why_no_replay_of(model: Any, walk: bool = True) -> str | None:
@@ -464,25 +360,18 @@ def why_no_replay_of(model: Any, walk: bool = True) -> str | None:
     reason = _why_no_replay_there(model)
     if reason is not None or not walk:
         return reason
-    modules = _modules_of(model)
+    modules = list(model.modules())
     places = {held.device for module in modules for held in module._parameters.values() if held is not None}
-    apart = why_no_replay_over(places, is_dispatched(model))
-    if apart is not None:
-        return apart
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
-        return "another attention has been chosen"
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return "there are global module hooks, which a replay would not call"
-    for module in modules:
-        if is_compiled(module):
-            return "torch.compile has compiled it"
-        reason = why_not_captured(model, module)
-        if reason is not None:
-            return reason
-        moves = "_hf_hook" in module.__dict__ and not only_moves(module.__dict__["_hf_hook"])
-        if moves or _has_hook(module):
-            return f"{_name_of(model, module)} has hooks, which a replay would not call"
-    return None
+        reason = "another attention has been chosen"
+    elif any(map(is_compiled, modules)):
+        reason = "torch.compile has compiled it"
+    return (
+        why_no_replay_over(places, is_dispatched(model))
+        or reason
+        or next(filter(None, (why_not_captured(model, module) for module in modules)), None)
+        or why_hooked(model, modules)
+    )
 
 
 def _why_no_replay_there(model: Any) -> str | None:
@@ -495,32 +384,31 @@ def _why_no_replay_there(model: Any) -> str | None:
     return why_not_captured(model)
 
 
-@dataclass(slots=True)
-class HandOff:
-    """Passes a runner from where `generate` asks whether it may compile to where it asks for the compiled call.
+class HandOff(threading.local):
+    """Passes a runner from where `generate` asks whether it may compile to where it asks for the compiled call. Each
+    thread has its own.
 
     demanded, compiled: as in `StepRunner`. ranks: those that share the model, and capture its steps together.
     """
 
-    demanded: bool
-    compiled: CompiledStep | None = None
-    ranks: Ranks = ALONE
-    _local: threading.local = field(default_factory=threading.local)
+    def __init__(self, demanded: bool, compiled: CompiledStep | None = None, ranks: Ranks = ALONE):
+        self.demanded, self.compiled, self.ranks = demanded, compiled, ranks
+        self._runner: StepRunner | None = None
+        self._taken: weakref.ref[StepRunner] | None = None
 
     def give(self, runner: StepRunner | None) -> None:
         """Set what this thread's next `take` returns."""
-        self._local.runner = runner
+        self._runner = runner
 
     def take(self) -> StepRunner | None:
         """The runner that was given in this thread, once."""
-        runner, self._local.runner = getattr(self._local, "runner", None), None
-        self._local.taken = None if runner is None else weakref.ref(runner)
+        runner, self._runner = self._runner, None
+        self._taken = None if runner is None else weakref.ref(runner)
         return runner
 
     def taken(self) -> StepRunner | None:
         """The runner that this thread has taken last, as long as its `generate` lasts."""
-        runner = getattr(self._local, "taken", None)
-        return None if runner is None else runner()
+        return None if self._taken is None else self._taken()
 
     def __reduce__(self) -> Any:
         return HandOff, (self.demanded, self.compiled, self.ranks)

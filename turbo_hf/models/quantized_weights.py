@@ -1,6 +1,5 @@
 """Quantized weights of a loaded model: which library holds them, and what that means for a patch."""
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -39,30 +38,6 @@ def library_of(kind: type) -> str | None:
         return module.removeprefix(OWN).split(".")[0]
     first = module.split(".")[0]
     return first if first in LIBRARIES else None
-
-
-def kind_of(module: torch.nn.Module) -> str | None:
-    """What holds a layer's weights: "Linear4bit (bitsandbytes)", "Linear of Int8Tensor (torchao)"; None: plain ones."""
-    library = library_of(type(module))
-    if library is not None:
-        return f"{type(module).__name__} ({library})"
-    for held in module._parameters.values():
-        library = None if held is None else library_of(type(held.data))
-        if held is not None and library is not None:
-            return f"{type(module).__name__} of {type(held.data).__name__} ({library})"
-    return None
-
-
-def describe_weights(model: torch.nn.Module) -> str:
-    """One line on what holds the quantized weights of a model, for reports; "" if none are."""
-    kinds = Counter(kind for module in model.modules() if (kind := kind_of(module)) is not None)
-    words = [f"{n} x {kind}" for kind, n in kinds.items()]
-    quantizer: Any = getattr(model, "hf_quantizer", None)
-    if quantizer is not None and not words:
-        # some methods put parameters of their own into torch's layers (compressed-tensors)
-        method = quantizer.quantization_config.quant_method
-        words = [str(getattr(method, "value", method))]
-    return "quantized weights: " + ", ".join(words) if words else ""
 
 
 def refuse_fused_attention(model: torch.nn.Module) -> None:

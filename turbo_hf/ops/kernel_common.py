@@ -17,6 +17,8 @@ LEAST = tl.constexpr(SMALLEST)
 SCORE_LIMIT = tl.constexpr(LARGEST_SCORE)
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: added to a number below 2^22, it leaves the nearest integer in the low bits, ties to even."""
+ROUND_BITS = tl.constexpr(0x4B400000)
+"""The bit pattern of `ROUND`."""
 
 
 @triton.jit
@@ -29,6 +31,12 @@ def counted(largest):
 def as_int8(x):
     """Round to the nearest integer without the conversion unit, which exp2 needs: |x| < 2^22; x must fit int8."""
     return (x + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def nearest(x):
+    """As `as_int8`, to int32."""
+    return (x + ROUND).to(tl.int32, bitcast=True) - ROUND_BITS
 
 
 @triton.jit

@@ -74,30 +74,42 @@ def lanes3(first, second, third, ASM: tl.constexpr):
 
 
 @triton.jit
-def digits(q, span, ASM: tl.constexpr):
-    """q * span as two INT8 digits, q * span = 256 * high + low; q int8, span an unsigned byte, of one shape. Exact.
+def folded(q, span, ASM: tl.constexpr):
+    """q * span / 256, rounded, as two INT8 digits, 256 * first + second; q int16, span an unsigned byte, of one shape.
 
     A channel's span is thus multiplied into the query instead of every key, and the product of codes stays in INT8.
     """
     if ASM:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, c, d;"
-            # one byte of q a register, so that each dot product is a single product with its span, plus 128
-            "prmt.b32 a, $2, 0, 0x4440; prmt.b32 b, $2, 0, 0x4414;"
-            "prmt.b32 c, $2, 0, 0x4244; prmt.b32 d, $2, 0, 0x3444;"
-            "dp4a.s32.u32 a, a, $3, 128; dp4a.s32.u32 b, b, $3, 128;"
-            "dp4a.s32.u32 c, c, $3, 128; dp4a.s32.u32 d, d, $3, 128;"
-            "prmt.b32 a, a, b, 0x5140; prmt.b32 c, c, d, 0x5140;"
+            "{ .reg .b32 a, b, c, d, e, o;"
+            # of two spans one is 0, so that each dot product is a single product
+            "and.b32 e, $4, 0x00FF00FF; and.b32 o, $4, 0xFF00FF00;"
+            # plus 128 to round to 256, and 128 * 256 for the first digit: digits are bytes 2 and 1
+            "dp2a.hi.s32.u32 c, $3, e, 0x8080; dp2a.hi.s32.u32 d, $3, o, 0x8080;"
+            "dp2a.lo.s32.u32 b, $2, o, 0x8080; dp2a.lo.s32.u32 a, $2, e, 0x8080;"
+            "prmt.b32 a, a, b, 0x6251; prmt.b32 c, c, d, 0x6251;"
             "prmt.b32 $0, a, c, 0x7632; prmt.b32 $1, a, c, 0x5410; xor.b32 $1, $1, 0x80808080; }",
-            "=&r,=&r,r,r",
+            "=&r,=&r,r,r,r",
             [q, span],
             dtype=(tl.int8, tl.int8),
             is_pure=True,
             pack=4,
         )
     else:
-        x = q.to(tl.int32) * (span.to(tl.int32) & 255) + 128
+        x = (q.to(tl.int32) * (span.to(tl.int32) & 255) + 128 >> 8) + 128
         return (x >> 8).to(tl.int8), ((x & 255) - 128).to(tl.int8)
+
+
+@triton.jit
+def widened(x, ASM: tl.constexpr):
+    """bfloat16 as float32. A plain conversion takes three instructions for two numbers."""
+    if ASM:
+        bits = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;", "=&r,=r,r", [x], dtype=tl.int32, is_pure=True, pack=2
+        )
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit

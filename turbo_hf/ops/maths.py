@@ -15,8 +15,8 @@ def ratio(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
     """
     like = a if isinstance(a, torch.Tensor) else b
     assert isinstance(like, torch.Tensor)
-    full = [x if isinstance(x, torch.Tensor) else torch.full_like(like, x) for x in (a, b)]
-    return full[0] / full[1]
+    x, y = (x if isinstance(x, torch.Tensor) else like.new_full((), x) for x in (a, b))
+    return x / y
 
 
 def counted(largest: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ P of a key tile is relative to that tile's own maximum, so that it does not depe
 nor on their order. It has one scale per query and tile.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -14,23 +14,12 @@ TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Scores held at a time: bounds the memory of the loop over query tiles. A GPU needs larger tiles to be busy."""
 
 
-class Products(Protocol):
-    """Keys and values whose products are known without their numbers being laid out (`StoredProducts`)."""
-
-    def scores(self, q: torch.Tensor) -> torch.Tensor:
-        """q [B, Hkv, R, D] times each key: [B, Hkv, R, T]."""
-
-    def weighted(self, weight: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
-        """Sums of values: weight [B, Hkv, R, tiles, tile], a tile's worth [B, Hkv, R, tiles] -> [B, Hkv, R, D]."""
-
-
 class Operand(NamedTuple):
     """Codes and scales of a run of tokens.
 
     x: [B, H, T, D].
     scale: [B, H, T]; 1 for unquantized numbers.
-    place: int64 [B, T], the token's place in its row; -1 where there is none. Of keys and
-        values of a run with `Products`, x is not read.
+    place: int64 [B, T], the token's place in its row; -1 where there is none.
     """
 
     x: torch.Tensor
@@ -46,7 +35,6 @@ class Run(NamedTuple):
     own: whether the keys are the queries' own, in the same order.
     exact: whether P is not rounded here.
     chosen: bool [B, Hkv, M, T], keys that each query may see; None: all.
-    products: what computes q . k and P V; None: they are products with x of k and v.
     """
 
     q: Operand
@@ -57,7 +45,6 @@ class Run(NamedTuple):
     own: bool = False
     exact: bool = False
     chosen: torch.Tensor | None = None
-    products: Products | None = None
 
 
 class State(NamedTuple):
@@ -71,12 +58,11 @@ class State(NamedTuple):
 class FlashOptions(NamedTuple):
     """What the loop does with scores.
 
-    scoring, causal, window: as in `ops.prefill.contract`.
+    scoring, window: as in `ops.prefill.contract`.
     p_type: the type that P is rounded to: INT8, FP8 or 16 bit; None: it is not rounded.
     """
 
     scoring: Scoring
-    causal: bool
     window: int | None
     p_type: torch.dtype | None
 
@@ -87,20 +73,21 @@ def flash(runs: list[Run], options: FlashOptions) -> AttentionOutput:
     batch, heads, rows, _ = q.shape
     keys = sum(run.k.place.shape[1] for run in runs)
     tile = max(1, TILE_ELEMENTS.get(q.device.type, 1 << 22) // max(batch * heads * keys, 1))
+    if tile >= rows:
+        return AttentionOutput(*_queries(runs, options))
     parts = [
-        _queries([_cut(run, start, min(start + tile, rows), options.causal) for run in runs], options)
-        for start in range(0, rows, tile)
+        _queries([_cut(run, start, min(start + tile, rows)) for run in runs], options) for start in range(0, rows, tile)
     ]
     return AttentionOutput(torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2))
 
 
-def _cut(run: Run, start: int, end: int, causal: bool) -> Run:
+def _cut(run: Run, start: int, end: int) -> Run:
     """Queries `start` to `end` of a run, without the keys that come after all of them."""
     q = Operand(run.q.x[:, :, start:end], run.q.scale[:, :, start:end], run.q.place[:, start:end])
     bias = None if run.bias is None else run.bias[:, :, start:end]
     chosen = None if run.chosen is None else run.chosen[:, :, start:end]
     run = run._replace(q=q, bias=bias, chosen=chosen)
-    if run.own and causal:
+    if run.own:
         seen = -(-end // run.tile) * run.tile
         k, v = (Operand(x.x[:, :, :seen], x.scale[:, :, :seen], x.place[:, :seen]) for x in (run.k, run.v))
         run = run._replace(k=k, v=v)
@@ -112,10 +99,12 @@ def _queries(runs: list[Run], options: FlashOptions) -> tuple[torch.Tensor, torc
     batch, heads, rows, dim = q.shape
     # the query heads of a KV head are stacked, so that K and V are never repeated
     shape = (batch, kv_heads, heads // kv_heads, rows)
-    state = State(q.new_full(shape, -torch.inf), q.new_zeros(shape), q.new_zeros(*shape, dim))
+    state = None
     for run in runs:
         if run.k.place.shape[1]:
-            state = _run(state, run, options)
+            state = _run(state, run, options, shape)
+    if state is None:
+        state = State(q.new_full(shape, -torch.inf), q.new_zeros(shape), q.new_zeros(*shape, dim))
     top, total, acc = state
     if options.scoring.sinks is not None:
         sink = options.scoring.sinks.to(top.dtype).reshape(1, *shape[1:3], 1)
@@ -127,21 +116,18 @@ def _queries(runs: list[Run], options: FlashOptions) -> tuple[torch.Tensor, torc
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
-def _run(state: State, run: Run, options: FlashOptions) -> State:
-    """All key tiles of a run side by side."""
-    scoring, (batch, kv_heads, group, rows) = options.scoring, state.top.shape
+def _run(state: State | None, run: Run, options: FlashOptions, shape: tuple[int, int, int, int]) -> State:
+    """All key tiles of a run side by side, after what `state` holds. shape: [B, Hkv, query heads of each, M]."""
+    scoring, (batch, kv_heads, group, rows) = options.scoring, shape
     stacked = (batch, kv_heads, group * rows)
     grouped, q_scale = run.q.x.reshape(*stacked, -1), (run.q.scale * scoring.scaling).reshape(*stacked, 1)
-    if run.products is None:
-        score = (grouped * q_scale) @ run.k.x.mT * run.k.scale[:, :, None]
-    else:
-        score = run.products.scores(grouped) * (q_scale * run.k.scale[:, :, None])
+    score = (grouped * q_scale) @ run.k.x.mT * run.k.scale[:, :, None]
     score = score.unflatten(2, (group, rows))
     if run.bias is not None:
-        score = score + run.bias.reshape(state.top.shape)[..., None]
+        score = score + run.bias.reshape(shape)[..., None]
     if scoring.softcap is not None:
         score = scoring.softcap * torch.tanh(score / scoring.softcap)
-    allowed = _allowed(run.q.place, run.k.place, options.causal, options.window)[:, None, None]
+    allowed = _allowed(run.q.place, run.k.place, options.window)[:, None, None]
     if run.chosen is not None:
         allowed = allowed & run.chosen.unflatten(1, (kv_heads, -1))
     score = score.masked_fill(~allowed, -torch.inf).unflatten(-1, (-1, run.tile))
@@ -151,18 +137,18 @@ def _run(state: State, run: Run, options: FlashOptions) -> State:
     shifted = score - own.masked_fill(own == -torch.inf, 0.0)[..., None]
     p = torch.exp(shifted) if scoring.sas_threshold is None else sas_exp(shifted, scoring.sas_threshold)
 
-    top = torch.maximum(state.top, own.amax(-1))
+    top = own.amax(-1) if state is None else torch.maximum(state.top, own.amax(-1))
     finite = top.masked_fill(top == -torch.inf, 0.0)
-    moved, moves = torch.exp(state.top - finite), torch.exp(own - finite[..., None])
+    moves = torch.exp(own - finite[..., None])
     p_type = None if run.exact else options.p_type
     codes, unit = rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), p_type)
-    if run.products is None:
-        part = (codes * (unit * moves[..., None])).flatten(-2).flatten(2, 3) @ run.v.x
-    else:
-        part = run.products.weighted(codes.flatten(2, 3), (unit[..., 0] * moves).flatten(2, 3))
+    part = (codes * (unit * moves[..., None])).flatten(-2).flatten(2, 3) @ run.v.x
     part = part.unflatten(2, (group, rows))
-    total = state.total * moved + (p.sum(-1) * moves).sum(-1)
-    return State(top, total, state.acc * moved[..., None] + part)
+    total = (p.sum(-1) * moves).sum(-1)
+    if state is None:
+        return State(top, total, part)
+    moved = torch.exp(state.top - finite)
+    return State(top, state.total * moved + total, state.acc * moved[..., None] + part)
 
 
 def sas_exp(x: torch.Tensor, threshold: float) -> torch.Tensor:
@@ -187,12 +173,11 @@ def rounded(weight: torch.Tensor, p_type: torch.dtype | None) -> tuple[torch.Ten
     return (weight / peak).to(p_type).to(weight.dtype), peak
 
 
-def _allowed(query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
+def _allowed(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor:
     """bool [B, M, T]: which keys each query sees."""
     q, k = query[:, :, None], key[:, None, :]
-    allowed = (k >= 0) & (q >= 0)
-    if causal:
-        allowed = allowed & (k <= q)
+    # a query without a place is before every key
+    allowed = (k >= 0) & (k <= q)
     if window is not None:
         allowed = allowed & (k > q - window)
     return allowed

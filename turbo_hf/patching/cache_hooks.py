@@ -34,9 +34,8 @@ def add_cache_hooks(
     for module in around:
         # a model inside the model (model.model) can be called directly, too
         if isinstance(module, PreTrainedModel):
-            tell, remember = (functools.partial(hook, maker) for hook in (_tell_uncompressed, _remember_uncompressed))
+            tell = functools.partial(_tell_uncompressed, maker)
             hooks.append(module.register_forward_pre_hook(tell, with_kwargs=True))
-            hooks.append(module.register_forward_hook(remember, with_kwargs=True))
     return hooks
 
 
@@ -61,7 +60,7 @@ def by_name(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: CacheMaker, strict: Strict) -> None:
     """Report, as `strict` says, that the model continues with another cache than the one it was given."""
-    maker.forget(cache, other)
+    maker.forget(cache)
     complain(
         strict,
         f"{type(model).__name__} has put a {type(other).__name__} in the place of its TurboCache: from here on nothing "
@@ -86,29 +85,15 @@ def _bring_cache(
 def _tell_uncompressed(maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the model and of models in it: warn, once per cache, where one is not compressed."""
     cache = by_name(type(model).forward, args, kwargs).get(CACHE)
-    if isinstance(cache, Cache) and cache in maker.uncompressed and uses_turbo(model):
-        maker.uncompressed.discard(cache)
+    if not isinstance(cache, Cache) or isinstance(cache, TurboCache):
+        return
+    if cache not in maker.told and uses_turbo(model):
+        maker.told.add(cache)
         warn(
-            f"turbo_hf: this {type(cache).__name__} was made by a plain call of the model, and is not compressed. "
-            f"For a compressed one, begin with model(..., use_cache=True) or {CACHE}=handle.new_cache()."
+            f"turbo_hf: a {type(cache).__name__} was passed as {CACHE}, so this call is not compressed. To compress "
+            f"it, leave out {CACHE} (in a loop of your own: begin with use_cache=True) and cache_implementation (also "
+            f"in the generation_config), or pass {CACHE}=handle.new_cache()."
         )
-
-
-def _uncompressed(model: Any, output: Any) -> Cache | None:
-    """The cache of Transformers' own that a patched model returns; None: a compressed one, or none."""
-    values = output if isinstance(output, tuple) else (getattr(output, CACHE, None),)
-    cache = next((value for value in values if isinstance(value, Cache)), None)
-    return None if isinstance(cache, TurboCache) or not uses_turbo(model) else cache
-
-
-@outside_of_steps(-2)
-def _remember_uncompressed(
-    maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
-    """Forward hook of the model and of models in it: remember a cache that the call itself has made."""
-    made = _uncompressed(model, output)
-    if made is not None and by_name(type(model).forward, args, kwargs).get(CACHE) is None:
-        maker.uncompressed.add(made)
 
 
 @outside_of_steps(-2)
@@ -116,12 +101,13 @@ def _watch_cache(
     maker: CacheMaker, strict: Strict, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
     """Forward hook of the model: it must return the compressed cache that it was given."""
-    other = _uncompressed(model, output)
-    if other is None:
+    values = output if isinstance(output, tuple) else (getattr(output, CACHE, None),)
+    other = next((value for value in values if isinstance(value, Cache)), None)
+    if other is None or isinstance(other, TurboCache) or not uses_turbo(model):
         return
     cache = by_name(type(model).forward, args, kwargs).get(CACHE)
     if isinstance(cache, TurboCache):
         say_replaced(model, cache, other, maker, strict)
 
 
-CACHE_HOOKS = (_bring_cache, _watch_cache, _tell_uncompressed, _remember_uncompressed)
+CACHE_HOOKS = (_bring_cache, _watch_cache, _tell_uncompressed)

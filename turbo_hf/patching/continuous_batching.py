@@ -1,7 +1,7 @@
 """Whether continuous batching can serve a patched model, and the method that begins it."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -13,6 +13,7 @@ from turbo_hf.errors import Unsupported
 from turbo_hf.graphs.step_runner import why_no_replay_of
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, in_words, type_16bit
 from turbo_hf.models.model_layers import layer_windows
+from turbo_hf.patching.handle import CacheMaker, HeadSizes, LayerReport
 
 SINCE = Version("5.19")
 """The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
@@ -27,50 +28,6 @@ CHANNELS = 2048
 """Channels of keys and values of a token, in all heads; `Shape.together` tokens of a past are unpacked."""
 
 
-class HeadSizes(NamedTuple):
-    """Channels of a KV head; of latent attention those of the latent and of the rotary part, and of the keys and values
-    that all heads make of them."""
-
-    dim: int
-    rotary_dim: int | None = None
-    expanded: int = 0
-
-
-class Layer(Protocol):
-    """What is read of a `LayerReport`."""
-
-    @property
-    def index(self) -> int:
-        """The layer's number."""
-
-    @property
-    def groups(self) -> HeadGroups:
-        """(width, KV heads) of each width; (): not compressed."""
-
-    @property
-    def latent(self) -> bool:
-        """Whether it keeps latents (MLA)."""
-
-    @property
-    def storage(self) -> str:
-        """The groups in words."""
-
-
-class Maker(Protocol):
-    """What is read of a `CacheMaker`, and kept in it."""
-
-    layers: int
-    config: TurboConfig
-    head_orders: Mapping[int, tuple[int, ...]]
-    balances: Mapping[int, torch.Tensor]
-    active: bool
-    groups: tuple[HeadGroups, ...]
-    sizes: frozenset[HeadSizes]
-    why_not_served: str | None
-    why_not_captured: str | None
-    serving: Any
-
-
 def latent_sizes(module: Any) -> HeadSizes:
     """The head sizes of a module of latent attention (MLA)."""
     nope, rotary, value = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
@@ -79,7 +36,7 @@ def latent_sizes(module: Any) -> HeadSizes:
 
 
 def why_not_served(
-    model: PreTrainedModel, layers: Sequence[Layer], config: TurboConfig, sizes: Collection[HeadSizes]
+    model: PreTrainedModel, layers: Sequence[LayerReport], config: TurboConfig, sizes: Collection[HeadSizes]
 ) -> str | None:
     """Why continuous batching cannot run on compressed pages of this model; None: it can. sizes: those that occur."""
     here = Version(transformers.__version__)
@@ -132,7 +89,7 @@ def words(why_not: str | None) -> str:
     return "continuous batching: yes" if why_not is None else f"continuous batching: no ({why_not.rpartition('. ')[0]})"
 
 
-def begin(maker: Maker, model: Any, *args: Any, **kwargs: Any) -> Any:
+def begin(maker: CacheMaker, model: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of `init_continuous_batching`: a manager whose cache is compressed."""
     # again, as it may have been moved since the patch
     latent = any(sizes.rotary_dim is not None for sizes in maker.sizes)
@@ -152,7 +109,7 @@ def begin(maker: Maker, model: Any, *args: Any, **kwargs: Any) -> Any:
         return init_continuous_batching(maker.serving, launched, model, *args, **kwargs)
 
 
-def serving_of(maker: Maker, model: Any) -> Any:
+def serving_of(maker: CacheMaker, model: Any) -> Any:
     """What the managers of this patch have in common."""
     from turbo_hf.serving.paged_cache import Serving  # noqa: PLC0415 - as above
     from turbo_hf.serving.rows import TOGETHER, Shape  # noqa: PLC0415 - as above
@@ -173,14 +130,6 @@ def serving_of(maker: Maker, model: Any) -> Any:
     )
     every = range(maker.layers)
     return Serving(shape, config, [maker.head_orders.get(n) for n in every], [maker.balances.get(n) for n in every])
-
-
-def end(maker: Maker, model: Any) -> None:
-    """End the managers of a patch that is removed."""
-    if maker.serving is not None:
-        from turbo_hf.serving.manager import end_managers  # noqa: PLC0415 - as above
-
-        end_managers(maker.serving, model)
 
 
 def require_no_manager(model: PreTrainedModel) -> None:

@@ -11,14 +11,15 @@ from transformers import PreTrainedConfig
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
 from turbo_hf.config.turbo_config import ABLATIONS, DEFAULT_PRESET, PRESETS
 from turbo_hf.errors import Unsupported, warn
-from turbo_hf.models.versions import NEWEST, OLDEST, version_of, version_problem
+from turbo_hf.models.versions import version_of, version_problem
 from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.patches.generic import is_latent
 from turbo_hf.patches.layers import attention_layers
+from turbo_hf.patching.divergence import Divergence
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.meta_model import key_bias_note, meta_model, patch_report
 from turbo_hf.patching.patch_model import patch
-from turbo_hf.patching.selfcheck import SelfCheck, check_text
+from turbo_hf.patching.selfcheck import check_text
 
 COMPILERS = ("clang", "gcc")
 """What Triton builds its launcher with, as it looks for them."""
@@ -33,13 +34,11 @@ class Machine:
     Args:
         versions: by package; "not installed" without one.
         gpus: name, memory and compute capability of each.
-        backend: what attention runs on.
         problems: what keeps turbo_hf from running as tested, one sentence each.
     """
 
     versions: dict[str, str]
     gpus: tuple[str, ...]
-    backend: str
     problems: tuple[str, ...]
 
 
@@ -49,15 +48,16 @@ class Diagnosis:
 
     Args:
         report: of the default preset; None if the model is refused.
-        checks: each preset's self-check, by name.
+        checks: each preset's self-check, by name. text: what they read.
         refusal: why the model cannot be patched, or its self-check has failed; else None.
         unknown: what cannot be known without weights, one sentence each.
     """
 
     report: Report | None
-    checks: dict[str, SelfCheck]
+    checks: dict[str, Divergence]
     refusal: str | None
     unknown: tuple[str, ...] = ()
+    text: str = ""
 
 
 def machine() -> Machine:
@@ -69,8 +69,7 @@ def machine() -> Machine:
     problems = [version_problem(), *{why_no_kernels_on(torch.device("cuda", i)) for i in range(count)}]
     if count and not any(map(shutil.which, COMPILERS)):
         problems.append("neither gcc nor clang found: on a GPU Triton needs a C compiler (or CC) and Python's headers")
-    backend = "Triton kernels on CUDA, plain torch elsewhere"
-    return Machine(versions, gpus, backend, tuple(x for x in problems if x is not None))
+    return Machine(versions, gpus, tuple(x for x in problems if x is not None))
 
 
 def _gpu(index: int) -> str:
@@ -78,15 +77,10 @@ def _gpu(index: int) -> str:
     return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
 
 
-def tested_range() -> str:
-    """Transformers versions that the tests cover."""
-    return f"{OLDEST} to {NEWEST}"
-
-
 def diagnose(model: Any) -> Diagnosis:
     """Patch a loaded model with each preset, read a text through its cache and through the unpatched model's, and
     remove the patch."""
-    checks: dict[str, SelfCheck] = {}
+    checks: dict[str, Divergence] = {}
     unknown, refusal, text = [], None, None
     try:
         own = own_tokenizer(checkpoint_of(model), warn)
@@ -111,7 +105,7 @@ def diagnose(model: Any) -> Diagnosis:
                     checks[preset] = text.check(model, handle.new_cache())
     except ValueError as error:
         return Diagnosis(None, {}, str(error))
-    return Diagnosis(report, checks, refusal, tuple(unknown))
+    return Diagnosis(report, checks, refusal, tuple(unknown), "" if text is None else text.words)
 
 
 def diagnose_config(config: PreTrainedConfig) -> Diagnosis:

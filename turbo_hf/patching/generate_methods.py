@@ -110,7 +110,6 @@ def _prepare_cache(
     if not uses_turbo(model):
         if maker.active:
             chosen = model.config.get_text_config(decoder=True)._attn_implementation
-            maker.begin_generate(f"set_attn_implementation has chosen {chosen!r}")
             warn(
                 f"turbo_hf: set_attn_implementation has chosen {chosen!r} since the patch, so this call is not "
                 f'compressed. Call remove() on the handle, or model.set_attn_implementation("{NAME}").'
@@ -120,45 +119,21 @@ def _prepare_cache(
     if given is None and generation_config.use_cache is not False and named is None:
         _check_rows(model_kwargs.get("attention_mask"))
         cache = maker.make(model.config)
-        maker.begin_generate(cache)
         cache.deferred.wanted = _may_defer(model)
         model_kwargs[CACHE] = cache
         if generation_config.is_assistant:
             cache.activate_past_recording()
         _bring_runner(bring, model, model_kwargs, generation_config)
         return None
-    if isinstance(given, TurboCache) and generation_config.use_cache is False:
-        raise ValueError(
-            "use_cache=False with a TurboCache: generate would pass every token anew at each step, and each time the "
-            f"cache would store them all again. Leave out {CACHE}, or set use_cache=True."
-        )
-    if isinstance(given, TurboCache) and not generation_config.is_assistant:
-        given.stop_recording()
-    named_cache = "" if named is None else f"cache_implementation={named!r}"
-    maker.begin_generate(
-        given
-        if isinstance(given, TurboCache)
-        else f"a {type(given).__name__} was passed"
-        if given is not None
-        else named_cache or "use_cache=False"
-    )
     if isinstance(given, TurboCache):
+        if generation_config.use_cache is False:
+            raise ValueError(
+                "use_cache=False with a TurboCache: generate would pass every token anew at each step, and each time "
+                f"the cache would store them all again. Leave out {CACHE}, or set use_cache=True."
+            )
+        if not generation_config.is_assistant:
+            given.stop_recording()
         _bring_runner(bring, model, model_kwargs, generation_config)
-    if given is not None and not isinstance(given, TurboCache):
-        maker.uncompressed.discard(given)
-        warn(
-            f"turbo_hf: a {type(given).__name__} was passed as {CACHE}, so this call is not compressed. To compress "
-            f"it, leave {CACHE} out, or pass {CACHE}=handle.new_cache()."
-        )
-    elif given is None and named is not None:
-        if model.generation_config.cache_implementation == named:
-            remedy = "set model.generation_config.cache_implementation = None"
-        else:
-            remedy = "leave out the argument cache_implementation, or set it to None in the generation_config passed"
-        warn(
-            f"turbo_hf: cache_implementation={named!r} asks for Hugging Face's own cache, so this call is not "
-            f"compressed. To compress it, {remedy}."
-        )
     return original(generation_config, model_kwargs, *args, **kwargs)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -21,8 +21,6 @@ from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.step_runner import hooked_module
 from turbo_hf.layout import HeadGroups, in_words
 from turbo_hf.parallel.context import spread
-from turbo_hf.patching import continuous_batching
-from turbo_hf.patching.continuous_batching import HeadSizes
 from turbo_hf.patching.other_threads import alone
 from turbo_hf.ranks import ALONE, Ranks
 from turbo_hf.sparse.selectors import Selectivity, Selector
@@ -87,10 +85,7 @@ class Report:
         serving: whether continuous batching can run, and the prompt tokens that stored prefixes have saved.
         ranks: of a tensor parallel model, how many share it and which heads each of them holds; how many share one
             context; "" for one process. Heads of `layers`, and `selectivity`, are those of this rank.
-        weights: which layers hold quantized weights, and whose library's; "" if none do.
         check: what `patch(check=True)` found; "" without it.
-        generated: what the last call of `generate` has stored its tokens in, with tokens and compressed layers if that
-            was a `TurboCache`.
     """
 
     model: str
@@ -106,16 +101,14 @@ class Report:
     selectivity: tuple[Selectivity, ...] = ()
     serving: str = ""
     ranks: str = ""
-    weights: str = ""
     check: str = ""
-    generated: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.family})", *([f"  {self.notes}"] if self.notes else [])]
         lines += [f"  {self.ranks}"] if self.ranks else []
         lines += [f"  {at}: {words}" for at, words in group_layers((at.index, self._of(at)) for at in self.layers)]
         lines += self._read()
-        of_all = (self.weights, self.heads, self.prompts, self.steps, self.serving, self.generated, self.check)
+        of_all = (self.heads, self.prompts, self.steps, self.serving, self.check)
         lines += [f"  {text}" for text in of_all if text]
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
 
@@ -141,6 +134,15 @@ class Report:
         return f"{at.storage}{balanced}{window}{reason}{sparse}"
 
 
+class HeadSizes(NamedTuple):
+    """Channels of a KV head; of latent attention those of the latent and of the rotary part, and of the keys and values
+    that all heads make of them."""
+
+    dim: int
+    rotary_dim: int | None = None
+    expanded: int = 0
+
+
 @dataclass(slots=True)
 class CacheMaker:
     """Makes the caches of a patched model, and remembers the newest for `Handle.memory`.
@@ -158,14 +160,12 @@ class CacheMaker:
         unmeasured: its layers, and what they were still to store, as long as nobody has asked.
         active: whether the patch is on.
         ranks: those that share the model, or one context.
-        uncompressed: caches of Transformers' own that plain calls have made; passing one on causes a warning.
+        told: caches of Transformers' own that have caused a warning.
         groups: of each layer, (width, KV heads) of each width; (): not compressed.
         sizes: those of the heads of compressed layers.
         why_not_served: why continuous batching cannot run; None: it can.
         why_not_captured: why its steps cannot be CUDA graphs, as far as the patch knows; None: they can.
         serving: what its managers have in common; None before the first one.
-        generated: the cache of the last `generate`, or why it was not compressed; None before the first one.
-        generated_at: `made` at that time.
     """
 
     layers: int
@@ -181,14 +181,12 @@ class CacheMaker:
     unmeasured: tuple[list[Any], DeferredStores] | None = None
     active: bool = True
     ranks: Ranks = ALONE
-    uncompressed: "weakref.WeakSet[Cache]" = field(default_factory=weakref.WeakSet)
+    told: "weakref.WeakSet[Cache]" = field(default_factory=weakref.WeakSet)
     groups: tuple[HeadGroups, ...] = ()
     sizes: frozenset[HeadSizes] = frozenset()
     why_not_served: str | None = None
     why_not_captured: str | None = None
     serving: Any = None
-    generated: "weakref.ref[TurboCache] | str | None" = None
-    generated_at: int = 0
 
     def make(self, model_config: PreTrainedConfig) -> TurboCache:
         """A cache with the choices of this patch; for the first layers only, if the config has fewer layers."""
@@ -228,28 +226,8 @@ class CacheMaker:
         else:
             self.measured = measure(layers, self.ranks.processes)
 
-    def begin_generate(self, stores_in: TurboCache | str) -> None:
-        """Note for the report where a call of `generate` stores its tokens: a cache, or why that is not compressed."""
-        self.generated = stores_in if isinstance(stores_in, str) else weakref.ref(stores_in)
-        self.generated_at = self.made
-
-    def last_generate(self) -> str:
-        """For the report."""
-        if self.generated is None:
-            return "last generate: none since the patch"
-        if isinstance(self.generated, str):
-            return f"last generate: not compressed ({self.generated})"
-        cache = self.generated()
-        if cache is None and self.generated_at != self.made:
-            return "last generate: in a TurboCache, which is gone"
-        memory = self._of_newest() if cache is None else cache.memory()
-        stored = sum(any(count for kind, count in layer.items() if kind != "dense") for layer in memory.layers)
-        compressed = f"{stored} of {len(memory.layers)} layers compressed"
-        return f"last generate: {memory.tokens:,} tokens in a TurboCache, {compressed}"
-
-    def forget(self, cache: TurboCache, other: Any) -> None:
+    def forget(self, cache: TurboCache) -> None:
         """The model has replaced `cache` by another one, so `memory` no longer reports it."""
-        self.generated = f"the model has put a {type(other).__name__} in the place of its TurboCache"
         if self.newest is not None and self.newest() is cache:
             self.made, self.newest, self.measured, self.unmeasured = self.made + 1, None, None, None
 
@@ -274,24 +252,16 @@ class CacheMaker:
 
     def __reduce__(self) -> Any:
         # a copied or pickled model makes its own caches, and needs the names in its config to be registered
-        kept = (dict(self.head_orders), dict(self.selectors), dict(self.balances), self.ranks)
-        return _maker_of_a_copy, (self.layers, self.config, self.int8_layers, self.uncompressed_layers, *kept)
+        names = ("layers", "config", "int8_layers", "uncompressed_layers", "ranks")
+        kept = {name: getattr(self, name) for name in names}
+        kept |= {name: dict(getattr(self, name)) for name in ("head_orders", "selectors", "balances")}
+        return _maker_of_a_copy, (kept,)
 
 
-def _maker_of_a_copy(
-    layers: int,
-    config: TurboConfig,
-    int8_layers: tuple[int, ...],
-    uncompressed_layers: tuple[int, ...],
-    head_orders: dict[int, tuple[int, ...]],
-    selectors: dict[int, Selector],
-    balances: dict[int, torch.Tensor],
-    ranks: Ranks,
-) -> CacheMaker:
+def _maker_of_a_copy(kept: dict[str, Any]) -> CacheMaker:
     register()
     # a copy has no handle, so no message can name one
-    kept = (layers, config, int8_layers, uncompressed_layers, head_orders, selectors, balances)
-    return CacheMaker(*kept, active=False, ranks=ranks)
+    return CacheMaker(**kept, active=False)
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -325,8 +295,11 @@ class Handle:
         """
         if not self._active:
             return
-        # while their passes can still run
-        continuous_batching.end(self._maker, self._model)
+        if self._maker.serving is not None:
+            from turbo_hf.serving.manager import end_managers  # noqa: PLC0415 - not of Transformers before 5.19
+
+            # while their passes can still run
+            end_managers(self._maker.serving, self._model)
         with alone(self._model, "remove()"):
             self._remove()
 
@@ -346,8 +319,7 @@ class Handle:
             self._model.set_attn_implementation(self._previous)
 
     def report(self) -> Report:
-        """What was patched, what was left alone and why, what sparse layers have read so far, and where the last
-        `generate` has stored its tokens."""
+        """What was patched, what was left alone and why, and what sparse layers have read so far."""
         read = tuple(selector.tally.selectivity(layer) for layer, selector in self._maker.selectors.items())
         steps = self._report.steps + (f"; {self._compiled.words()}" if self._compiled is not None else "")
         hooked = hooked_module(self._model)
@@ -356,8 +328,7 @@ class Handle:
         serving = self._report.serving
         if self._maker.serving is not None:
             serving = self._maker.serving.words() or serving
-        said = replace(self._report, steps=steps, serving=serving, generated=self._maker.last_generate())
-        return replace(said, selectivity=read)
+        return replace(self._report, steps=steps, serving=serving, selectivity=read)
 
     def memory(self) -> Memory:
         """Bytes by layer and kind of the newest cache made by `generate` or `new_cache`: as it is now, or as it was

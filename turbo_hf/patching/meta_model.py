@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, cast
 import torch
 import transformers
 from transformers import (
-    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -26,7 +25,7 @@ from turbo_hf.cache.memory import LayerCost, layer_bytes
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, shortened
 from turbo_hf.models.model_layers import layer_windows
-from turbo_hf.models.versions import CACHE, NEWEST, OLDEST
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.balance import parents, rotary_shares
 from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
@@ -45,7 +44,7 @@ def gguf_options(gguf_file: str | None) -> dict[str, str]:
     return {} if gguf_file is None else {"gguf_file": gguf_file}
 
 
-def read_config(name: str, revision: str | None = None, gguf_file: str | None = None) -> PreTrainedConfig:
+def read_config(name: str, gguf_file: str | None = None) -> PreTrainedConfig:
     """The config of a folder, a config.json or a Hub id, by the classes of Transformers; code beside it never runs.
 
     gguf_file: a GGUF file there, whose metadata are read instead; the dtype is then the one Transformers dequantizes
@@ -56,7 +55,7 @@ def read_config(name: str, revision: str | None = None, gguf_file: str | None = 
     """
     if gguf_file is not None:
         try:
-            of_file: PreTrainedConfig = AutoConfig.from_pretrained(name, revision=revision, gguf_file=gguf_file)
+            of_file: PreTrainedConfig = AutoConfig.from_pretrained(name, gguf_file=gguf_file)
         except Exception as error:  # the reader may raise anything about bytes that are no GGUF file
             raise ValueError(f"Transformers cannot read the GGUF file {gguf_file!r}: {shortened(error)}") from error
         of_file.dtype = of_file.dtype or torch.float32
@@ -64,32 +63,14 @@ def read_config(name: str, revision: str | None = None, gguf_file: str | None = 
     adapter = Path(name) / ADAPTER
     try:
         if adapter.is_file():
-            name, revision = json.loads(adapter.read_text())["base_model_name_or_path"], None
-        config: PreTrainedConfig = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+            name = json.loads(adapter.read_text())["base_model_name_or_path"]
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a config's own class may raise anything about its fields
-        why = _no_config_class(name, revision) or f"cannot read a config from {name!r}: {shortened(error)}"
-        raise ValueError(why) from error
+        raise ValueError(
+            f"Transformers {transformers.__version__} cannot read a config from {name!r} (code beside it is never "
+            f"run): {shortened(error)}"
+        ) from error
     return config
-
-
-def _no_config_class(name: str, revision: str | None) -> str | None:
-    """A sentence if there is a config but Transformers has no class for it; None: something else is wrong."""
-    try:
-        fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-    except Exception:  # the caller reports it
-        return None
-    kind = fields.get("model_type") if isinstance(fields, dict) else None
-    if not isinstance(kind, str):
-        return f"the config of {name!r} names no model_type, so Transformers cannot tell which model it is of."
-    if kind in CONFIG_MAPPING:
-        return None
-    known = f"Transformers {transformers.__version__} has no model of model_type {kind!r}"
-    if "auto_map" in fields:
-        return (
-            f"{name!r} comes with its own code, which turbo-hf does not run, and {known}. Load it yourself with "
-            "trust_remote_code=True, and pass it to turbo_hf.patch(model, check=True)."
-        )
-    return f"{known}. A newer version may have it; turbo_hf is tested with {OLDEST} to {NEWEST}."
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

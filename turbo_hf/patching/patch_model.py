@@ -21,16 +21,16 @@ from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.step_runner import HandOff, describe, is_dispatched, why_no_replay_over
 from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
-from turbo_hf.models.quantized_weights import describe_weights, why_not_captured
+from turbo_hf.models.quantized_weights import why_not_captured
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.parallel.context import ContextRanks, context_ranks, require_spread_layers, require_spreadable
 from turbo_hf.patches.balance import KeyBias
 from turbo_hf.patches.families import Family, family_of
 from turbo_hf.patches.layers import AttentionLayer, attention_layers
 from turbo_hf.patching import continuous_batching
-from turbo_hf.patching.continuous_batching import HeadSizes, latent_sizes
+from turbo_hf.patching.continuous_batching import latent_sizes
 from turbo_hf.patching.generate_methods import PREPARE, replace_methods
-from turbo_hf.patching.handle import CacheMaker, Handle, Report
+from turbo_hf.patching.handle import CacheMaker, Handle, HeadSizes, Report
 from turbo_hf.patching.hooks import add_hooks
 from turbo_hf.patching.other_threads import alone
 from turbo_hf.patching.refusals import (
@@ -56,7 +56,6 @@ def patch(
     config: ConfigLike | None = None,
     *,
     calibration: Calibration | str | Path | None = "auto",
-    revision: str | None = None,
     strict: Strict = "raise",
     check: bool = False,
     tokenizer: Any = None,
@@ -73,9 +72,8 @@ def patch(
             widths of the calibration that is passed, if it has any, else "turbo4".
         calibration: has the widths of each layer, if the config is "calibrated"; decides which heads get the low bits,
             if the config has heads of two widths; and provides what sparse decoding selects keys by. A `Calibration`, a
-            folder or Hub id that holds one, None for no calibration (heads are then ranked by each row's first block),
-            or "auto": the one stored with the checkpoint (in its folder or the Hub cache), if any.
-        revision: the Hub revision that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
+            folder or Hub id that holds one, None for no calibration, or "auto": the one stored with the checkpoint (in
+            its folder or the Hub cache), if any.
         strict: what happens with a layer, version or call that compressed attention cannot serve, and with a
             calibration found by "auto" that is damaged or belongs to another model: "raise" an error, "warn" and leave
             that part to Hugging Face, or "fallback" to Hugging Face with only a log message. Training mode, NaN, Inf
@@ -97,8 +95,8 @@ def patch(
         Unsupported (a ValueError): the model, or with strict "raise" a part of it, cannot be compressed, or the check
             failed. Later calls that ask for what a compressed cache cannot do raise it too.
         ValueError: unknown preset, option or strict; a config file that is broken; the model is already patched; the
-            calibration is damaged, belongs to another model, or has other widths than the config; the revision is not
-            the model's; another thread runs the model.
+            calibration is damaged, belongs to another model, or has other widths than the config; another thread runs
+            the model.
         OSError: there is no config file, or no calibration, in the named place.
         TypeError: not a Transformers model.
     """
@@ -116,7 +114,7 @@ def patch(
         require_model(model)
         notices = Notices(strict, speaks=ranks.speaks)
         model = check_model(model, notices)
-        loaded = load_calibration(model, config, calibration, notices, revision)
+        loaded = load_calibration(model, config, calibration, notices)
         chosen = loaded.config
         continuous_batching.require_no_manager(model)
         all_layers = attention_layers(model)
@@ -139,9 +137,7 @@ def patch(
         with ranks.together():
             if check:
                 unpatched = unpatched_logits(model, planned.modules.values())
-                own = (
-                    tokenizer if tokenizer is not None else own_tokenizer(checkpoint_of(model, revision), notices.note)
-                )
+                own = tokenizer if tokenizer is not None else own_tokenizer(checkpoint_of(model), notices.note)
                 text = check_text(model, chosen, own)
             stack.enter_context(alone(model, "patch()"))
         handle = _apply(model, planned, strict)
@@ -262,7 +258,6 @@ def _plan(
         heads=words,
         sparse=sparse,
         serving=continuous_batching.words(no_serving),
-        weights=describe_weights(model),
         ranks=_words(ranks),
     )
     maker = CacheMaker(

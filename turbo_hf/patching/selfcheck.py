@@ -19,7 +19,16 @@ from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.host_device import input_device
 from turbo_hf.parallel.context import spread
-from turbo_hf.patching.divergence import EVALUATE, NEVER, Reading, divergences, log_probabilities, verdict
+from turbo_hf.patching.divergence import (
+    EVALUATE,
+    NEVER,
+    Divergence,
+    Reading,
+    compare_positions,
+    log_probabilities,
+    summarize,
+    verdict,
+)
 from turbo_hf.ranks import Ranks
 
 DECODED = 16
@@ -55,36 +64,6 @@ SAMPLES = 8
 
 SLACK, MOST = 4, 0.5
 """Without quantization, a check fails at an error of this many times the effect of rounding, or of `MOST`."""
-
-
-@dataclass(frozen=True, slots=True)
-class SelfCheck:
-    """Logits of a text's end, compared with the unpatched model's.
-
-    Args:
-        error: |logits - reference| / |reference|, each less its mean over the vocabulary.
-        agreement: share of positions with the same most likely token.
-        kl: mean KL(reference || patched) of the next token's distribution, in nats.
-        tokens: number of positions.
-        text: what was read.
-    """
-
-    error: float
-    agreement: float
-    kl: float
-    tokens: int
-    text: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """What a user can do with this preset on this model, one of those of `divergence.verdict`."""
-        return verdict(self.kl)
-
-    def __str__(self) -> str:
-        return (
-            f"KL {self.kl:.4f} nats to the unpatched model over {self.tokens} tokens of {self.text}, "
-            f"{self.agreement:.0%} the same most likely token: {self.verdict}"
-        )
 
 
 class CheckBatch(NamedTuple):
@@ -168,17 +147,6 @@ def probe(model: PreTrainedModel, cache: Any = None) -> torch.Tensor:
     return logits[:, -(total - parts[0] + kept) :]
 
 
-def compare(logits: torch.Tensor, reference: torch.Tensor, text: str = "") -> SelfCheck:
-    """The figures of `SelfCheck` for logits, or log-probabilities, [..., tokens, vocabulary]."""
-    # a constant added to all logits of a position changes no probability
-    centred = reference - reference.mean(-1, keepdim=True)
-    difference = logits - logits.mean(-1, keepdim=True) - centred
-    error = (difference.norm() / centred.norm()).item()
-    agreement = (logits.argmax(-1) == reference.argmax(-1)).float().mean().item()
-    kl = divergences(logits.log_softmax(-1), reference.log_softmax(-1)).mean().item()
-    return SelfCheck(error, agreement, kl, reference[..., 0].numel(), text)
-
-
 class CheckText(NamedTuple):
     """A text, and what the unpatched model says after each of its last tokens.
 
@@ -192,9 +160,10 @@ class CheckText(NamedTuple):
     reference: torch.Tensor
     words: str
 
-    def check(self, model: PreTrainedModel, cache: Any) -> SelfCheck:
+    def check(self, model: PreTrainedModel, cache: Any) -> Divergence:
         """What a patched model makes of the text with that cache."""
-        return compare(log_probabilities(model, self.reading, cache), self.reference, self.words)
+        got = log_probabilities(model, self.reading, cache)
+        return summarize([compare_positions(got, self.reference, self.reading)])
 
 
 def check_text(model: PreTrainedModel, config: TurboConfig, tokenizer: Any) -> CheckText | None:
@@ -334,14 +303,19 @@ def judged(text: CheckText | None, model: PreTrainedModel, handle: Any, notices:
     if text is None:
         return "self-check: logits as before; without a head there is no distribution to compare"
     found = text.check(model, handle.new_cache())
-    if found.verdict == NEVER:
+    outcome = verdict(found.kl)
+    said = (
+        f"self-check: KL {found.kl:.4f} nats to the unpatched model over {found.positions} tokens of {text.words}, "
+        f"{found.same_top:.0%} the same most likely token: {outcome}"
+    )
+    if outcome == NEVER:
         remedy = 'Try more bits, leave layers dense (turbo-hf fidelity --map), or pass strict="warn" to go on.'
-        notices.refuse(f"self-check: {found}.", f"The patch is off again. {remedy}")
-    elif found.verdict == EVALUATE:
-        notices.note(f"self-check: {found}.")
+        notices.refuse(f"{said}.", f"The patch is off again. {remedy}")
+    elif outcome == EVALUATE:
+        notices.note(f"{said}.")
     begins = handle.report().config.begins
     unseen = "" if text.reading.passes[0] >= begins else f" (what is sparse from {begins} tokens on was not read)"
-    return f"self-check: {found}{unseen}"
+    return said + unseen
 
 
 def _distance(logits: torch.Tensor, reference: torch.Tensor) -> float:

@@ -1,6 +1,7 @@
 """The manager of continuous batching on a patched model: Transformers' own, with the compressed cache."""
 
 import copy
+import functools
 import threading
 from typing import Any
 
@@ -14,8 +15,11 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from turbo_hf.attention.packed import packed_pass
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.errors import Unsupported
-from turbo_hf.serving import runner
+from turbo_hf.graphs.devices import CudaDevice
+from turbo_hf.graphs.runner import Runner
+from turbo_hf.graphs.step_runner import why_hooked
 from turbo_hf.serving.paged_cache import Serving, TurboPagedCache
+from turbo_hf.serving.runner import TurboBatchProcessor
 
 KEPT = "_cached_continuous_batching_manager"
 """Where Transformers keeps a persistent manager on the model."""
@@ -37,14 +41,16 @@ class TurboBatchingManager(ContinuousBatchingManager):
         launched: str | None,
     ):
         self.serving = serving
-        given, cuda = continuous_batching_config, model.device.type == "cuda"
-        self._captures = _captures(given.use_cuda_graph, launched)
-        self._demanded = given.use_cuda_graph is not None or serving.config.cuda_graphs is True
-        self._captures_prompts = given.use_cuda_graph is None
+        own, cuda = copy.copy(continuous_batching_config), model.device.type == "cuda"
+        if own.use_cuda_graph:
+            raise Unsupported(
+                f"use_cuda_graph={own.use_cuda_graph}: TurboConfig.cuda_graphs says whether passes over compressed "
+                "pages are captured. Choose None or False in the ContinuousBatchingConfig, or remove the patch."
+            )
+        self._captures = own.use_cuda_graph is None and launched is None
         # of Transformers' own captures nothing is used
-        own = copy.copy(given)
         own.use_cuda_graph = False
-        if given.use_async_batching is None:
+        if own.use_async_batching is None:
             own.use_async_batching = self._captures and cuda
         super().__init__(model, generation_config, own, workload_hints)
         _check_options(self.continuous_batching_config, cuda)
@@ -55,7 +61,6 @@ class TurboBatchingManager(ContinuousBatchingManager):
                 f"{self.distributed_helper.tp_size} processes. Use generate, or remove the patch."
             )
         serving.managers.add(self)
-        serving.made += 1
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """The patch's attention stays. Raises: Unsupported, if another was chosen since the patch."""
@@ -72,9 +77,9 @@ class TurboBatchingManager(ContinuousBatchingManager):
             require_none_running(self.model)
         super().start()
 
-    def _create_batch_processor(self) -> runner.TurboBatchProcessor:
+    def _create_batch_processor(self) -> TurboBatchProcessor:
         """As in Transformers, with a `TurboPagedCache`."""
-        if isinstance(self.batch_processor, runner.TurboBatchProcessor):
+        if isinstance(self.batch_processor, TurboBatchProcessor):
             self.batch_processor.reset()
             self.batch_processor.cache.begin_session()
             return self.batch_processor
@@ -90,9 +95,8 @@ class TurboBatchingManager(ContinuousBatchingManager):
                 f"scheduler_type must be one of {', '.join(SCHEDULER_MAPPING)}; got {cb.scheduler_type!r}."
             )
         of_kind: Any = SCHEDULER_MAPPING[cb.scheduler_type]
-        scheduler = of_kind(
-            cache=cache, safety_margin=cb.safety_margin, max_requests_per_batch=cb.max_requests_per_batch or 1
-        )
+        most = cb.max_requests_per_batch or 1
+        scheduler = of_kind(cache=cache, safety_margin=cb.safety_margin, max_requests_per_batch=most)
         accept = scheduler.add_waiting_request
         # asynchronous batching computes a token more than it needs
         capacity = cache.capacity - bool(cb.use_async_batching)
@@ -103,10 +107,12 @@ class TurboBatchingManager(ContinuousBatchingManager):
             accept(state)
 
         scheduler.add_waiting_request = add_waiting_request
-        return runner.TurboBatchProcessor(
-            device=runner.capture_device(self.model.device) if self._captures else None,
-            demanded=self._demanded,
-            prompts=self._captures_prompts,
+        return TurboBatchProcessor(
+            graphs=Runner(
+                CudaDevice(self.model.device) if self._captures else None,
+                functools.partial(why_hooked, self.model),
+                self.serving.config.cuda_graphs is True,
+            ),
             cache=cache,
             config=config,
             generation_config=self.generation_config,
@@ -159,16 +165,16 @@ def init_continuous_batching(
         kept.switch_to_cb_friendly_attn(model)
         if launched is not None and kept.batch_processor is not None:
             # hooks that came later, which a replay would not call
-            kept.batch_processor.model_runner.launch()
+            kept.batch_processor.model_runner.graphs.off = True
         manager: ContinuousBatchingManager = kept
         return manager
     require_none_running(model)
-    chosen = generation_config if generation_config is not None else model.generation_config
+    chosen = generation_config or model.generation_config
     if chosen.eos_token_id is None:
         # as in Transformers, which writes it to the model's own config: no end token
         chosen = copy.deepcopy(chosen)
         chosen.eos_token_id = -1
-    config = continuous_batching_config if continuous_batching_config is not None else ContinuousBatchingConfig()
+    config = continuous_batching_config or ContinuousBatchingConfig()
     return TurboBatchingManager(model, chosen, config, workload_hints, serving, launched)
 
 
@@ -198,29 +204,11 @@ def require_none_running(model: Any) -> None:
         )
 
 
-def _captures(given: bool | tuple[bool, bool] | None, launched: str | None) -> bool:
-    """Whether steps are captured. given: Transformers' use_cuda_graph, for passes that hold prompts and for steps.
-
-    Raises:
-        Unsupported: it asks for what cannot be captured.
-    """
-    if given is None:
-        return launched is None
-    of_prompts, of_steps = (given, given) if isinstance(given, bool) else given
-    reason = "not all passes that hold prompts are captured" if of_prompts else launched if of_steps else None
-    if reason is not None:
-        raise Unsupported(
-            f"use_cuda_graph={given}: {reason}. Choose {'(False, True) or ' * (launched is None)}None in the "
-            "ContinuousBatchingConfig, or remove the patch."
-        )
-    return of_steps
-
-
 def _check_options(cb: ContinuousBatchingConfig, cuda: bool) -> None:
     """Unsupported for options of Transformers that compressed pages do not support."""
     compiled = cb.varlen_compile_config is not None or cb.decode_compile_config is not None
     for name, given, instead in (
-        ("use_async_batching without a GPU", bool(cb.use_async_batching) and not cuda, "False"),
+        ("use_async_batching without a GPU", cb.use_async_batching and not cuda, "False"),
         ("cpu_offload_space", cb.cpu_offload_space is None or cb.cpu_offload_space > 0, "0"),
         ("a compile config", compiled, "none"),
     ):

@@ -37,10 +37,7 @@ class Serving:
 
     shape, config, orders, balances: as in `Storage`.
     managers: those that exist.
-    made: how many were made.
     prompt_tokens: tokens of all prompts; hit_tokens: those of them that a stored prefix has saved.
-    evicted: blocks of stored prefixes that were given up for others.
-    peak: memory when blocks and slots took the most bytes.
     """
 
     shape: Shape
@@ -48,27 +45,20 @@ class Serving:
     orders: list[tuple[int, ...] | None]
     balances: list[torch.Tensor | None]
     managers: "WeakSet[Any]" = field(default_factory=WeakSet)
-    made: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
-    evicted: int = 0
-    peak: Memory | None = None
 
     def memory(self) -> Memory | None:
         """The memory of the newest manager that has a cache; None: there is none."""
-        made = [manager.batch_processor for manager in list(self.managers)]
-        caches = [processor.cache for processor in made if processor is not None]
-        found: Memory | None = caches[-1].memory() if caches else None
+        made = [manager.batch_processor for manager in list(self.managers) if manager.batch_processor is not None]
+        found: Memory | None = made[-1].cache.memory() if made else None
         return found
 
     def words(self) -> str:
-        """For the report; "" before the first manager."""
-        if not self.made:
-            return ""
-        share = self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-        text = f"continuous batching: {self.hit_tokens:,} of {self.prompt_tokens:,} prompt tokens ({share:.0%}) were "
-        held = f"; at most {self.peak.tokens:,} tokens in {self.peak.total:,} bytes" if self.peak else ""
-        return f"{text}found in stored prefixes, {self.evicted:,} stored blocks evicted{held}"
+        """For the report; "" before the first request."""
+        found, of = self.hit_tokens, self.prompt_tokens
+        share = f"{found:,} of {of:,} prompt tokens ({found / max(1, of):.0%})"
+        return f"continuous batching: {share} were found in stored prefixes" if of else ""
 
 
 class TurboAllocator(CacheAllocator):
@@ -215,37 +205,32 @@ class TurboAllocator(CacheAllocator):
             chain.append(compute_block_hash(parent, token_ids[at : at + block]))
             self.ledger.register_new_hash(table[n], chain[-1])
 
-    def evict(self, count: int) -> int:
-        """Give up the `count` blocks that no request has used for longest; returns how many there were."""
+    def evict(self, count: int) -> bool:
+        """Give up the `count` blocks that no request has used for longest; returns whether there were any."""
         ledger = self.ledger
         oldest = list(ledger.cached_blocks)[:count]
         for block in oldest:
             del ledger.cached_blocks[block]
             del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
         self.pool.free_blocks(self.index, oldest)
-        return len(oldest)
+        return bool(oldest)
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
         """See Transformers."""
         return past_length + query_length
 
-    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+    def get_read_indices(self, *args: Any) -> list[int]:
         """None: pages are read where they are."""
         return []
 
-    get_write_indices = get_read_indices
-
-    def fill_block_table(self, *args: Any) -> None:
-        """Not called: `TurboPagedCache.fill_block_table` is."""
-        raise NotImplementedError
+    get_write_indices: Any = get_read_indices
 
     def update(self, *args: Any) -> Any:
-        """Not called: attention calls `TurboPagedCache.attend`."""
+        """Not called: `TurboPagedCache` notes rows, and attends."""
         raise NotImplementedError
 
-    def get_cache_for_block_table(self, layer_idx: int) -> Any:
-        """Not called, as `update`."""
-        raise NotImplementedError
+    get_cache_for_block_table: Any = update
+    fill_block_table: Any = update
 
 
 class _Planner(PagedAttentionMemoryHandler):
@@ -374,10 +359,7 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         """Give up stored prefixes that no request uses, the oldest first, until a quarter of the pool is free; at least
         one block in sixteen, so that repeated calls free all of them."""
         free = self.num_sectors - self._blocks_in_use()
-        wanted = max(self.num_sectors // 4 - free, self.num_sectors // 16, 1)
-        evicted = self.allocator.evict(wanted)
-        self.serving.evicted += evicted
-        return evicted > 0
+        return self.allocator.evict(max(self.num_sectors // 4 - free, self.num_sectors // 16, 1))
 
     def prepare_fork_request(
         self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict[str, tuple[list[int], list[int]]]
@@ -400,20 +382,12 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         for old, new in copies:
             self.storage.copy_slots([old], [new])
 
-    def extend_read_and_write_indices(
-        self,
-        request_id: str,
-        past_length: int,
-        query_length: int,
-        read_index: list[list[int]] | None,
-        write_index: list[list[int]],
-    ) -> None:
+    def extend_read_and_write_indices(self, request_id: str, past_length: int, query_length: int, *args: Any) -> None:
         """See Transformers: called for each request of the coming pass, in order."""
         self.note(request_id, past_length, query_length)
 
-    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor) -> None:
-        """See Transformers: called in place of the former in passes in which each request brings one token."""
-        self.note(request_id, past_length, query_length)
+    # in passes in which each request brings one token
+    fill_block_table: Any = extend_read_and_write_indices
 
     def note(self, request_id: str, past_length: int, query_length: int) -> None:
         """The next request of the coming pass: what the host knows of it."""
@@ -429,9 +403,6 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         """The requests of the pass that begins."""
         rows, self._coming = self._coming, []
         self._copy_slots()
-        peak = self.serving.peak
-        if peak is None or self._bytes_in_use() > peak.total:
-            self.serving.peak = self.memory()
         return rows
 
     def mix(self, rows: list[Row]) -> None:
@@ -462,10 +433,6 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
     def _blocks_in_use(self) -> int:
         """Blocks of requests and of stored prefixes."""
         return self.num_sectors - int(self.pool.num_free_sectors) - int(self.pool.count_free_blocks(0))
-
-    def _bytes_in_use(self) -> int:
-        """Bytes of these blocks, and of the slots of requests."""
-        return self._blocks_in_use() * self.bytes_per_sector + len(self.allocator.slot_of) * self.serving.shape.slot
 
     def memory(self) -> Memory:
         """Bytes of the blocks and slots that hold tokens, stored prefixes included."""

@@ -194,11 +194,6 @@ class StepRows:
         """The requests that get a sealed block."""
         return [row for row in self.rows if self.shape.seals(row)]
 
-    @property
-    def first_blocks(self) -> list[Row]:
-        """Those of them whose first block it is."""
-        return [row for row in self.sealing if not self.shape.split(row.past)[0]]
-
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The rows' tokens of x [1, H, T, D], as [size, H, new, D]; any token in a row without one."""
         return gathered(x, self.tokens, self.size)
@@ -347,13 +342,11 @@ class Blocks:
         tokens: int64 [count * block], what lies at each place of each row, among the tokens of the pass.
         table: int64 [count, 1], its block, if it is whole.
         sealed: int64 [count], 1 if it is whole, else 0.
-        first: int64 [count], the first block of its request.
         open_len: int64 [layers, count], zeros.
         slots, begin, last: int64 [requests], the slot of each request, its first row, and its last one.
         held: int64 [requests], how many places of that first row were open before.
         front, early: int64 [requests], its row in front, and how many first tokens it held. Requests without that row
             have the last row of all, and `front_slots` names no slot for them.
-        first_blocks: the rows that are a request's first block, and whole.
         seals: whether some row is whole.
     """
 
@@ -361,24 +354,23 @@ class Blocks:
         self.count, self.shape, self.spare = count, shape, spare
         self.seals = True
         block = shape.block
-        self._sizes = [count * block, count, count, count, count * shape.layers, *[requests] * 7]
+        self._sizes = [count * block, count, count, count * shape.layers, *[requests] * 7]
         self._flat = torch.zeros(_room(self._sizes), dtype=torch.int64, device=device)
         parts = _cut(self._flat, self._sizes)
-        self.tokens, table, self.sealed, self.first, opened, *each = parts
+        self.tokens, table, self.sealed, opened, *each = parts
         self.slots, self.begin, self.last, self.held, self.front_slots, self.front, self.early = each
         self.table, self.open_len = table.view(count, 1), opened.view(shape.layers, count)
         self.arrived = torch.zeros(count, dtype=torch.int32, device=device)
-        self.first_blocks: list[int] = []
 
     def fill(self, rows: list[Row], places: list[int]) -> None:
         """Begin a pass of these requests, whose tokens begin at `places`. Waits for nothing."""
         shape, block = self.shape, self.shape.block
         flat = torch.zeros(len(self._flat), dtype=torch.int64, pin_memory=self._flat.is_cuda)
         parts = (x.numpy() for x in _cut(flat, self._sizes))
-        tokens, table, sealed, first, _, slots, begin, last, held, front_slots, front, early = parts
+        tokens, table, sealed, _, slots, begin, last, held, front_slots, front, early = parts
         slots[:], begin[:], last[:] = self.spare, self.count - 1, self.count - 1
         front_slots[:], front[:] = self.spare, self.count - 1
-        at, self.first_blocks = 0, []
+        at = 0
         for n, (row, place) in enumerate(zip(rows, places, strict=True)):
             if row.past < shape.first:
                 tokens[at * block : (at + 1) * block] = place + (np.arange(block) - row.past).clip(0, row.new - 1)
@@ -392,10 +384,7 @@ class Blocks:
             columns = np.arange(count * block) - (opened - shape.first)
             tokens[at * block : (at + count) * block] = place + columns.clip(0, row.new - 1)
             table[at : at + whole], sealed[at : at + whole] = row.blocks[before : before + whole], 1
-            first[at : at + count] = row.blocks[0] if row.blocks else 0
             slots[n], begin[n], last[n], held[n] = row.slot, at, at + count - 1, max(0, opened - shape.first)
-            if whole and not before:
-                self.first_blocks.append(at)
             at += count
         self._flat.copy_(flat, non_blocking=True)
 
@@ -460,11 +449,6 @@ class Layout:
                 place[row.first : row.first + row.new] = np.arange(end - row.new, end)
             self.blocks.fill(own, [end - row.new for row, end in zip(own, ends, strict=True)])
         self._both.copy_(both, non_blocking=True)
-
-    @property
-    def ranks_heads(self) -> bool:
-        """Whether some request gets its first block, which may rank its heads."""
-        return any(bool(rows.first_blocks) for rows in (self.steps, self.blocks) if rows is not None)
 
     def as_pass(self) -> "Pass":
         """What attention computes."""

@@ -5,19 +5,18 @@ Imports Transformers' continuous batching as it is from 5.19 on.
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.hooks import RemovableHandle
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import stream_context
 
-from turbo_hf.errors import Unsupported, warn
-from turbo_hf.graphs.devices import CudaDevice, Device
-from turbo_hf.graphs.step_runner import hooked_module
+from turbo_hf.errors import warn
+from turbo_hf.graphs.runner import NotCaptured, Runner
 from turbo_hf.layout import power_of_two
 from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import require_finite
@@ -32,65 +31,28 @@ STAGED = ("input_ids", "position_ids", "logits_indices", "logits_processor_args"
 """What a pass reads of its inputs, beside what the cache knows."""
 
 
-class SharedInputs:
-    """Tensors that captures read and write in place of the two sets of asynchronous batching, so that one capture
-    serves both."""
-
-    def __init__(self) -> None:
-        self._own: list[torch.Tensor] = []
-        # of each set, all of the memory in which its tensors lie
-        self._given: dict[int, dict[int, torch.Tensor]] = {}
-
-    def take(self, pair: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of these tensors of set number `pair`, at the same addresses each time."""
-        if pair not in self._given:
-            wholes = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
-            self._given[pair] = {
-                place: torch.empty(0, dtype=torch.int32, device=tensors[0].device).set_(storage)
-                for place, storage in wholes.items()
-            }
-            self._own = self._own or [x.clone() for x in self._given[pair].values()]
-        of = dict(zip(self._given[pair], self._own, strict=True))
-        for given, own in zip(self._given[pair].values(), self._own, strict=True):
-            own.copy_(given)
-        return [of[x.untyped_storage().data_ptr()].as_strided(x.shape, x.stride(), x.storage_offset()) for x in tensors]
-
-
-def capture_device(device: torch.device) -> Device | None:
-    """How passes on `device` are captured; None: they are not."""
-    return CudaDevice(device) if device.type == "cuda" else None
-
-
 class TurboModelRunner(ModelRunner):
     """Transformers' runner, which prepares what the cache reads of a pass, and replays steps.
 
     A pass in which each request brings one token, and holds others, is computed with a row for each slot: tokens are
     put into the order of slots before the model sees them, and logits back. A few short prompts may follow them
-    (`Layout`). Its first time at a size such a pass is launched, the second time captured.
+    (`Layout`).
 
     Args:
-        device: how steps are captured; None: they are launched.
-        demanded: whether a step that cannot be captured is an error; a pass with prompts never is one.
-        prompts: whether passes with prompts may be captured.
+        graphs: captures passes, by layout; off: they are launched. If it demands captures, then those of steps alone.
         options: of Transformers' runner.
     """
 
     cache: Any
 
-    def __init__(self, device: Device | None, demanded: bool, prompts: bool, **options: Any):
+    def __init__(self, graphs: Runner, **options: Any):
         super().__init__(**options)
-        self.pad_inputs = False
-        self._device, self._demanded, self._prompts = device, demanded, prompts
-        self._rows: dict[tuple[int, int], StepRows] = {}
+        self.pad_inputs, self.graphs = False, graphs
+        # whether passes with prompts may be captured
+        self._prompts = True
         self._layouts: dict[tuple[int, ...], Layout] = {}
-        self._shared = SharedInputs()
-        # by layout; None: that was launched once
-        self._replays: dict[tuple[int, ...], Callable[[], Any] | None] = {}
-        # how many hooks torch had made when those of the model were looked for last
-        self._hooks: int | None = None
         # the layout of the last pass, if it was replayed
         self.replayed: tuple[int, ...] | None = None
-        self.captures = 0
         layers = len(self.cache.storage.nonfinite)
         self._flags = torch.zeros(2, layers, dtype=torch.int32, pin_memory=self.cache.storage.nonfinite.is_cuda)
 
@@ -99,10 +61,6 @@ class TurboModelRunner(ModelRunner):
         self.pad_inputs = use_decode_fast_path
         # nothing is read by index
         return (self.cache.allocator.rows() if use_decode_fast_path else num_q_tokens), 0
-
-    def launch(self) -> None:
-        """From now on steps are launched."""
-        self._device = None
 
     def warmup(self, model: Any) -> None:
         """Nothing: steps are captured when they are needed."""
@@ -115,7 +73,7 @@ class TurboModelRunner(ModelRunner):
     def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
         """See Transformers."""
         with stream_context(self.inputs_and_outputs.compute_stream):
-            self._look_for_hooks(model)
+            self.graphs.look_for_hooks()
             rows = self.cache.begin_pass()
             key, self.replayed = self._key(rows), None
             if key is None:
@@ -124,16 +82,6 @@ class TurboModelRunner(ModelRunner):
             else:
                 self._fixed(model, batch_data, rows, key)
             self._flags[self._pair].copy_(self.cache.storage.nonfinite, non_blocking=True)
-
-    def _look_for_hooks(self, model: Any) -> None:
-        """Steps are launched once the model has a hook of the user's. Raises `Unsupported` if they must be captured."""
-        if self._device is None or self._hooks == RemovableHandle.next_id:
-            return
-        self._hooks, hooked = RemovableHandle.next_id, hooked_module(model)
-        if hooked is not None and self._demanded:
-            raise Unsupported(f"cuda_graphs=True: {hooked} has hooks, which a replay would not call. Remove them.")
-        if hooked is not None:
-            self.launch()
 
     def require_finite(self) -> None:
         """ValueError, if NaN or Inf was stored by the pass that has been waited for last."""
@@ -149,12 +97,10 @@ class TurboModelRunner(ModelRunner):
         if not prompts:
             return (*of_steps, 0, 0, 0, 0)
         count, new = power_of_two(len(prompts)), power_of_two(max(LEAST, *(row.new for row in prompts)))
-        shape = self.cache.storage.shape
-        ranked = any(self.cache.storage.ranks_heads) and any(not shape.split(row.past)[0] for row in prompts)
-        own = self._device is None or not self._prompts or ranked or len({row.past > 0 for row in prompts}) > 1
+        own = self.graphs.off or not self._prompts or len({row.past > 0 for row in prompts}) > 1
         most = of_steps[0] + count * new > self.cache.max_batch_tokens
         # a past is unpacked for all rows at once
-        most |= count * max(row.past + row.new for row in prompts) > shape.together
+        most |= count * max(row.past + row.new for row in prompts) > self.cache.storage.shape.together
         if own or most or count > MOST_ROWS or count * new > MOST:
             return None
         return (*of_steps, count, new, max(16, most_blocks(prompts)), int(prompts[0].past > 0))
@@ -162,16 +108,12 @@ class TurboModelRunner(ModelRunner):
     def _layout(self, key: tuple[int, ...]) -> Layout:
         """The layout of these sizes; see `_key`."""
         if key not in self._layouts:
-            storage = self.cache.storage
-            size, blocks, count, new, own_blocks, past = key
-            if size and (size, blocks) not in self._rows:
-                plans = None if self._device is None else SteadyPlans()
-                self._rows[size, blocks] = StepRows(size, blocks, 1, storage.shape, storage.device, plans)
-            prompts = None
-            if count:
-                prompts = Prompts(count, new, own_blocks, bool(past), storage.device)
-            steps = self._rows.get((size, blocks))
-            self._layouts[key] = Layout(steps, prompts, storage.shape, storage.device, storage.spare)
+            storage, (size, blocks, count, new, own_blocks, past) = self.cache.storage, key
+            shape, device = storage.shape, storage.device
+            plans = None if self.graphs.off else SteadyPlans()
+            steps = StepRows(size, blocks, 1, shape, device, plans) if size else None
+            prompts = Prompts(count, new, own_blocks, bool(past), device) if count else None
+            self._layouts[key] = Layout(steps, prompts, shape, device, storage.spare)
         return self._layouts[key]
 
     def _fixed(self, model: Any, batch_data: dict[str, Any], rows: list[Row], key: tuple[int, ...]) -> None:
@@ -186,59 +128,49 @@ class TurboModelRunner(ModelRunner):
             batch_data[name] = _sized(batch_data[name], layout.outputs)
         # those of an earlier pass may lie there
         batch_data["logits_indices"][known:].zero_()
-        given = [*(batch_data[name] for name in STAGED), *self.inputs_and_outputs.get_cb_kwargs()]
-        read = given
-        if self._device is not None and hasattr(self.inputs_and_outputs, "io_pairs"):
-            read = self._shared.take(self._pair, given)
-        batch_data |= zip(STAGED, read, strict=False)
+        ids = zip(("carried", "before", "out"), self.inputs_and_outputs.get_cb_kwargs(), strict=True)
+        # one capture serves both sets of inputs of asynchronous batching
+        given = {name: batch_data[name] for name in STAGED} | dict(ids)
+        read = given if self.graphs.off else self.graphs.take(key, given)
+        batch_data |= {name: read[name] for name in STAGED}
         if self.supports_logits_to_keep(model):
             batch_data["logits_to_keep"] = batch_data["logits_indices"]
         forward: Any = functools.partial(_in_layout, model, layout)
-        step = functools.partial(self._forward_process_and_sample, forward, batch_data, *read[len(STAGED) :])
-        if self._device is None:
+        outputs = read["carried"], read["before"], read["out"]
+        step = functools.partial(self._forward_process_and_sample, forward, batch_data, *outputs)
+        if self.graphs.off:
             step()
-        elif any(self.cache.storage.ranks_heads) and layout.ranks_heads:
-            # the host tells which rows rank their heads
-            self._device.warm(step)
         else:
-            self._replay(self._device, key, step)
+            self.replayed = key if self.graphs.captured(key) else None
+            self._run(key, step)
         if read is not given:
-            given[-1][:, : layout.outputs].copy_(read[-1][:, : layout.outputs])
+            given["out"][:, : layout.outputs].copy_(read["out"][:, : layout.outputs])
 
-    def _replay(self, device: Device, key: tuple[int, ...], step: Callable[[], Any]) -> None:
-        """Compute a step, by its capture from the second time on."""
-        if key not in self._replays:
-            self._replays[key] = None
-            device.warm(step)
-            return
-        # the least recently used come first
-        replay = self._replays.pop(key)
-        if replay is None:
-            self._forget_oldest()
-            try:
-                replay = device.capture(step)
-            except Exception as error:
-                of_prompts = bool(key[2])
-                if self._demanded and not of_prompts:
-                    raise
-                name = "passes with prompts" if of_prompts else "steps"
-                warn(f"turbo_hf: {name} of continuous batching cannot be captured and are launched: {error}")
-                self._prompts = False
-                self._device = self._device if of_prompts else None
-                device.warm(step)
-                return
-            self.captures += 1
+    def _run(self, key: tuple[int, ...], step: Callable[[], Any]) -> None:
+        """Compute a pass of this layout, by its capture from the second time on."""
+        try:
+            self.graphs.run(key, step, self._making_room)
+        except NotCaptured as error:
+            of_prompts = bool(key[2])
+            name = "passes with prompts" if of_prompts else "steps"
+            why = f"{name} of continuous batching cannot be captured"
+            if not of_prompts:
+                self.graphs.demand(f"{why} ({error})")
+            warn(f"turbo_hf: {why} and are launched: {error}")
+            self._prompts, self.graphs.off = False, not of_prompts
         else:
-            self.replayed = key
-        self._replays[key] = replay
-        replay()
+            return
+        self.graphs.device.warm(step)
 
-    def _forget_oldest(self) -> None:
-        captured = [key for key, replay in self._replays.items() if replay is not None]
+    @contextmanager
+    def _making_room(self) -> Iterator[None]:
+        """Discard the least recently used of `GRAPHS` captures, which may still run."""
+        captured = list(filter(self.graphs.captured, self.graphs.kinds))
         if len(captured) >= GRAPHS:
             if self.inputs_and_outputs.compute_stream is not None:
                 self.inputs_and_outputs.compute_stream.synchronize()
-            del self._replays[captured[0]]
+            del self.graphs.kinds[captured[0]]
+        yield
 
 
 def _carried(ios: Any) -> torch.Tensor:
@@ -272,17 +204,15 @@ def _in_layout(model: Any, layout: Layout, **inputs: Any) -> Any:
 
 
 class TurboBatchProcessor(ContinuousBatchProcessor):
-    """Transformers' processor with a `TurboModelRunner`, whose arguments `device`, `demanded` and `prompts` are."""
+    """Transformers' processor with a `TurboModelRunner`, whose argument `graphs` is."""
 
     cache: Any
     model_runner: Any
 
-    def __init__(self, device: Device | None, demanded: bool, prompts: bool, **options: Any):
+    def __init__(self, graphs: Runner, **options: Any):
         super().__init__(**options)
         self.model_runner = TurboModelRunner(
-            device,
-            demanded,
-            prompts,
+            graphs,
             logit_processor=self.logit_processor,
             cb_config=self.cb_config,
             cache=self.cache,

@@ -16,7 +16,6 @@ import torch
 from turbo_hf.attention.latent import absorbed_attention, expanded_attention, require_plain, up_projections
 from turbo_hf.attention.prompt import packed_attention, prompt_attention
 from turbo_hf.cache.new_columns import NewQKV
-from turbo_hf.cache.open_buffer import Tokens, ranked_heads
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import KVStore, PagedHeads, Scoring, empty_pages
@@ -33,8 +32,7 @@ class Storage:
     dtype: of new keys and values.
     slots: how many requests may have open tokens at once.
     balances: for each layer, what stored keys are divided by, float32 [Hkv, D]; None: by nothing.
-    orders: for each layer, KV heads by their need of bits, where a calibration decides; None: each request's first
-        block does.
+    orders: for each layer, KV heads by their need of bits; None: as they are numbered.
     """
 
     def __init__(
@@ -70,9 +68,6 @@ class Storage:
         given = [plain if order is None else torch.tensor(order, device=self.device) for order in orders]
         # of each row
         self._given = torch.stack(given)[:, None].repeat(1, slots, 1)
-        # whether each request's first block ranks its heads; the order then belongs to that block
-        self.ranks_heads = [len(own) > 1 and order is None for own, order in zip(shape.groups, orders, strict=True)]
-        self._order_of_block = plain.repeat(layers, self.blocks if any(self.ranks_heads) else 0, 1)
         # not tried with latents
         self._side = torch.cuda.Stream(self.device) if pool.is_cuda and shape.rotary_dim is None else None
 
@@ -149,17 +144,14 @@ class Storage:
         yield
         here.wait_stream(self._side)
 
-    def _order(self, layer: int, table: torch.Tensor) -> torch.Tensor:
+    def _order(self, layer: int, rows: int) -> torch.Tensor:
         """int64 [B, Hkv]: the head in each slot of each row."""
-        if self.ranks_heads[layer] and table.shape[1]:
-            return self._order_of_block[layer].index_select(0, table[:, 0])
         given = self._given[layer]
-        return given[: len(table)] if len(table) <= len(given) else given[:1].expand(len(table), -1)
+        return given[:rows] if rows <= len(given) else given[:1].expand(rows, -1)
 
     def _view(
         self,
         layer: int,
-        first: torch.Tensor,
         table: torch.Tensor,
         sealed: torch.Tensor,
         opened: Iterable[torch.Tensor],
@@ -167,9 +159,9 @@ class Storage:
         sealed_host: tuple[int, ...] | None = None,
         plans: dict[Any, Any] | None = None,
     ) -> KVStore:
-        """Rows of one layer as ops see them. first: as of `_order`; the rest as in `KVStore`."""
+        """Rows of one layer as ops see them; the arguments as in `KVStore`."""
         k, v, k_scale, v_scale = opened
-        places = (self._order(layer, first), table, sealed)
+        places = (self._order(layer, len(table)), table, sealed)
         opens = (k, v, k_scale, v_scale, open_len)
         return KVStore(self.paged[layer], *places, *opens, self.shape.block, sealed_host, plans, self.shape.first)
 
@@ -178,14 +170,13 @@ class Storage:
     ) -> torch.Tensor:
         """The new tokens join the open ones, then attention reads them; blocks that have become whole are sealed.
 
-        The tensors of `rows` alone determine what it does where nobody's first block ranks its heads, so that it can be
-        replayed.
+        The tensors of `rows` alone determine what it does, so that it can be replayed.
         """
         layer, latent = module.layer_idx, self.shape.rotary_dim is not None
         ops, opened = self.ops[layer], (x[layer, : rows.size] for x in self.opened)
         # a capture must do for rows of any length
         planned = (None if latent else rows.sealed_host, rows.plans)
-        store = self._view(layer, rows.table, rows.table, rows.sealed, opened, rows.open_len[layer], *planned)
+        store = self._view(layer, rows.table, rows.sealed, opened, rows.open_len[layer], *planned)
         balance = self.balances[layer]
         balanced = ops.append_tokens(
             qkv.key,
@@ -205,8 +196,7 @@ class Storage:
             out = ops.decode(queries, store, scoring, starts=rows.starts, window=window).out
         # a capture seals whenever it must
         if fixed or rows.sealing:
-            store = store._replace(sealed=rows.after, sealed_host=None)
-            self._seal(store, [row.slot for row in rows.first_blocks], layer, rows.table[:, 0])
+            ops.seal_open(store._replace(sealed=rows.after, sealed_host=None), 1)
         if rows.new > 1:
             self._move_rests(rows, layer)
         return out
@@ -226,7 +216,7 @@ class Storage:
         if not prompts.past:
             return None
         opened = (x[layer].index_select(0, prompts.slots) for x in self.opened)
-        return self._view(layer, prompts.table, prompts.table, prompts.sealed, opened, prompts.open_len)
+        return self._view(layer, prompts.table, prompts.sealed, opened, prompts.open_len)
 
     def _prompts(
         self, prompts: Prompts, module: Any, qkv: NewQKV, past: KVStore | None, scoring: Scoring, window: int | None
@@ -249,8 +239,7 @@ class Storage:
             *torch.empty(2, count, heads, block, device=self.device),
         )
         # entry 0 of a row of the table is its block, which is sealed if `sealed` counts it
-        store = self._view(layer, blocks.first[:, None], blocks.table, blocks.sealed, opened, blocks.open_len[layer])
-        store = store._replace(first=0)
+        store = self._view(layer, blocks.table, blocks.sealed, opened, blocks.open_len[layer])._replace(first=0)
         ops, flag = self.ops[layer], self.nonfinite[layer : layer + 1]
         ops.append_tokens(k, v, store, nonfinite=flag, arrived=blocks.arrived, balance=self.balances[layer])
         k, v, k_scale, v_scale = (x[layer] for x in self.opened)
@@ -260,29 +249,13 @@ class Storage:
             ops.exchange_open(opened, slots, blocks.front_slots, front, front, blocks.early)
         ops.exchange_open(opened, slots, blocks.slots, blocks.begin, blocks.last, blocks.held, begin)
         if blocks.seals:
-            self._seal(store, blocks.first_blocks, layer, blocks.first)
-
-    def _seal(self, store: KVStore, new: list[int], layer: int, first: torch.Tensor) -> None:
-        """Seal each row's block of open tokens; rows for which that is the first one (`new`) rank their heads.
-
-        first: int64 [B], the first block of each row's request.
-        """
-        if self.ranks_heads[layer] and new:
-            at, block = shared(new, self.device), slice(store.first, store.first + store.block)
-            k, v = store.k_open[at, :, block], store.v_open[at, :, :, block].mT
-            k_scale, v_scale = (x[at, :, block] for x in (store.k_scale, store.v_scale))
-            order = ranked_heads(Tokens(k, k_scale, v, v_scale), self.config, self.balances[layer])
-            self._order_of_block[layer].index_copy_(0, store.table[at, 0], order)
-            store = store._replace(order=self._order(layer, first[:, None]))
-        self.ops[layer].seal_open(store, 1)
+            ops.seal_open(store, 1)
 
     def copy_blocks(self, source: list[int], target: list[int]) -> None:
         """Blocks `target` become copies of blocks `source`, in all layers."""
         old, new = shared(source, self.device), shared(target, self.device)
         for x in (x for groups in self.paged for pages in groups for x in pages[1:]):
             x.index_copy_(0, new, x.index_select(0, old))
-        if self._order_of_block.numel():
-            self._order_of_block.index_copy_(1, new, self._order_of_block.index_select(1, old))
 
     def copy_slots(self, source: list[int], target: list[int]) -> None:
         """Slots `target` become copies of slots `source`."""

@@ -5,9 +5,9 @@ import torch
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.decode.reference import reference_decode
-from turbo_hf.ops.decode.reference_repeat import repeated_decode
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
 from turbo_hf.ops.repeat import Repeat
+from turbo_hf.ops.store.quantize import check_shape
 
 DECODE_MODES = ("turbo", "native")
 """On the INT8 values, or on dequantized ones."""
@@ -51,33 +51,24 @@ class DecodeOps(Choice):
         """
         if repeat is not None and repeat.decode is not None:
             return AttentionOutput(*repeat.decode(q, scoring.sas_threshold))
-        batch, kv_heads, _, dim = store.k_open.shape
+        _, kv_heads, _, dim = store.k_open.shape
         check_queries(q, kv_heads, dim, self.mode, starts, DECODE_MODES)
         check_scoring(scoring, q.shape[1], window)
-        if q.shape[0] != batch or q.device != store.k_open.device:
-            raise ValueError(
-                f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}."
-            )
-        check_lengths(store)
+        check_lengths(store, q)
         if self.step_kernels:
             from turbo_hf.ops.decode.launch import launch_decode  # noqa: PLC0415 - needs Triton
 
             return launch_decode(q, store, scoring, starts, window, self.mode, repeat)
-        if repeat is not None and starts is None:
-            repeat.decode = repeated_decode(q, store, scoring, window, self.mode)
-            if repeat.decode is not None:
-                return AttentionOutput(*repeat.decode(q, scoring.sas_threshold))
         return reference_decode(q, store, scoring, starts, window, self.mode)
 
 
-def check_lengths(store: KVStore) -> tuple[int, ...] | None:
-    """Sealed blocks of each row, as far as the host knows them without waiting. ValueError if rows do not match."""
-    batch, known = store.k_open.shape[0], store.sealed_host
-    for name, x in (("sealed", store.sealed), ("open_len", store.open_len)):
-        if x.shape != (batch,):
-            raise ValueError(f"store.{name} must be [B] = [{batch}]; got {tuple(x.shape)}.")
-    if store.table.dim() != 2 or store.table.shape[0] != batch:
-        raise ValueError(f"store.table must be [B, blocks] with B = {batch}; got {tuple(store.table.shape)}.")
+def check_lengths(store: KVStore, q: torch.Tensor) -> tuple[int, ...] | None:
+    """Sealed blocks of each row, as far as the host knows them without waiting. ValueError if rows do not match q's."""
+    batch, device, known = store.k_open.shape[0], store.k_open.device, store.sealed_host
+    check_shape("q", q, (batch, "Hq", "M", "D"), device)
+    check_shape("store.sealed", store.sealed, (batch,), device)
+    check_shape("store.open_len", store.open_len, (batch,), device)
+    check_shape("store.table", store.table, (batch, "blocks"), device)
     if store.sealed.device.type == "cpu":
         there = tuple(store.sealed.tolist())
         if known not in (None, there):

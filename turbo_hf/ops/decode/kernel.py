@@ -2,11 +2,11 @@
 
 A tile is NB blocks of one row and KV head, one block per warp: nothing in the loop crosses warps. For each block:
 
-    S  = (digits(q * span_k) K + L q . zero_k) * size_k     tensor cores, INT8: channels' spans live in q, as two digits
+    S  = (folded(q, span_k) K + L q . zero_k) * size_k      tensor cores, INT8: channels' spans live in q, as two digits
     P  = exp(S - max S) * size_v                            rounded to INT8 codes, one scale per query row and block
     O += (V P span_v + L sum P zero_v) * scale              tensor cores, then one multiply-add per channel
 
-L is 2^bits - 1, by which sizes are divided (`kernel_tiles.sizes_of`).
+L is 2^bits - 1, by which S and O are divided in the end. Codes of q have 16 bit, as two digits too.
 
 Query rows are the M of the first product and the N of the second, so that each thread already holds the part of P that
 it needs for the second (`turbo_hf.layout.VALUE_ORDER`).
@@ -115,8 +115,11 @@ def _attend_width(
     IN_TURN: tl.constexpr = BITS < 4 and DP == 64
     queries, units = prepared
     q = channels_of(queries, c, c < D, PLAIN, D == DP and not IN_TURN)
+    P_TYPE: tl.constexpr = q.dtype if PLAIN else tl.int8
     code_units, plain_units = units
     row_unit = plain_units if PLAIN else code_units
+    if LEVELS:
+        row_unit *= (1 if PLAIN else 256) / LEVELS
     if not CHOSEN:
         first, last = seen
         # tiles that every query row sees whole
@@ -139,7 +142,7 @@ def _attend_width(
             at = (page >> 32) * SLOTS + slot
         keys = keys_of(k_ptr + at * K_PAGE, live, D, DP, BLOCK, BITS, ASM)
         values = values_of(v_ptr + at * V_PAGE, live, D, DP, BLOCK, VALUE_BITS, ASM)
-        k_size, v_size = sizes_of(size_ptr, at, live, BLOCK, BITS, VALUE_BITS)
+        k_size, v_size = sizes_of(size_ptr, at, live, BLOCK, BITS, ASM)
         meta, shown = (meta_ptr + at * (LINES * D))[:, None], live[:, None]
         k_zero, k_span, v_zero, v_span = at, at, at, at
         if LEVELS:
@@ -167,7 +170,7 @@ def _attend_width(
         elif (tile < inner_begin) | (tile >= inner_end):
             place = block[:, None, None] * BLOCK + column
             x = tl.where((place >= first) & (place < last) & live[:, None, None], x, -float("inf"))
-        p, total, weight, keep, m, denom = block_softmax(x, v_size, m, denom, scoring.sas_threshold, q.dtype)
+        p, total, weight, keep, m, denom = block_softmax(x, v_size, m, denom, scoring.sas_threshold, P_TYPE, ASM)
         p = to_values(p, VALUE_BITS)
         acc = accumulate(acc, p, total, values, v_zero, v_span, weight, keep, V_LEVELS, FORM.spread, ASM)
     return (acc, m, denom), counted
@@ -196,6 +199,7 @@ def attend_open(
     d = tl.arange(0, DP)
     queries, units = prepared
     q = channels_of(queries, d, d < D, Q_PLAIN, True)
+    P_TYPE: tl.constexpr = q.dtype if Q_PLAIN else tl.int8
     code_units, plain_units = units
     row_unit = plain_units if Q_PLAIN else code_units
     if CHOSEN:
@@ -238,7 +242,7 @@ def attend_open(
         else:
             allowed = (place[:, None, :] >= first) & (place[:, None, :] < last)
             x = tl.where(allowed & live[:, None, :], x, -float("inf"))
-        p, total, weight, keep, m, denom = block_softmax(x, v_scale, m, denom, scoring.sas_threshold, q.dtype)
+        p, total, weight, keep, m, denom = block_softmax(x, v_scale, m, denom, scoring.sas_threshold, P_TYPE, ASM)
         p = to_values(p, 16 if PLAIN else 8)
         acc = accumulate(acc, p, total, values, at, at, weight, keep, 0, FORM.spread, ASM)
     return (acc, m, denom), counted

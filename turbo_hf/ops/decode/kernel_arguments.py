@@ -39,7 +39,7 @@ class DecodeForm(NamedTuple):
     tile: blocks per tile, one per warp.
     rows: query rows per tile, padded.
     spread: whether `rows` is twice the query rows there are (`rows_of`).
-    turbo: whether queries are quantized to INT8.
+    turbo: whether queries are rounded to 16-bit codes.
     all_16bit: whether pages, open tokens and queries are of one 16-bit type, in tiles of one block.
     stages: stages of the load pipeline.
     at_once: parts that are merged at a time.

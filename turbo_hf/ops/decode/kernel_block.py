@@ -3,16 +3,18 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import LEAST, LN_2, ROUND, sas
-from turbo_hf.ops.kernel_unpack import digits
-
-INT8_MAX = tl.constexpr(127)
-ROUND_BITS = tl.constexpr(0x4B400000)
-"""The bit pattern of `ROUND`."""
+from turbo_hf.ops.kernel_common import LEAST, LN_2, nearest, sas
+from turbo_hf.ops.kernel_unpack import folded
 
 
 @triton.jit
-def block_softmax(x, v_size, m, denom, sas_threshold, DTYPE: tl.constexpr):
+def _largest(a, b):
+    """The larger one, or NaN if one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def block_softmax(x, v_size, m, denom, sas_threshold, DTYPE: tl.constexpr, ASM: tl.constexpr):
     """One block's softmax. x: scores in base 2 [NB, R, T], -inf where hidden. v_size: sizes of values [NB, T].
 
     Returns P times these [NB, R, T] in DTYPE; its sums int32 [NB, R], if DTYPE is int8; weight [NB, R], the value of
@@ -30,15 +32,18 @@ def block_softmax(x, v_size, m, denom, sas_threshold, DTYPE: tl.constexpr):
     weight = tl.exp2(top - shift)
     denom = denom * keep + tl.sum(p, 2) * weight
     p = p * v_size[:, None, :]
-    most = tl.max(p, 2) + tl.sum(p * 0.0, 2)
-    p = p * (1.0 / tl.where(most > LEAST, most, 1.0))[:, :, None]
-    weight = weight * most
-    if DTYPE == tl.int8:
-        p = (p * INT8_MAX + ROUND).to(tl.int32, bitcast=True) - ROUND_BITS
-        weight = weight * (1.0 / INT8_MAX)
-        total = tl.sum(p, 2)
+    # NaN of a size must not become a code
+    if ASM:
+        most = tl.reduce(p, 2, _largest)
     else:
-        total = weight
+        most = tl.max(p, 2) + tl.sum(p * 0.0, 2)
+    TOP: tl.constexpr = 127.0 if DTYPE == tl.int8 else 1.0
+    p = p * (TOP / tl.where(most > LEAST, most, 1.0))[:, :, None]
+    weight = weight * most * (1.0 / TOP)
+    total = weight
+    if DTYPE == tl.int8:
+        p = nearest(p)
+        total = tl.sum(p, 2)
     return p.to(DTYPE), total, weight, keep, new, denom
 
 
@@ -68,6 +73,12 @@ def _stack(x, y):
 
 
 @triton.jit
+def _halves(x, R: tl.constexpr):
+    """The first R rows of x [N, 2 R, C], and the last."""
+    return tl.split(x.reshape(x.shape[0], 2, R, x.shape[2]).permute(0, 2, 3, 1))
+
+
+@triton.jit
 def _ranged(x, weight, zero, span, LEVELS: tl.constexpr):
     """Sums x of weighted codes, int32 [NB, DP, N], as sums of what these stand for, times LEVELS. weight: its sum.
 
@@ -91,7 +102,7 @@ def _numbers(codes, zero, span, LEVELS: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def scores(q, codes, zero, span, LEVELS: tl.constexpr, ASM: tl.constexpr):
-    """q . k of one block, float32 [NB, R, T], in units of `kernel_tiles.sizes_of`. Where q is INT8, rounded only once.
+    """q . k of one block, float32 [NB, R, T], without sizes; q int16: rounded only once, in units of 256 / LEVELS.
 
     q: [R, DP]; codes: int8 [NB, DP, T], or the keys themselves; zero, span: int8 [NB, DP]; LEVELS: as in `_numbers`.
     """
@@ -99,18 +110,20 @@ def scores(q, codes, zero, span, LEVELS: tl.constexpr, ASM: tl.constexpr):
     R: tl.constexpr = q.shape[0]
     DP: tl.constexpr = codes.shape[1]
     T: tl.constexpr = codes.shape[2]
-    if q.dtype == tl.int8:
-        unit = tl.broadcast_to(_stack(tl.zeros([R, DP], tl.int8), q)[None], [NB, 2 * R, DP])
+    if q.dtype == tl.int16:
+        digits = _stack((q.to(tl.int32) + 128 >> 8).to(tl.int8), q.to(tl.int8))
+        digits = tl.broadcast_to(digits[None], [NB, 2 * R, DP])
         if LEVELS:
+            high, low = folded(*tl.broadcast(q[None], span[:, None, :]), ASM)
             # the zeros' product is the same number in all columns: the sum over channels starts from it
-            s = tl.dot(unit, tl.broadcast_to(zero[:, :, None], [NB, DP, 8]), out_dtype=tl.int32) * LEVELS
-            s = tl.broadcast_to(s[:, :, None, :], [NB, 2 * R, T // 8, 8]).reshape(NB, 2 * R, T)
-            high, low = digits(*tl.broadcast(q[None], span[:, None, :]), ASM)
-            folded = tl.join(high, low).permute(0, 3, 1, 2).reshape(NB, 2 * R, DP)
-            s = tl.dot(folded, codes, s, out_dtype=tl.int32)
+            s = tl.dot(digits, tl.broadcast_to(zero[:, :, None], [NB, DP, 8]), out_dtype=tl.int32) * LEVELS
+            z_high, z_low = _halves(s, R)
+            s = tl.join(z_high * 0, z_high + (z_low + 128 >> 8)).permute(0, 3, 1, 2).reshape(NB, 2 * R, 1, 8)
+            s = tl.broadcast_to(s, [NB, 2 * R, T // 8, 8]).reshape(NB, 2 * R, T)
+            both = tl.join(high, low).permute(0, 3, 1, 2).reshape(NB, 2 * R, DP)
+            high, low = _halves(tl.dot(both, codes, s, out_dtype=tl.int32), R)
         else:
-            s = tl.dot(unit, codes, out_dtype=tl.int32)
-        high, low = tl.split(s.reshape(NB, 2, R, T).permute(0, 2, 3, 1))
+            high, low = _halves(tl.dot(digits, codes, out_dtype=tl.int32), R)
         return (high * 256 + low).to(tl.float32)
     else:
         return _float_dot(tl.broadcast_to(q[None], [NB, R, DP]), _numbers(codes, zero, span, LEVELS, q.dtype), ASM)
@@ -134,4 +147,6 @@ def accumulate(
             o = even(o)
     if SPREAD:
         weight, keep = even(weight), even(keep)
+    if LEVELS:
+        weight = weight * (1 / LEVELS)
     return acc * keep[:, None, :] + o * weight[:, None, :]

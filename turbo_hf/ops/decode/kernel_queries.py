@@ -3,8 +3,10 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.decode.kernel_block import INT8_MAX
-from turbo_hf.ops.kernel_common import LOG2_E, as_int8, counted
+from turbo_hf.layout import QUERY_MAX as LARGEST_QUERY
+from turbo_hf.ops.kernel_common import LOG2_E, counted, nearest
+
+QUERY_MAX = tl.constexpr(float(LARGEST_QUERY))
 
 
 @triton.jit
@@ -44,7 +46,7 @@ def unit_of(scoring):
 
 @triton.jit
 def prepare(rows, scoring, TURBO: tl.constexpr):
-    """What `channels_of` needs of `query_rows`, and the factors on scores of INT8 rows and of unquantized rows."""
+    """What `channels_of` needs of `query_rows`, and the factors on scores of rounded rows and of unquantized rows."""
     x, at, stride, shown = rows
     factor = tl.full([x.shape[0]], 1.0, tl.float32)
     inverse = factor
@@ -52,19 +54,19 @@ def prepare(rows, scoring, TURBO: tl.constexpr):
         wide = x.to(tl.float32)
         # tl.max skips NaN, which codes cannot represent
         largest = counted(tl.max(tl.abs(wide), 1)) + tl.sum(wide * 0.0, 1)
-        factor = tl.div_rn(largest, tl.full([x.shape[0]], INT8_MAX, tl.float32))
-        inverse = tl.div_rn(tl.full([x.shape[0]], INT8_MAX, tl.float32), tl.where(largest > 0, largest, 1.0))
+        factor = tl.div_rn(largest, tl.full([x.shape[0]], QUERY_MAX, tl.float32))
+        inverse = tl.div_rn(tl.full([x.shape[0]], QUERY_MAX, tl.float32), tl.where(largest > 0, largest, 1.0))
     unit = unit_of(scoring)
     return (x, at, stride, shown, inverse), (factor * unit, tl.full([x.shape[0]], 1.0, tl.float32) * unit)
 
 
 @triton.jit
 def channels_of(q, c, ok, PLAIN: tl.constexpr, SAME: tl.constexpr):
-    """Queries [R, DP] with their channels in the order c, in INT8 unless PLAIN. SAME: that is the order they have."""
+    """Queries [R, DP] with their channels in the order c, in int16 codes unless PLAIN. SAME: that is their order."""
     x, rows, stride, shown, inverse = q
     if not SAME:
         x = tl.load(rows[:, None] + c[None, :] * stride, mask=shown[:, None] & ok[None, :], other=0.0)
     if PLAIN:
         return x
     else:
-        return as_int8(x.to(tl.float32) * inverse[:, None])
+        return nearest(x.to(tl.float32) * inverse[:, None]).to(tl.int16)

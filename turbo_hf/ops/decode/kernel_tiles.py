@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.kernel_common import slot_of_width, to_l2
-from turbo_hf.ops.kernel_unpack import lanes2, lanes3, lanes4
+from turbo_hf.ops.kernel_unpack import lanes2, lanes3, lanes4, widened
 
 
 @triton.jit
@@ -32,11 +32,8 @@ def ranges_of(meta, ok, c, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def sizes_of(size_ptr, at, ok, T: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr):
-    """What a unit of each token is worth: float32 [NB, T] of the keys and values of pages `at` [NB], 0 where not ok.
-
-    A unit: one of the codes; below 8 bit the size over 2^bits - 1, by which ranges are not divided. At 16 bit 1.
-    """
+def sizes_of(size_ptr, at, ok, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Sizes of tokens: float32 [NB, T] of the keys and values of pages `at` [NB], 0 where not ok. At 16 bit 1."""
     if BITS == 16:
         k_size = tl.full([at.shape[0], T], 1.0, tl.float32)
         v_size = k_size
@@ -44,9 +41,8 @@ def sizes_of(size_ptr, at, ok, T: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: 
         # both at once, or at 32 tokens the load is not pipelined, as in `ranges_of`
         line = tl.arange(0, 2)[None, :, None] * T + tl.arange(0, T)[None, None, :]
         size = tl.load(size_ptr + (at * (2 * T))[:, None, None] + line, mask=ok[:, None, None], other=0.0)
-        k_size, v_size = tl.split(size.to(tl.float32).permute(0, 2, 1))
-        k_size *= 1 / (2**BITS - 1 if BITS < 8 else 1)
-        v_size *= 1 / (2**VALUE_BITS - 1 if VALUE_BITS < 8 else 1)
+        k_size, v_size = tl.split(size.permute(0, 2, 1))
+        k_size, v_size = widened(k_size, ASM), widened(v_size, ASM)
     return k_size, v_size
 
 

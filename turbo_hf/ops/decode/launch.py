@@ -140,7 +140,7 @@ def _schedule(
 
 
 def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False) -> tuple[DecodeTiles, bool, int]:
-    """Tiles for queries like q, whether they become INT8, their channels, padded."""
+    """Tiles for queries like q, whether they become codes, their channels, padded."""
     padded = max(32, power_of_two(q.shape[3]))
     widths = {pages.bits for pages in store.paged}
     turbo = mode == "turbo" and widths != {UNQUANTIZED}

@@ -2,8 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import INT8_MAX, UNQUANTIZED, AttentionOutput, KVStore, Scoring
-from turbo_hf.ops.decode.reference_products import StoredProducts
+from turbo_hf.layout import QUERY_MAX, UNQUANTIZED, AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.maths import counted, ratio, scaled
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
 from turbo_hf.ops.store.reference_pages import expand
@@ -16,18 +15,10 @@ def reference_decode(
     starts: torch.Tensor | None = None,
     window: int | None = None,
     mode: str = "turbo",
-) -> AttentionOutput:
-    return attend(q, store, FlashOptions(scoring, True, window, None if mode == "native" else torch.int8), starts)
-
-
-def attend(
-    q: torch.Tensor,
-    store: KVStore,
-    how: FlashOptions,
-    starts: torch.Tensor | None,
     chosen: torch.Tensor | None = None,
 ) -> AttentionOutput:
-    """Attention to the keys `chosen`, bool [B, Hkv, M, T] by place in the row (as in `expand`); None: to all."""
+    """chosen: bool [B, Hkv, M, places], the keys that are attended to, by place in the row; None: all."""
+    how = FlashOptions(scoring, window, None if mode == "native" else torch.int8)
     found = _attend(q, store, how, starts, chosen)
     if how.p_type is not None and store.k_open.dtype != torch.int8:
         # heads of 16 bit are computed as they are stored
@@ -46,7 +37,7 @@ def _attend(
     starts: torch.Tensor | None,
     chosen: torch.Tensor | None,
 ) -> AttentionOutput:
-    """All heads in the same way: q and P in INT8 on INT8 codes, unless P is not rounded or keys are unquantized."""
+    """All heads in the same way: codes of q, P and keys, unless P is not rounded or keys are unquantized."""
     acc = torch.promote_types(q.dtype, torch.float32)
     batch, _, tokens, _ = q.shape
     # the queries are the row's last tokens, so they end where the row ends
@@ -57,41 +48,30 @@ def _attend(
     plain = Operand(q.to(acc), q.new_ones(q.shape[:3], dtype=acc), query)
     rounded = plain
     if how.p_type == torch.int8:
-        x = q.masked_fill(padding[:, None, :, None], 0.0).float()
+        x = q.float()
         largest = counted(x.abs().amax(-1))
-        codes = torch.round(scaled(x, largest, INT8_MAX))
-        rounded = Operand(codes.to(acc), ratio(largest, INT8_MAX).to(acc), query)
-    # with unrounded queries, products with codes would cancel where those with dequantized numbers do not
-    codes_alone = store.k_open.dtype == torch.int8 and how.p_type == torch.int8
-    runs = (_of_codes if codes_alone else _of_numbers)(store, rounded, plain, chosen)
-    out, lse = flash(runs, how)
+        codes = torch.round(scaled(x, largest, QUERY_MAX))
+        rounded = Operand(codes.to(acc), ratio(largest, QUERY_MAX).to(acc), query)
+    out, lse = flash(_runs(store, rounded, plain, chosen), how)
     out = out.masked_fill(padding[:, None, :, None], 0.0)
     return AttentionOutput(out.to(q.dtype), lse.masked_fill(padding[:, None], -torch.inf).float())
 
 
-def _of_codes(store: KVStore, q: Operand, plain: Operand, chosen: torch.Tensor | None) -> list[Run]:
-    """All tokens, as they are packed."""
-    products = StoredProducts(store, q.x.dtype)
-    place = products.place()
-    # pages beyond a row's end are another row's or uninitialized: their scales must not reach a product
-    none = (place < 0)[:, None]
-    k, v = (Operand(q.x, scale, place) for scale in products.scales().masked_fill_(none, 0.0).to(q.x.dtype))
+def _runs(store: KVStore, q: Operand, plain: Operand, chosen: torch.Tensor | None) -> list[Run]:
+    """All tokens; of a layer with 16-bit heads, whose open tokens are no codes, sealed and open ones apart.
+
+    q: in codes, if P is. plain: not rounded."""
+    acc = q.x.dtype
+    k, k_scale, v, v_scale, place = expand(store)
     if chosen is not None:
         chosen = chosen.gather(3, place.clamp(min=0)[:, None, None].expand(*chosen.shape[:3], -1))
-    return [Run(q, k, v, store.block, chosen=chosen, products=products)]
-
-
-def _of_numbers(store: KVStore, q: Operand, plain: Operand, chosen: torch.Tensor | None) -> list[Run]:
-    """A layer with 16-bit heads, whose open tokens are no codes either. q: in INT8, if P is."""
-    acc = q.x.dtype
-    k, k_scale, v, v_scale, index = expand(store)
-    keys, values = Operand(k.to(acc), k_scale.to(acc), index), Operand(v.to(acc), v_scale.to(acc), index)
+    keys, values = Operand(k.to(acc), k_scale.to(acc), place), Operand(v.to(acc), v_scale.to(acc), place)
     run = Run(q, keys, values, store.block, chosen=chosen)
-    if q is plain:
+    if q is plain or store.k_open.dtype == torch.int8:
         return [run]
-    opened = (index >= store.sealed[:, None] * store.block) & (index >= 0)
+    opened = (place >= store.sealed[:, None] * store.block) & (place >= 0)
     return [
-        one._replace(k=one.k._replace(place=index.masked_fill(hidden, -1)))
+        one._replace(k=one.k._replace(place=place.masked_fill(hidden, -1)))
         for one, hidden in ((run, opened), (run._replace(q=plain, exact=True), ~opened))
     ]
 

@@ -6,6 +6,7 @@ from turbo_hf.config.expected import FLOATS
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.latent.reference import reference_latent_decode
+from turbo_hf.ops.store.quantize import check_shape
 
 
 class LatentOps(Choice):
@@ -44,15 +45,11 @@ class LatentOps(Choice):
         rotary = store.v_open.shape[2]
         if heads != 1:
             raise ValueError(f"store must hold latents, of one head; got {heads} heads.")
-        for name, x, channels in (("q_latent", q_latent, rank), ("q_rotary", q_rotary, rotary)):
-            wanted = (batch, *q_latent.shape[1:3], channels)
-            if x.shape != wanted or x.dtype not in FLOATS or x.dtype != q_latent.dtype:
-                raise ValueError(
-                    f"{name} must be float [{batch}, H, M, {channels}], both in one dtype; got {x.dtype} "
-                    f"{tuple(x.shape)}."
-                )
-        if starts is not None and starts.shape != (batch,):
-            raise ValueError(f"starts must be int64 [{batch}]; got {tuple(starts.shape)}.")
+        device = store.k_open.device
+        check_shape("q_latent", q_latent, (batch, "H", "M", rank), device, *FLOATS)
+        check_shape("q_rotary", q_rotary, (*q_latent.shape[:3], rotary), device, q_latent.dtype)
+        if starts is not None:
+            check_shape("starts", starts, (batch,), device)
         if not self.latent_kernels:
             return reference_latent_decode(q_latent, q_rotary, store, scaling, starts)
         from turbo_hf.ops.latent.launch import launch_latent_decode  # noqa: PLC0415 - needs Triton

@@ -8,7 +8,7 @@ from turbo_hf.config.turbo_config import ATTENTION_MODES, V_SCALES
 from turbo_hf.layout import AttentionOutput, KVStore, Rounding, Scoring
 from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.prefill.reference import reference_prefill
-from turbo_hf.ops.store.quantize import check_block, check_float
+from turbo_hf.ops.store.quantize import check_block, check_float, check_shape
 
 TURBO = Rounding()
 """Mode "turbo", in blocks of 128 tokens."""
@@ -27,11 +27,10 @@ class PrefillOps(Choice):
         *,
         past: KVStore | None = None,
         starts: torch.Tensor | None = None,
-        causal: bool = True,
         window: int | None = None,
         own: bool = True,
     ) -> AttentionOutput:
-        """Attention of M new tokens over themselves and, optionally, over a compressed past.
+        """Causal attention of M new tokens over themselves and, optionally, over a compressed past before them.
 
         Args:
             q: float [B, Hq, M, D]. k, v: float [B, Hkv, M, D], not yet in the cache; Hq is a multiple of Hkv.
@@ -39,7 +38,6 @@ class PrefillOps(Choice):
             rounding: mode, blocks, scales of V, and what prepares keys for rounding (`turbo_hf.layout.Rounding`).
             past: the cache of the preceding tokens.
             starts: int64 [B], the first real column of each row (left padding before it); None: no padding.
-            causal: query i sees no key after its own; its position follows the past.
             window: how many tokens a query sees, including itself; None: all.
             own: whether queries attend to the new tokens; if not, to the past alone.
 
@@ -62,12 +60,7 @@ class PrefillOps(Choice):
         check_scoring(scoring, q.shape[1], window)
         check_rounding(rounding)
         for name, x in (("k", k), ("v", v)):
-            if x.shape != k.shape or x.shape[0] != q.shape[0] or x.shape[2] != q.shape[2]:
-                raise ValueError(
-                    f"{name} must be [B, Hkv, M, D] with B, M and D of q {tuple(q.shape)}; got {tuple(x.shape)}."
-                )
-            if x.dtype != q.dtype or x.device != q.device:
-                raise ValueError(f"{name} must be {q.dtype} on {q.device} like q; got {x.dtype} on {x.device}.")
+            check_shape(name, x, (q.shape[0], k.shape[1], *q.shape[2:]), q.device, q.dtype)
         if past is not None:
             _check_past(past, k, mode)
         elif not own:
@@ -75,21 +68,16 @@ class PrefillOps(Choice):
         if mode == "native" and rounding.smooth_k:
             raise ValueError('smooth_k prepares keys for rounding; mode "native" rounds none. Leave it out.')
         if not self.prompt_kernels(mode):
-            return reference_prefill(q, k, v, scoring, rounding, past, starts, causal, window, own)
+            return reference_prefill(q, k, v, scoring, rounding, past, starts, window, own)
         from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
 
-        return launch_prefill(q, k, v, scoring, rounding, past, starts, causal, window, own)
+        return launch_prefill(q, k, v, scoring, rounding, past, starts, window, own)
 
 
 def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:
     """ValueError unless the cache has the same rows and heads as k, in a form that this mode can read."""
-    held = past.k_open
-    if (held.shape[:2], held.shape[3], held.device) != (k.shape[:2], k.shape[3], k.device):
-        raise ValueError(
-            f"past must hold B, Hkv and D of k {tuple(k.shape)} on {k.device}; it holds {held.shape[0]} rows of "
-            f"{held.shape[1]} heads of {held.shape[3]} channels on {held.device}."
-        )
-    if held.dtype != torch.int8 and mode != "native":
+    check_shape("past.k_open", past.k_open, (*k.shape[:2], "cap", k.shape[3]), k.device)
+    if past.k_open.dtype != torch.int8 and mode != "native":
         raise ValueError(f'a past with heads of 16 bit is read in mode "native", which rounds nothing; got {mode!r}.')
 
 
@@ -114,8 +102,8 @@ def check_queries(
         raise ValueError(f"q must be [B, Hq, M, {dim}] with Hq a multiple of {kv_heads}; got {tuple(q.shape)}.")
     if mode not in modes:
         raise ValueError(f"mode must be one of {', '.join(modes)}; got {mode!r}.")
-    if starts is not None and starts.shape != q.shape[:1]:
-        raise ValueError(f"starts must be [B] = [{q.shape[0]}]; got {tuple(starts.shape)}.")
+    if starts is not None:
+        check_shape("starts", starts, q.shape[:1], q.device)
 
 
 def check_scoring(scoring: Scoring, query_heads: int, window: int | None) -> None:

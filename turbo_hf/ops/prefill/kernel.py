@@ -162,9 +162,7 @@ def _chunk_tile(
     v_scale = 0.0
     if chunk.v_scale is not None:
         v_scale = tl.load(chunk.v_scale + kv_row * (chunk.padded // BLOCK) + n0 // BLOCK)
-    allowed = here[None, :]
-    if FORM.causal:
-        allowed &= (n0 + n)[None, :] <= m[:, None]
+    allowed = here[None, :] & ((n0 + n)[None, :] <= m[:, None])
     if FORM.window > 0:
         allowed &= (n0 + n)[None, :] > m[:, None] - FORM.window
     return _step(
@@ -278,15 +276,10 @@ def _finish(state, sink, P_LOG2: tl.constexpr):
 
 
 @triton.jit
-def _edges(
-    first, count, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr
-):  # fmt: skip
+def _edges(first, count, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
     """First key tile of a query tile, the two edges between which tiles need no mask, and the end."""
-    last = count
-    clear_to = count // BLOCK * BLOCK
-    if CAUSAL:
-        last = tl.minimum(first + BLOCK_M, count)
-        clear_to = tl.minimum(clear_to, (first + 1) // BLOCK * BLOCK)
+    last = tl.minimum(first + BLOCK_M, count)
+    clear_to = tl.minimum(count // BLOCK * BLOCK, (first + 1) // BLOCK * BLOCK)
     lowest = 0
     clear_from = 0
     if WINDOW > 0:
@@ -352,7 +345,7 @@ def _attend(
                 acc, total, top, ref, worth = state
                 state = acc / channel[None, :], total, top, ref, worth
 
-        lowest, clear_from, clear_to, last = _edges(first, count, BLOCK_M, FORM.block, FORM.window, FORM.causal)
+        lowest, clear_from, clear_to, last = _edges(first, count, BLOCK_M, FORM.block, FORM.window)
         if FORM.split:
             # the last part alone reads the chunk
             last = tl.where(part < parts - 1, lowest, last)

@@ -93,7 +93,6 @@ class PrefillForm(NamedTuple):
     past_block: tokens per sealed block.
     past_tile: tokens of the past per tile; fewer than `past_block` only where P has no scale per tile.
     window: tokens that a query sees; 0: all.
-    causal: whether a query sees no key after its own.
     p_type, p_log2: type of P, and log2 of its largest value in a tile.
     wide: type of the queries, where keys are not INT8.
     k_token: whether keys have a scale per token.
@@ -111,7 +110,6 @@ class PrefillForm(NamedTuple):
     past_block: int
     past_tile: int
     window: int
-    causal: bool
     p_type: Any
     p_log2: float
     wide: Any

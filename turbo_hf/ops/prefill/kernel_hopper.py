@@ -59,25 +59,16 @@ def _place(item, n_blocks, heads, parts):
 
 
 @gluon.jit
-def _tiles(row, M, CAUSAL: gl.constexpr):
-    """Tiles of their own keys that the 128 rows from row on need; both halves need the same ones."""
-    if CAUSAL:
-        n = row // 128 + 1
-    else:
-        n = gl.cdiv(M, 128)
-    return n
-
-
-@gluon.jit
 def _producer(k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq, G,
-              past, parts, starts, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+              past, parts, starts, D: gl.constexpr, STAGES: gl.constexpr):
     it = 0
     for round_ in range(gl.cdiv(n_items, gl.num_programs(0))):
         item = _item(round_)
         if item < n_items:
             row, bh, part = _place(item, n_blocks, heads, parts)
             kv = (bh // Hq) * (Hq // G) + (bh % Hq) // G
-            n = _tiles(row, M, CAUSAL)
+            # tiles of their own keys that the 128 rows from row on need; both halves need the same ones
+            n = row // 128 + 1
             if starts is not None:
                 n = gl.where(row < M - start_of(starts, bh // Hq), n, 1)
             if parts is not None:
@@ -195,12 +186,9 @@ def _first_tile(q_smem, k_smem, zero, c, last, first_key, OFFSET: gl.constexpr, 
 
 
 @gluon.jit
-def _last_row(row, M, CAUSAL: gl.constexpr, layout: gl.constexpr):
+def _last_row(row, M, layout: gl.constexpr):
     """The last key that each of 64 rows sees."""
-    last = gl.full((64,), 0, gl.int32, layout) + (M - 1)
-    if CAUSAL:
-        last = gl.minimum(last, row + gl.arange(0, 64, layout=layout))
-    return last
+    return gl.minimum(gl.full((64,), 0, gl.int32, layout) + (M - 1), row + gl.arange(0, 64, layout=layout))
 
 
 @gluon.jit
@@ -311,7 +299,7 @@ def _absorb(P, worth, W, F, R, acc, total, old, ref, unit, v_exp, alpha, beta, M
 @gluon.jit
 def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty,
               sqb, sqh, sqm, sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, past, parts,
-              starts, scale_log2, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
+              starts, scale_log2, D: gl.constexpr, STAGES: gl.constexpr, FP8: gl.constexpr,
               LATE_PACK: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 32])
@@ -336,7 +324,7 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
     for round_ in range(rounds):
         row, bh, part = _place(_item(round_), n_blocks, heads, parts)
         kv = bh // Hq * (Hq // G) + bh % Hq // G
-        n = _tiles(row, M, CAUSAL)
+        n = row // 128 + 1
         j = n - 1
         if past is not None:
             tokens, newest, begin, end = extent(past, bh, row, Hq, starts, M, part, parts)
@@ -350,7 +338,7 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
         q_scale = gl.convert_layout(_quantize_q(x, q_wg, broken + bh) * (scale_log2 / 127.0), row_layout)
 
         s = it % STAGES
-        last = _last_row(row, M, CAUSAL, row_layout)
+        last = _last_row(row, M, row_layout)
         if parts is not None:
             # other parts see none of the first tile, from which the loops go on
             last = gl.where(part == 0, last, -1)
@@ -441,13 +429,13 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
 @gluon.jit(do_not_specialize=["M", "Tp", "n_items", "n_blocks", "heads", "Hq", "G", "parts"])
 def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, past_k, past_v, broken, o, lse, sqb, sqh, sqm, sob, som,
                           soh, M, Tp, n_items, n_blocks, heads, Hq, G, past, parts, starts,
-                          scale_log2, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
+                          scale_log2, D: gl.constexpr, STAGES: gl.constexpr, FP8: gl.constexpr,
                           LATE_PACK: gl.constexpr):
     """q [B, Hq, M, D] with last stride 1; k_desc [B*Hkv*Tp, D], v_desc [B*Hkv*D, Tp]; broken int32 [B*Hq + ...].
 
-    past: `TiledPast`, whose codes are past_k and past_v, of a causal chunk, or None; parts: how many items share the
+    past: `TiledPast`, whose codes are past_k and past_v, or None; parts: how many items share the
     past of a tile of queries, with o and lse as of `merge_parts_kernel`; None: each reads all. starts: int64 [B], the
-    first token of each row of a causal prompt; None: 0.
+    first token of each row; None: 0.
     """
     q_smem = gl.allocate_shared_memory(gl.int8, [2, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], gl.int8))
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 128, D], k_desc.layout)
@@ -465,10 +453,10 @@ def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, past_k, past_v, br
     gl.warp_specialize([
         (_consumer, (0, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty, sqb, sqh, sqm,
                      sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, past, parts, starts,
-                     scale_log2, D, STAGES, CAUSAL, FP8, LATE_PACK)),
+                     scale_log2, D, STAGES, FP8, LATE_PACK)),
         (_consumer, (1, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty, sqb, sqh, sqm,
                      sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, past, parts, starts,
-                     scale_log2, D, STAGES, CAUSAL, FP8, LATE_PACK)),
+                     scale_log2, D, STAGES, FP8, LATE_PACK)),
         (_producer, (k_desc, v_desc, past_k, past_v, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq,
-                     G, past, parts, starts, D, STAGES, CAUSAL)),
+                     G, past, parts, starts, D, STAGES)),
     ], [4, 1], [240, 24])

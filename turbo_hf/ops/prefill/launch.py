@@ -185,7 +185,6 @@ def launch_prefill(
     rounding: Rounding,
     past: KVStore | None,
     starts: torch.Tensor | None,
-    causal: bool,
     window: int | None,
     own: bool = True,
 ) -> AttentionOutput:
@@ -202,7 +201,7 @@ def launch_prefill(
         )
 
     room = 0 if past is None else past.table.shape[1] * past.block
-    hopper = own and _hopper_serves(q, rounding, scoring, past, room, window, causal=causal, padded=starts is not None)
+    hopper = own and _hopper_serves(q, rounding, scoring, past, room, window)
     rows = PROMPT_TILE if hopper else tiles_of(rounding.mode).block_m
     parts = past_parts(-(-tokens // rows) * pairs, room, q.device)
     found = first = _outputs(q, starts is not None and parts == 1)
@@ -234,7 +233,7 @@ def launch_prefill(
         )  # fmt: skip
         form = PrefillForm(
             heads=heads, group=heads // kv_heads, dim=dim, padded_dim=padded_dim, block_m=tiles.block_m,
-            block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0, causal=causal,
+            block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0,
             p_type=TL_TYPES[mode.p_type(q.dtype) or q.dtype], p_log2=math.log2(mode.v_top), wide=TL_TYPES[q.dtype],
             k_token=mode.k_scale == "token", own=own, split=split, in_time=rounding.mode == "native",
         )  # fmt: skip
@@ -258,8 +257,7 @@ def launch_prefill(
             if hopper:
                 from turbo_hf.ops.prefill.launch_hopper import launch_hopper_prefill  # noqa: PLC0415 - needs Gluon
 
-                over = (held, parts, starts)
-                launch_hopper_prefill(q, operands, v_log2, first, broken, scoring, causal, *over)
+                launch_hopper_prefill(q, operands, v_log2, first, broken, scoring, held, parts, starts)
             else:
                 bias = None if operands.k_mean is None else _bias(q, operands.k_mean) * scoring.scaling
                 run(operands, rounding.mode, v_log2, bias)
@@ -303,16 +301,12 @@ def _hopper_serves(
     past: KVStore | None,
     room: int,
     window: int | None,
-    *,
-    causal: bool,
-    padded: bool,
 ) -> bool:
     """Whether the kernel for Hopper computes what `prefill_kernel` would, over a past also as fast. room: tokens of the
     past that programs may share."""
     if past is not None and not (in_tiles(past) and fills_sms(q, room)):
         return False
-    plain = scoring.is_plain and (causal or (past is None and not padded))
-    plain &= window is None or (past is None and window >= q.shape[2])
+    plain = scoring.is_plain and (window is None or (past is None and window >= q.shape[2]))
     scales = MODES[rounding.mode].k_scale == "block" and rounding.v_scale == "block" and rounding.block == 128
     narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in (64, 128)
     return gpu.hopper(q.device) and plain and scales and narrow and not rounding.smooth_k

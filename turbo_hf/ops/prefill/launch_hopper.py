@@ -29,16 +29,15 @@ def launch_hopper_prefill(
     to: AttentionOutput,
     broken: torch.Tensor,
     scoring: Scoring,
-    causal: bool,
     past: Past | None = None,
     parts: int = 1,
     starts: torch.Tensor | None = None,
 ) -> None:
     """Write out and lse of q over `chunk` to `to`, v_log2 being the log2 of `chunk.v_scale`. scoring: a plain one.
 
-    past: of a causal chunk, as `unpack_tiles` makes it. parts: how many programs share the past of a tile of queries;
+    past: as `unpack_tiles` makes it. parts: how many programs share the past of a tile of queries;
     `to` is then float32 [parts, B, Hq, M, D] and [parts, B, Hq, M], contiguous. starts: int64 [B], each row's first
-    token, of causal prompts. `broken` is set for heads with NaN or Inf in q, or scores too large for INT8.
+    token. `broken` is set for heads with NaN or Inf in q, or scores too large for INT8.
     """
     out, lse = to
     batch, heads, tokens, dim = q.shape
@@ -67,5 +66,5 @@ def launch_hopper_prefill(
         *q.stride()[:3], out.stride(-4), out.stride(-2), out.stride(-3), tokens, padded, items,
         triton.cdiv(tokens, TILE), together, heads, group,
         tiled, parts if parts > 1 else None, starts, scoring.scaling * math.log2(math.e),
-        D=dim, STAGES=STAGES[dim], CAUSAL=causal, FP8=fp8, LATE_PACK=dim == 64, num_warps=4,
+        D=dim, STAGES=STAGES[dim], FP8=fp8, LATE_PACK=dim == 64, num_warps=4,
     )  # fmt: skip

@@ -31,7 +31,6 @@ def reference_prefill(
     rounding: Rounding,
     past: KVStore | None = None,
     starts: torch.Tensor | None = None,
-    causal: bool = True,
     window: int | None = None,
     own: bool = True,
 ) -> AttentionOutput:
@@ -58,7 +57,7 @@ def reference_prefill(
     if own:
         runs.append(Run(asking, keys, values, block, bias, own=True))
 
-    out, lse = flash(runs, FlashOptions(scoring, causal, window, mode.p_type(q.dtype)))
+    out, lse = flash(runs, FlashOptions(scoring, window, mode.p_type(q.dtype)))
     too_large = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)
     if starts is not None:
         back = (column - starts[:, None]).clamp(min=0)
@@ -67,7 +66,7 @@ def reference_prefill(
         lse = torch.gather(lse, 2, back[:, None].expand_as(lse)).masked_fill(padding, -torch.inf)
     out, lse = out.to(q.dtype), lse.float()
     if not precise and bool(too_large.any()):
-        exact = reference_prefill(q, k, v, scoring, Rounding("native"), past, starts, causal, window, own)
+        exact = reference_prefill(q, k, v, scoring, Rounding("native"), past, starts, window, own)
         out = torch.where(too_large[..., None, None], exact.out, out)
         lse = torch.where(too_large[..., None], exact.lse, lse)
     return AttentionOutput(out, lse)

@@ -11,6 +11,7 @@ from turbo_hf.ops.decode.contract import DECODE_MODES, check_lengths
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
 from turbo_hf.ops.sparse.reference import reference_sparse_decode
 from turbo_hf.ops.sparse.reference_select import reference_assign, reference_assign_and_score, reference_visit
+from turbo_hf.ops.store.quantize import check_shape
 
 
 class SparseOps(Choice):
@@ -71,26 +72,11 @@ class SparseOps(Choice):
 
         Source: SAAP sec. 2 (inverted lists), sec. 4 (f_q), sec. 5 (outputs of a group added).
         """
-        heads, _, dim = centroids.shape
         _check_keys(keys, centroids)
+        check_shape("queries", queries, (*keys.shape[:3], "G", keys.shape[3]), keys.device)
         if classifier is not None:
-            _check_classifier(classifier, keys.device)
-        weight = centroids if classifier is None else classifier["weight_1"].mT
-        if (
-            queries.dim() != 5
-            or (*queries.shape[:3], queries.shape[4]) != keys.shape
-            or weight.shape[::2] != (heads, dim)
-        ):
-            raise ValueError(
-                f"queries must be [{', '.join(map(str, keys.shape[:3]))}, G, {dim}], as keys are, and the classifier "
-                f"for {heads} heads of {dim}; got {tuple(queries.shape)} and {tuple(weight.mT.shape)}."
-            )
-        if not queries.device == weight.device == keys.device:
-            raise ValueError(
-                "keys, queries and centroids must be on one device; got "
-                f"{keys.device}, {queries.device} and {weight.device}."
-            )
-        _check_rotary(rotary, keys.shape[0], keys.shape[2], dim)
+            _check_classifier(classifier, centroids)
+        _check_rotary(rotary, keys.shape[0], keys.shape[2], keys.shape[3])
         if queries.numel() and self.store_kernels:
             from turbo_hf.ops.sparse.launch import launch_assign_and_score  # noqa: PLC0415 - needs Triton
 
@@ -112,8 +98,7 @@ class SparseOps(Choice):
 
         Source: SAAP sec. 4, 5 (l buckets, the queries of a group together).
         """
-        if logits.dim() != 4:
-            raise ValueError(f"logits must be [B, Hkv, M, C]; got {tuple(logits.shape)}.")
+        check_shape("logits", logits, ("B", "Hkv", "M", "C"), logits.device)
         buckets = logits.shape[-1]
         if not 1 <= probes <= buckets:
             raise ValueError(f"probes must be from 1 to the {buckets} buckets; got {probes}.")
@@ -160,14 +145,10 @@ class SparseOps(Choice):
 
         Source: SAAP sec. 4, appendix F.
         """
-        batch, kv_heads, _, dim = store.k_open.shape
+        _, kv_heads, _, dim = store.k_open.shape
         check_queries(q, kv_heads, dim, self.mode, starts, DECODE_MODES)
         check_scoring(scoring, q.shape[1], None)
-        if q.shape[0] != batch or q.device != store.k_open.device:
-            raise ValueError(
-                f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}."
-            )
-        longest = max(check_lengths(store) or (0,)) * store.block
+        longest = max(check_lengths(store, q) or (0,)) * store.block
         if always.sink_tokens < 0 or always.window_tokens < 1:
             raise ValueError(
                 f"sink_tokens must be at least 0 and window_tokens at least 1; got {always.sink_tokens} and "
@@ -185,30 +166,20 @@ class SparseOps(Choice):
 
 def _check_keys(keys: torch.Tensor, centroids: torch.Tensor) -> None:
     heads, buckets, dim = centroids.shape
-    if keys.dim() != 4 or (keys.shape[1], keys.shape[3]) != (heads, dim) or keys.device != centroids.device:
-        raise ValueError(
-            f"keys must be [B, {heads}, M, {dim}] on {centroids.device}, as centroids are; got {tuple(keys.shape)} on "
-            f"{keys.device}."
-        )
+    check_shape("keys", keys, ("B", heads, "M", dim), centroids.device)
     if buckets > MOST_BUCKETS:
         raise ValueError(f"centroids must be at most {MOST_BUCKETS} per head; got {buckets}.")
 
 
-def _check_classifier(classifier: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    names = CLASSIFIER
-    missing = [name for name in names if name not in classifier]
+def _check_classifier(classifier: Mapping[str, torch.Tensor], centroids: torch.Tensor) -> None:
+    missing = [name for name in CLASSIFIER if name not in classifier]
     if missing:
-        raise ValueError(f"classifier must hold {', '.join(names)}; it lacks {', '.join(missing)}.")
-    layers = [classifier[name] for name in names]
-    shapes = [tuple(x.shape) for x in layers]
-    if len(shapes[0]) == len(shapes[2]) == 3 and all(x.device == device for x in layers):
-        (heads, _, hidden), buckets = shapes[0], shapes[2][2]
-        if shapes[1:] == [(heads, hidden), (heads, hidden, buckets), (heads, buckets)]:
-            return
-    raise ValueError(
-        f"classifier must be {', '.join(names)} of [Hkv, D, hidden], [Hkv, hidden], [Hkv, hidden, C], [Hkv, C] on "
-        f"{device}; got {', '.join(f'{tuple(x.shape)} on {x.device}' for x in layers)}."
-    )
+        raise ValueError(f"classifier must hold {', '.join(CLASSIFIER)}; it lacks {', '.join(missing)}.")
+    heads, _, dim = centroids.shape
+    *_, hidden, buckets = classifier["weight_2"].shape
+    shapes = (heads, dim, hidden), (heads, hidden), (heads, hidden, buckets), (heads, buckets)
+    for name, shape in zip(CLASSIFIER, shapes, strict=True):
+        check_shape(f"classifier {name}", classifier[name], shape, centroids.device)
 
 
 def _check_rotary(rotary: Rotary | None, rows: int, tokens: int, dim: int) -> None:
@@ -223,21 +194,12 @@ def _check_rotary(rotary: Rotary | None, rows: int, tokens: int, dim: int) -> No
 
 def _check_visits(visits: Visits, q: torch.Tensor, kv_heads: int, longest: int) -> None:
     """longest: tokens sealed in the longest row, as far as known."""
-    buckets, visited, spans = visits
-    batch = q.shape[0]
-    if buckets.shape[:-1] != (batch, kv_heads) or visited.shape[:-1] != (batch, kv_heads, q.shape[2]):
+    batch, _, tokens, _ = q.shape
+    check_shape("buckets", visits.buckets, (batch, kv_heads, "cap"), q.device, torch.int16)
+    check_shape("visited", visits.visited, (batch, kv_heads, tokens, "C"), q.device, torch.bool)
+    if visits.spans is not None:
+        check_shape("spans", visits.spans, (batch, kv_heads, "n", 2), q.device, torch.int16)
+    if visits.buckets.shape[2] < longest:
         raise ValueError(
-            f"buckets must be [{batch}, {kv_heads}, cap] and visited [{batch}, {kv_heads}, {q.shape[2]}, C]; got "
-            f"{tuple(buckets.shape)} and {tuple(visited.shape)}."
-        )
-    if buckets.dtype != torch.int16 or visited.dtype != torch.bool or buckets.shape[2] < longest:
-        raise ValueError(
-            f"buckets must be torch.int16 with cap >= {longest}, the tokens sealed in the longest row, and visited "
-            f"torch.bool; got {buckets.dtype} with cap {buckets.shape[2]}, and {visited.dtype}."
-        )
-    if spans is None:
-        return
-    if spans.shape[:2] != (batch, kv_heads) or spans.shape[3:] != (2,) or spans.dtype != torch.int16:
-        raise ValueError(
-            f"spans must be torch.int16 [{batch}, {kv_heads}, n, 2]; got {spans.dtype} {list(spans.shape)}."
+            f"buckets must have cap >= {longest}, the tokens sealed in the longest row; got {visits.buckets.shape[2]}."
         )

@@ -3,8 +3,7 @@
 import torch
 
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Scoring, Visits
-from turbo_hf.ops.decode.reference import attend
-from turbo_hf.ops.reference_flash import FlashOptions
+from turbo_hf.ops.decode.reference import reference_decode
 
 
 def reference_sparse_decode(
@@ -20,7 +19,6 @@ def reference_sparse_decode(
     batch, _, tokens, _ = q.shape
     heads, cap = store.k_open.shape[1:3]
     length = store.sealed * store.block + store.open_len
-    # as `expand` lays the tokens out
     places = (store.table.shape[1] + -(-cap // store.block)) * store.block
     key = torch.arange(places, device=q.device)
     column = torch.arange(tokens, device=q.device).expand(batch, tokens)
@@ -35,8 +33,7 @@ def reference_sparse_decode(
         kept = kept | (causal[:, None] & _met(visits, places))
     if read is not None:
         read += kept.sum()
-    options = FlashOptions(scoring, True, None, None if mode == "native" else torch.int8)
-    return attend(q, store, options, starts, kept)
+    return reference_decode(q, store, scoring, starts, None, mode, kept)
 
 
 def _met(visits: Visits, tokens: int) -> torch.Tensor:

@@ -13,7 +13,6 @@ from turbo_hf.ops.maths import balanced_keys, balanced_queries
 from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.store.quantize import check_float
 from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
-from turbo_hf.ops.store.reference_repeat import repeated_append
 
 MOST_ROWS = 256
 """Rows that a program of the kernel holds in registers; above them tensors are permuted one by one."""
@@ -99,8 +98,6 @@ class StoreOps(Choice):
             return launch_append_tokens(
                 k, v, store, starts, given_scale, max_scale, nonfinite, counters, balance, queries, repeat
             )
-        if repeat is not None and starts is None:
-            repeat.append = repeated_append(k, store, given_scale, balance)
         k = balanced_keys(k, balance)
         reference_append_tokens(
             k, v, store, starts=starts, given_scale=given_scale, max_scale=max_scale, nonfinite=nonfinite

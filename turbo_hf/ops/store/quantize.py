@@ -1,5 +1,7 @@
 """What quantization takes, and what is read back of it in full precision."""
 
+from collections.abc import Sequence
+
 import torch
 
 from turbo_hf.config.expected import FLOATS
@@ -19,6 +21,16 @@ def check_float(name: str, x: torch.Tensor) -> None:
             f"{name} has head dim {x.shape[-1]}; packed blocks need a multiple of {HEAD_DIM_MULTIPLE}. "
             "Leave such layers to Transformers (TurboCache(uncompressed_layers=...))."
         )
+
+
+def check_shape(
+    name: str, x: torch.Tensor, wanted: Sequence[int | str], device: torch.device, *types: torch.dtype
+) -> None:
+    """ValueError unless x has this shape (a letter: any size), on this device, and one of these types (none: any)."""
+    fits = len(x.shape) == len(wanted) and all(n == size or type(n) is str for n, size in zip(wanted, x.shape))  # noqa: B905
+    if not fits or x.device != device or (types and x.dtype not in types):
+        sizes, named = ", ".join(map(str, wanted)), "".join(f"{each} " for each in types[:1])
+        raise ValueError(f"{name} must be {named}[{sizes}] on {device}; got {x.dtype} {list(x.shape)} on {x.device}.")
 
 
 def check_block(block: int) -> None:
@@ -47,8 +59,9 @@ def dequantize(
     """
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be float16, bfloat16, float32 or float64; got {dtype}.")
-    codes_k, k_scale, codes_v, v_scale, _ = expand(store)
-    k, v = codes_k * k_scale[..., None], codes_v * v_scale[..., None]
+    codes_k, k_scale, codes_v, v_scale, place = expand(store)
+    by_place = torch.where(place < 0, place.shape[1], place).argsort(1)[:, None, :, None]
+    k, v = (x.take_along_dim(by_place, 2) for x in (codes_k * k_scale[..., None], codes_v * v_scale[..., None]))
     k = k if balance is None else k * balance[:, None]
     # rounded codes may take a value near the end of float16's range beyond it
     return narrowed(k, dtype), narrowed(v, dtype)

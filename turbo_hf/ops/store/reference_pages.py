@@ -7,34 +7,30 @@ from turbo_hf.ops.maths import ratio
 
 
 def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values of every cached token in units of their token's scale, and those scales.
+    """Keys and values of every cached token in units of their token's scale, and those scales: the sealed blocks of
+    the longest row, then the open tokens, in whole blocks.
 
-    Returns k float32 [B, Hkv, T, D], k_scale float32 [B, Hkv, T], the same for v, and index int64 [B, T]: the token's
-    place in its row, -1 where the row has no token. T is a multiple of the block size. Scales there are 0.
+    Returns k float32 [B, Hkv, T, D], k_scale float32 [B, Hkv, T], the same for v, and place int64 [B, T]: the token's
+    place in its row, -1 where there is none. Scales there are 0.
     """
-    batch, heads, cap, dim = store.k_open.shape
-    block, blocks = store.block, store.table.shape[1]
-    total = blocks * block + -(-cap // block) * block
-    k_scale, v_scale = (store.k_scale.new_zeros(batch, heads, total) for _ in range(2))
-    k, v = (k_scale.new_zeros(batch, heads, total, n) for n in (dim, store.v_open.shape[2]))
-    for x, sealed in zip((k, k_scale, v, v_scale), sealed_tokens(store), strict=True):
-        x[:, :, : blocks * block] = sealed
-    if cap:
-        place = store.sealed[:, None] * block + torch.arange(cap, device=k.device)
-        wide = place[:, None, :, None].expand(batch, heads, cap, 1)
-        k.scatter_(2, wide.expand(-1, -1, -1, dim), store.k_open.float())
-        v.scatter_(2, wide.expand(-1, -1, -1, v.shape[3]), store.v_open.mT.float())
-        k_scale.scatter_(2, wide[..., 0], store.k_scale)
-        v_scale.scatter_(2, wide[..., 0], store.v_scale)
-    length = store.sealed * block + store.open_len
-    index = torch.arange(total, device=k.device).expand(batch, total)
-    valid = index < length[:, None]
+    # `sealed_host` is that of a captured step
+    block, blocks = store.block, int(store.sealed.max())
+    sealed = sealed_tokens(store._replace(table=store.table[:, :blocks]))
+    tail, pad = -store.k_open.shape[2] % block, torch.nn.functional.pad
+    opened = (store.k_open, store.k_scale, store.v_open.mT, store.v_scale)
+    k, k_scale, v, v_scale = (
+        torch.cat((x, pad(y.float(), (0, 0, 0, tail) if y.dim() == 4 else (0, tail))), 2)
+        for x, y in zip(sealed, opened, strict=True)
+    )
+    at, first, held = torch.arange(k.shape[2], device=k.device), blocks * block, store.sealed[:, None] * block
+    here = torch.where(at < first, at < held, at < first + store.open_len[:, None])
+    none = ~here[:, None]
     # pages beyond a row's end are another row's or uninitialized: their scales must not reach a product
-    k_scale = torch.where(valid[:, None], k_scale, 0.0)
-    v_scale = torch.where(valid[:, None], v_scale, 0.0)
-    # unquantized numbers may be NaN there
-    k, v = (x.masked_fill(~valid[:, None, :, None], 0) for x in (k, v))
-    return k, k_scale, v, v_scale, torch.where(valid, index, -1)
+    k_scale, v_scale = k_scale.masked_fill(none, 0.0), v_scale.masked_fill(none, 0.0)
+    if store.k_open.is_floating_point():
+        # unquantized numbers may be NaN there
+        k, v = k.masked_fill(none[..., None], 0.0), v.masked_fill(none[..., None], 0.0)
+    return k, k_scale, v, v_scale, torch.where(here, torch.where(at < first, at, at - first + held), -1)
 
 
 def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -43,15 +39,17 @@ def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
     Returned as k, k_scale, v, v_scale. Blocks past a row's end have the content of page 0.
     """
-    page = store.table.flatten()
+    page, (batch, heads) = store.table.flatten(), store.order.shape
     paged = [PagedHeads(pages.bits, *(x.index_select(0, page) for x in pages[1:])) for pages in store.paged]
-    keys, values = zip(*map(reference_unpack_blocks, paged), strict=True)
+    parts = [(*reference_unpack_blocks(pages), token_sizes(pages)) for pages in paged]
     # [B x blocks, slots, ...] -> [B, Hkv, blocks, ...]
-    of_head = index_of_slots(store.order).argsort()
     k, v, size = (
-        by_index(torch.cat(parts, 1).unflatten(0, store.table.shape).transpose(1, 2), of_head)
-        for parts in (keys, values, [token_sizes(pages) for pages in paged])
+        (x[0] if len(x) == 1 else torch.cat(x, 1)).unflatten(0, store.table.shape).transpose(1, 2)
+        for x in zip(*parts, strict=True)
     )
+    if store.order.tolist() != [[*range(heads)]] * batch:
+        row, slot = torch.arange(batch, device=page.device)[:, None], store.order.argsort()
+        k, v, size = (x[row, slot] for x in (k, v, size))
     k_scale, v_scale = size.transpose(2, 3).flatten(3).unbind(2)
     return k.float().flatten(2, 3), k_scale, v.float().flatten(2, 3), v_scale
 
@@ -63,34 +61,25 @@ def token_sizes(pages: PagedHeads) -> torch.Tensor:
     return pages.size.float()
 
 
-def index_of_slots(order: torch.Tensor) -> torch.Tensor:
-    """int64 [B x Hkv]: the head in each slot of each row, for `by_index`. Its argsort is the slot of each head."""
-    row = torch.arange(len(order), device=order.device)[:, None]
-    return (order + row * order.shape[1]).flatten()
-
-
-def by_index(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """x [B, H, ...] by index [B x H] into both dimensions."""
-    chosen: torch.Tensor = x.flatten(0, 1).index_select(0, index).unflatten(0, x.shape[:2])
-    return chosen
-
-
 def reference_unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of each page in units of their token's size, tokens in time order: float32 [P, S, b, D] twice.
 
     At 16 bit, the stored numbers themselves. Inverse of `reference_seal_blocks`."""
     if pages.bits == UNQUANTIZED:
         return pages.k, pages.v.mT
-    k, v = _numbers(pages.k, pages.meta[..., :2, :], pages.bits, -2), pages.v
-    v = _numbers(v, pages.meta[..., -2:, :], pages.value_bits, -1)
-    return k, in_time_order(v).mT
+    k, v = _codes(pages.k, pages.bits), in_time_order(_codes(pages.v, pages.value_bits)).mT
+    return _numbers(k, pages.meta[..., :2, :], pages.bits), _numbers(v, pages.meta[..., -2:, :], pages.value_bits)
 
 
-def _numbers(packed: torch.Tensor, lines: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """What packed codes stand for, in units of their token's size. dim: where zeros and spans are repeated."""
+def _codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    return packed if bits == 8 else half_merge(packed, bits)
+
+
+def _numbers(codes: torch.Tensor, lines: torch.Tensor, bits: int) -> torch.Tensor:
+    """What codes [..., b, D] stand for, in units of their token's size. lines: zeros and spans [..., 2, D]."""
     if bits == 8:
-        return packed.float()
-    zero, span = lines[..., 0, :].float(), lines[..., 1, :].view(torch.uint8).float()
+        return codes.float()
+    zero, span = lines[..., :1, :].float(), lines[..., 1:, :].view(torch.uint8).float()
     levels = 2**bits - 1
     # a quotient of integers: rounded once
-    return ratio((zero * levels).unsqueeze(dim) + half_merge(packed, bits) * span.unsqueeze(dim), levels)
+    return ratio(zero * levels + codes * span, levels)
