@@ -22,7 +22,7 @@ from torch import Tensor
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import HeadGroups, KVStore, PagedHeads, empty_pages
+from turbo_hf.layout import FIRST, HeadGroups, KVStore, PagedHeads, empty_pages
 from turbo_hf.ops.maths import balanced_keys, balanced_queries
 from turbo_hf.ops.store.contract import MOST_ROWS, Opened
 
@@ -56,17 +56,17 @@ def expected(x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
     return codes[0], scale[0]
 
 
-def full_store(dim: int, groups: HeadGroups, device: torch.device) -> KVStore:
+def full_store(dim: int, groups: HeadGroups, device: torch.device, first: int = 0) -> KVStore:
     """Four rows, of which the first and the third have a full open block and a page for it, and cannot say more."""
-    lengths, sealed = [128, 70, 64, 3], [1, 1, 0, 0]
-    k, v = (tokens(4, 2, 128, dim, device=device) for _ in range(2))
+    lengths, sealed = [first + 128, first + 70, first + 64, 3], [1, 1, 0, 0]
+    k, v = (tokens(4, 2, first + 128, dim, device=device) for _ in range(2))
     order = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]])
     store = make_store(k, v, lengths, groups=groups, order=order, sealed=sealed)
     table = torch.zeros(4, 3, dtype=torch.int64, device=device)
     table[:, : store.table.shape[1]] = store.table
     # pages that no row has
     table[0, 1], table[2, 0] = 0, 3
-    return store._replace(table=table)
+    return store._replace(table=table, first=first)
 
 
 def snapshot(store: KVStore) -> KVStore:
@@ -194,20 +194,22 @@ def test_whole_blocks_go_to_the_pages_that_the_table_names(
 ) -> None:
     """Rows that seal two blocks, one behind others, none, and one of two because the first has left the window."""
     dim = 80 if len(groups) == 1 else 16
-    lengths, counted = [140, 70, 20, 150], [2, 3, 0, 1]
-    k, v = (tokens(4, 2, 150, dim, dtype=torch.float16, device=device) for _ in range(2))
+    # the first tokens of all but one width stay open
+    first = 0 if groups == ((8, 2),) else FIRST
+    lengths, counted = [first + 140, first + 70, 20, first + 150], [2, 3, 0, 1]
+    k, v = (tokens(4, 2, first + 150, dim, dtype=torch.float16, device=device) for _ in range(2))
     order = torch.tensor([[1, 0], [0, 1], [1, 0], [1, 0]], device=device)
     store = make_store(k, v, lengths, groups=groups, order=order, sealed=[0, 0, 0, 0])
     paged = tuple(empty_pages(width, 9, n, dim, 64, device, torch.float16) for width, n in groups)
     for x in (x for pages in paged for x in pages[1:]):
         x.fill_(7)
     table = torch.tensor([[4, 2, 0], [0, 1, 8], [0, 0, 0], [6, 0, 0]], device=device)
-    store = store._replace(paged=paged, table=table, sealed=torch.tensor(counted, device=device))
+    store = store._replace(paged=paged, table=table, sealed=torch.tensor(counted, device=device), first=first)
     seal_open(store, 2, backend=backend)
     slot = 0
     for got in store.paged:
         for row, n, page in ((0, 0, 4), (0, 1, 2), (1, 0, 8), (3, 1, 6)):
-            own, at = order[row, slot : slot + got.k.shape[1]], slice(64 * n, 64 * n + 64)
+            own, at = order[row, slot : slot + got.k.shape[1]], slice(first + 64 * n, first + 64 * n + 64)
             parts = [x[row, own][:, at] for x in (store.k_open, store.k_scale, store.v_open.mT, store.v_scale)]
             if got.bits < 16 and parts[0].is_floating_point():
                 parts = [x[0] for i in (0, 2) for x in quantize_tokens(parts[i][None], backend="reference")]
@@ -255,7 +257,8 @@ def test_more_pairs_than_a_launch_takes_are_refused(monkeypatch: pytest.MonkeyPa
 def test_a_step_seals_what_is_full_and_then_appends(
     dim: int, groups: HeadGroups, given: bool, backend: str, device: torch.device
 ) -> None:
-    store = full_store(dim, groups, device)
+    first = 0 if groups == ((8, 2),) else FIRST
+    store = full_store(dim, groups, device, first)
     before, nonfinite = snapshot(store), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(4, 1, 2, dim, device=device).transpose(1, 2) for _ in range(2))
     scales = torch.rand(4, 2, 2, device=device) / 50 if given else None
@@ -264,26 +267,27 @@ def test_a_step_seals_what_is_full_and_then_appends(
     assert not nonfinite.item()
     assert not arrived.any()
     assert store.sealed.tolist() == [2, 1, 1, 0]
-    assert store.open_len.tolist() == [1, 7, 1, 4]
+    assert store.open_len.tolist() == [first + 1, first + 7, first + 1, 4]
     for row, page in ((0, 0), (2, 3)):
         slot = 0
         for got in store.paged:
             own = store.order[row, slot : slot + got.k.shape[1]]
             block = [x[row, own] for x in (before.k_open, before.k_scale, before.v_open, before.v_scale)]
-            k_open, k_scale, v_open, v_scale = (x[None, ..., :64] if x.dim() == 2 else x[None] for x in block)
-            want = seal_blocks(k_open[:, :, :64], k_scale, v_open[..., :64].mT, v_scale, got.width, "reference")
+            at = slice(first, first + 64)
+            k_open, k_scale, v_open, v_scale = (x[None, ..., at] if x.dim() == 2 else x[None] for x in block)
+            want = seal_blocks(k_open[:, :, at], k_scale, v_open[..., at].mT, v_scale, got.width, "reference")
             for name in ("k", "v", "meta", "size"):
                 assert torch.equal(getattr(got, name)[page], getattr(want, name)[0]), name
             slot += len(own)
     for got, old in zip(store.paged, before.paged, strict=True):
         for x, y in zip(got[1:], old[1:], strict=True):
             assert torch.equal(x[1:3], y[1:3])
-    for row, held in enumerate([0, 6, 0, 3]):
+    for row, held in enumerate([first, first + 6, first, 3]):
         for i, (x, codes, scale) in enumerate(((k, store.k_open, store.k_scale), (v, store.v_open.mT, store.v_scale))):
             want_codes, want_scale = expected(x[row : row + 1], None if scales is None else scales[row : row + 1, :, i])
             assert torch.equal(codes[row, :, held : held + 1], want_codes)
             assert torch.equal(scale[row, :, held : held + 1], want_scale)
-    for row, held in ((1, 6), (3, 3)):
+    for row, held in ((0, first), (1, first + 6), (2, first), (3, 3)):
         assert torch.equal(store.k_open[row, :, :held], before.k_open[row, :, :held])
         assert torch.equal(store.v_open[row, :, :, :held], before.v_open[row, :, :, :held])
 
@@ -346,9 +350,9 @@ def feed(layer: TurboLayer, k: Tensor, v: Tensor) -> None:
 @pytest.mark.parametrize("scale", ["token", "universal"])
 def test_a_layer_that_decodes_by_kernels_stores_the_same(scale: Any, device: torch.device) -> None:
     by_kernel, plain = (TurboLayer(flat_config(buffer_scale=scale, backend=name)) for name in ("triton", "reference"))
-    k, v = (tokens(2, 2, 140, 32, device=device) for _ in range(2))
+    k, v = (tokens(2, 2, FIRST + 140, 32, device=device) for _ in range(2))
     at = 0
-    for count in (50, 1, 3, 16, 1, 1):
+    for count in (FIRST + 50, 1, 3, 16, 1, 1):
         for layer in (by_kernel, plain):
             feed(layer, k[:, :, at : at + count], v[:, :, at : at + count])
         at += count
@@ -363,13 +367,13 @@ def test_a_layer_that_decodes_by_kernels_stores_the_same(scale: Any, device: tor
 
 def test_nan_in_a_step_is_told_when_the_block_is_sealed(device: torch.device) -> None:
     layer = TurboLayer(flat_config(backend="triton"), index=3)
-    k, v = (tokens(1, 2, 64, 32, device=device) for _ in range(2))
-    feed(layer, k[:, :, :40], v[:, :, :40])
-    k[0, 1, 41, 5] = torch.nan
-    feed(layer, k[:, :, 40:42], v[:, :, 40:42])
-    feed(layer, k[:, :, 42:58], v[:, :, 42:58])
+    k, v = (tokens(1, 2, 80, 32, device=device) for _ in range(2))
+    feed(layer, k[:, :, :56], v[:, :, :56])
+    k[0, 1, 57, 5] = torch.nan
+    feed(layer, k[:, :, 56:58], v[:, :, 56:58])
+    feed(layer, k[:, :, 58:74], v[:, :, 58:74])
     with pytest.raises(ValueError, match="layer 3: keys or values hold NaN or Inf"):
-        feed(layer, k[:, :, 58:64], v[:, :, 58:64])
+        feed(layer, k[:, :, 74:80], v[:, :, 74:80])
 
 
 @pytest.mark.gpu
@@ -404,8 +408,10 @@ def some_open(count: int, tokens: int, dims: tuple[int, int], device: torch.devi
     return k, v, k_scale.contiguous(), v_scale.contiguous()
 
 
-@pytest.mark.parametrize("dims", [(16, 16), (80, 80), (160, 32)])
-def test_slots_and_blocks_exchange_open_tokens(dims: tuple[int, int], backend: str, device: torch.device) -> None:
+@pytest.mark.parametrize(("dims", "begin"), [((16, 16), 0), ((80, 80), FIRST), ((160, 32), 0)])
+def test_slots_and_blocks_exchange_open_tokens(
+    dims: tuple[int, int], begin: int, backend: str, device: torch.device
+) -> None:
     torch.manual_seed(dims[0])
     blocks, slots = some_open(7, BLOCK, dims, device), some_open(6, ROOM, dims, device)
     # one block each, several, nothing held, and two of no request that share a slot and a row
@@ -413,10 +419,10 @@ def test_slots_and_blocks_exchange_open_tokens(dims: tuple[int, int], backend: s
     want_blocks, want_slots = (tuple(x.clone() for x in each) for each in (blocks, slots))
     for slot, first, last, held in requests:
         for x, y, at in zip(want_blocks, want_slots, (1, 2, 1, 1), strict=True):
-            x[first].narrow(at, 0, held).copy_(y[slot].narrow(at, 0, held))
-            y[slot].narrow(at, 0, BLOCK).copy_(x[last])
+            x[first].narrow(at, 0, held).copy_(y[slot].narrow(at, begin, held))
+            y[slot].narrow(at, begin, BLOCK).copy_(x[last])
     index = (torch.tensor(x, device=device) for x in zip(*requests, strict=True))
-    exchange_open(blocks, slots, *index, backend=backend)
+    exchange_open(blocks, slots, *index, begin, backend=backend)
     for got, want in ((blocks, want_blocks), (slots, want_slots)):
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 

@@ -130,8 +130,8 @@ def test_what_is_compiled_besides(
 ) -> None:
     model = tiny_llama().to(device)
     index = an_index(model) if "sparse" in config else None
-    want, one = answer_and_report(model, with_options(PLAIN, **config), index, **ragged([40, 9]), **call)
-    got, other = answer_and_report(model, with_options(COMPILED, **config), index, **ragged([40, 9]), **call)
+    want, one = answer_and_report(model, with_options(PLAIN, **config), index, **ragged([56, 25]), **call)
+    got, other = answer_and_report(model, with_options(COMPILED, **config), index, **ragged([56, 25]), **call)
     assert torch.equal(got, want)
     assert other.selectivity == one.selectivity
     assert "; compiled as one graph (" in other.steps

@@ -55,7 +55,7 @@ def test_a_model_without_keys_and_values_is_refused_by_what_was_asked_for(tmp_pa
     )
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(LAB_MODEL).save_pretrained(tmp_path)
-    said, _ = fidelity(str(tmp_path), "--lengths", "64", "--tail", "17", "--methods", "turbo4", code=1)
+    said, _ = fidelity(str(tmp_path), "--lengths", "80", "--tail", "17", "--methods", "turbo4", code=1)
     assert "error: turbo4: Unsupported: no layer of MambaForCausalLM (mamba) can be compressed" in said
 
 

@@ -32,6 +32,7 @@ from turbo_hf.config.turbo_config import with_options
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_no_replay
 from turbo_hf.graphs.step_runner import StepRunner
+from turbo_hf.layout import FIRST
 
 # --- the same tokens -----------------------------------------------------------------------------------------------
 
@@ -200,7 +201,7 @@ def test_drafts_store_what_the_host_stores(
         assert_same(replayed, plain)
 
 
-@pytest.mark.parametrize("reach", [20, 60])
+@pytest.mark.parametrize("reach", [30, 60])
 def test_a_crop_into_a_page_is_that_of_the_host(reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
     without_kernels(monkeypatch)
     caches = [filled(flat_config(block_size=32), lengths=[70]) for _ in range(2)]
@@ -240,7 +241,7 @@ def test_captures_keep_no_pages_that_a_crop_has_replaced(
 
 def test_nan_in_a_draft_is_reported_before_it_is_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
     without_kernels(monkeypatch)
-    cache = filled(flat_config(block_size=32), lengths=[70])
+    cache = filled(flat_config(block_size=32), lengths=[FIRST + 70])
     cache.activate_past_recording()
     run = ReplayableSteps(cache, None)
     new = new_tokens(1, 7)
@@ -265,6 +266,7 @@ def test_a_first_prompt_is_sealed_before_its_first_draft(window: int | None, mon
         cache.activate_past_recording()
         for layer in cache.turbo_layers():
             layer.window = window
+            layer.state = layer.state._replace(first=0 if window else FIRST)
             layer.append(k, v, NewColumns(200))
             layer.commit()
     replayed, plain = caches
@@ -272,7 +274,7 @@ def test_a_first_prompt_is_sealed_before_its_first_draft(window: int | None, mon
     run = ReplayableSteps(replayed, None)
     first = replayed.turbo_layers()[0].state
     # of a window of 40 before the last 32 tokens, whole blocks
-    assert (first.sealed, first.open, first.dropped) == (([5], [40], [0]) if window is None else ([1], [40], [128]))
+    assert (first.sealed, first.open, first.dropped) == (([4], [72], [0]) if window is None else ([1], [40], [128]))
     new = new_tokens(1, 7)
     by_host(plain, new)
     by_steps(run, new, 0)

@@ -265,8 +265,8 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         for config in configs:
             with turbo_hf.patch(model, config, calibration=an_index(model)):
                 # a block to seal, a chunk over it that is no decoding, and one step
-                ids = prompts(1, 33 + DECODE_TOKENS + 1).to(device)
-                model.generate(ids, max_new_tokens=2, do_sample=False, prefill_chunk_size=33)
+                ids = prompts(1, 49 + DECODE_TOKENS + 1).to(device)
+                model.generate(ids, max_new_tokens=2, do_sample=False, prefill_chunk_size=49)
         shapes = {"weight_1": (2, 16, 8), "bias_1": (2, 8), "weight_2": (2, 8, 4), "bias_2": (2, 4)}
         weights = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
         classify(torch.zeros(1, 2, 1, 2, 16, device=device), weights, **KERNELS)
@@ -282,7 +282,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         plain.append(k, k.clone(), NewColumns(3))
         flag = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)]
         for held, new, v in ((plain, k, k.clone()), (layer, latent, latent[..., :16].clone())):
-            held.buffer.reserve(64, held.state.open)
+            held.buffer.reserve(80, held.state.open)
             append_step(new[:, :, :1], v[:, :, :1], held.kv_store(), nonfinite=flag[0], arrived=flag[1], **KERNELS)
         unpack_tiles(plain.kv_store(), torch.int8)
         opened: Any = tuple(x.contiguous() for x in (k[:, :, :2], k[:, :, :2].mT, k[:, :, :2, 0], k[:, :, :2, 1]))

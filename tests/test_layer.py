@@ -33,7 +33,7 @@ from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.layout import CODE_MAX, open_token_bytes, page_bytes
+from turbo_hf.layout import CODE_MAX, FIRST, open_token_bytes, page_bytes
 from turbo_hf.ops.store.reference_quantize import rounded_up
 
 # --- what is stored ------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def test_memory_is_what_is_reported_and_near_theory(config: TurboConfig, rows: i
         if step in {0, 20, 149}:
             block, held = config.expert.block_size, tokens + step + 1
             page = sum(n * page_bytes(dim, bits, block) for bits, n in config.head_groups(heads))
-            whole = (held - config.recent_tokens) // block
+            whole = (held - config.first_tokens - config.recent_tokens) // block
             room = -(-(held - whole * block) // 16) * 16 or 16
             pages, open_bytes = rows * whole * page, rows * heads * room * open_token_bytes(dim)
             sizes = layer.nbytes()
@@ -107,6 +107,7 @@ def test_growth_copies_a_constant_number_of_pages_a_page(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(PagePool, "_resize", counted)
     layer, blocks = TurboLayer(flat_config(block_size=32)), 1024
+    feed(layer, *random_kv(1, FIRST, heads=1))
     k, v = random_kv(1, 32, heads=1)
     for _ in range(blocks):
         feed(layer, k, v)
@@ -379,15 +380,15 @@ TestLife.settings = settings(max_examples=60, stateful_step_count=30)
 
 def test_pages_that_a_crop_frees_are_used_again() -> None:
     config, blocks = flat_config(block_size=32), 36
-    k, v = random_kv(2, blocks * 32)
+    k, v = random_kv(2, FIRST + blocks * 32)
     layer, whole = filled(config, k, v), filled(config, k, v)
     for kept in (35, 34, 12, 0):
         # two pages of 72 are kept for the next blocks, more are given back
-        layer.crop(35 * 32 - layer.seen)
+        layer.crop(FIRST + 35 * 32 - layer.seen)
         assert layer.pool.pages == 2 * blocks
-        layer.crop(kept * 32 - layer.seen)
+        layer.crop(FIRST + kept * 32 - layer.seen)
         assert layer.pool.pages == 2 * (blocks if kept == 35 else kept)
-        for at in range(kept * 32, blocks * 32, 32):
+        for at in range(FIRST + kept * 32, FIRST + blocks * 32, 32):
             feed(layer, k[:, :, at : at + 32], v[:, :, at : at + 32])
         for row in range(2):
             assert_same_rows(layer, row, whole, row)
@@ -405,7 +406,7 @@ def test_crop_takes_a_tensor_too() -> None:
 
 
 def test_beams_share_pages_and_then_part() -> None:
-    k, v = random_kv(1, 128)
+    k, v = random_kv(1, FIRST + 128)
     layer = filled(TurboConfig(), k, v)
     layer.batch_repeat_interleave(3)
     assert layer.pool.pages == 2

@@ -13,7 +13,7 @@ from torch import Tensor
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.memory import SHOWN, Memory, cache_bytes, group_layers, measure
 from turbo_hf.config.turbo_config import PRESETS
-from turbo_hf.layout import page_bytes
+from turbo_hf.layout import FIRST, open_token_bytes, page_bytes
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.handle import LayerReport, Report
 from turbo_hf.sparse.selectors import Selectivity
@@ -33,15 +33,19 @@ def test_memory_is_what_the_plan_says(preset: str, window: int | None) -> None:
     # planned as open, which test_plan compares
     config = replace(EVERY_PRESET[preset], recent_tokens=0)
     cache = TurboCache(model.config, config)
-    passed(model, prompts(2, 512), cache)
+    tokens = 512 + (config.first_tokens if window is None else 0)
+    passed(model, prompts(2, tokens), cache)
     memory = passed(model, prompts(2, 1), cache)
-    planned = 2 * cache_bytes(costs(model.config, config), 512)
+    first = sum(layer.state.first * layer.heads * open_token_bytes(64) for layer in cache.turbo_layers())
+    planned = 2 * (cache_bytes(costs(model.config, config), tokens) - first)
     sealed = memory.by_kind["codes"] + memory.by_kind["scales"]
     assert planned <= sealed <= 1.05 * planned
     assert memory.total == sum(memory.by_kind.values())
-    assert memory.tokens == 2 * 513
-    dense = 2 * cache_bytes(costs(model.config), 512)
-    assert memory.full_precision <= dense * 513 / 512 if window is None else memory.full_precision < 2 * dense
+    assert memory.tokens == 2 * (tokens + 1)
+    dense = 2 * cache_bytes(costs(model.config), tokens)
+    assert (
+        memory.full_precision <= dense * (tokens + 1) / tokens if window is None else memory.full_precision < 2 * dense
+    )
     assert memory.compression == memory.full_precision / memory.total
 
 
@@ -49,10 +53,11 @@ def test_uncompressed_layers_are_counted_as_dense(llama: Any) -> None:
     cache = TurboCache(llama.config, uncompressed_layers=(1,))
     assert measure(cache.layers).compression == 1.0
     assert measure(cache.layers).total == 0
-    memory = passed(llama, prompts(2, 64), cache)
-    assert memory.by_kind["dense"] == 2 * 2 * 2 * 64 * 16 * 8
+    memory = passed(llama, prompts(2, FIRST + 64), cache)
+    dense = 2 * 2 * 2 * (FIRST + 64) * 16 * 8
+    assert memory.by_kind["dense"] == dense
     assert memory.layers[0]["codes"] + memory.layers[0]["scales"] >= 2 * 2 * page_bytes(16, 4)
-    assert memory.full_precision == 2 * 2 * 2 * 64 * 16 * 8
+    assert memory.full_precision == dense
 
 
 def test_the_index_is_counted_where_there_is_one(llama: Any) -> None:

@@ -18,12 +18,13 @@ from typer.testing import CliRunner
 
 import turbo_hf
 from turbo_hf import TurboConfig, Unsupported
+from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.memory import LayerCost, cache_bytes
 from turbo_hf.cli.main import app
 from turbo_hf.cli.plan import MemoryPlan, layer_costs, longest_context, parse_bytes, plan
 from turbo_hf.cli.weights import Weights, file_bytes, has_weights, weigh
 from turbo_hf.console import load_model
-from turbo_hf.layout import open_token_bytes
+from turbo_hf.layout import FIRST, open_token_bytes
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.meta_model import meta_model, uncompressed_layers
 
@@ -63,17 +64,17 @@ MEASURED = [
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.model_type + case.variant) for case in MEASURED])
 def test_figures_are_those_of_a_real_cache(case: Case) -> None:
     model: Any = build(case.model_type, **case.options)
-    own, ids = DynamicCache(config=model.config), prompts(2, TOKENS)
+    own, ids = DynamicCache(config=model.config), prompts(2, FIRST + TOKENS)
     with torch.no_grad():
         model(ids, **{CACHE: own})
-    assert measured(own) == planned(costs(model.config, None, torch.float32))
+    assert measured(own) == planned(costs(model.config, None, torch.float32), own)
     # what a preset costs does not hang on the family: all of them once
     presets = ("int8", "turbo4", "turbo-mixed", "turbo-k4v3", "turbo-k4v2") if case is MEASURED[0] else ("turbo-mixed",)
     for preset in presets:
         with turbo_hf.patch(model, preset) as handle, torch.no_grad():
             cache = handle.new_cache()
             model(ids, **{CACHE: cache})
-        assert measured(cache) == planned(costs(model.config, EVERY_PRESET[preset], torch.float32)), preset
+        assert measured(cache) == planned(costs(model.config, EVERY_PRESET[preset], torch.float32), cache), preset
 
 
 @pytest.mark.parametrize(
@@ -90,19 +91,23 @@ def test_figures_of_other_configs(config: TurboConfig) -> None:
         model: Any = build("mistral", sliding_window=window).bfloat16()
         with turbo_hf.patch(model, config) as handle, torch.no_grad():
             cache = handle.new_cache()
-            model(prompts(2, TOKENS), **{CACHE: cache})
-        # recent tokens are counted as open: the room of an open block is not planned
-        layers = cache.turbo_layers()
-        opened = [2 * config.recent_tokens * layer.heads * open_token_bytes(layer.dim) for layer in layers]
-        assert [sum(x) for x in zip(measured(cache), opened, strict=True)] == planned(costs(model.config, config))
+            model(prompts(2, FIRST + TOKENS), **{CACHE: cache})
+        assert measured(cache) == planned(costs(model.config, config), cache)
 
 
 def measured(cache: Any) -> list[int]:
-    return [sealed_bytes(layer) for layer in cache.layers]
+    """Bytes of each layer, open tokens that join no block included: the room of an open block is not planned."""
+    return [
+        sealed_bytes(layer)
+        + (2 * layer.state.staying * layer.heads * open_token_bytes(layer.dim) if isinstance(layer, TurboLayer) else 0)
+        for layer in cache.layers
+    ]
 
 
-def planned(each: list[LayerCost]) -> list[float]:
-    return [2 * cache_bytes([cost], TOKENS) for cost in each]
+def planned(each: list[LayerCost], cache: Any) -> list[float]:
+    """Bytes of each layer at as many tokens as it holds in whole blocks, or beside them."""
+    blocks = [isinstance(layer, TurboLayer) and not layer.state.first for layer in cache.layers]
+    return [2 * cache_bytes([cost], TOKENS + FIRST * (not own)) for cost, own in zip(each, blocks, strict=True)]
 
 
 def test_the_dtype_of_the_config_counts() -> None:
@@ -132,9 +137,11 @@ def test_chunked_layers_stay_dense_and_states_are_constant() -> None:
     linear = plan_of("qwen3_next", context=1000, layer_types=[LINEAR, FULL], **EXPERTS)
     assert linear.rows[0].bytes_per_token == 128
     assert linear.rows[0].cache_bytes == 1000 * 128 + linear.rows[0].constant_bytes
-    # recent tokens are constant too
-    assert {row.constant_bytes for row in linear.rows if "-depth" not in row.method} == {linear.rows[0].constant_bytes}
-    assert linear.rows[0].constant_bytes > 0
+    states = linear.rows[0].constant_bytes
+    assert states > 0
+    # as are first tokens, where steps read all
+    for row in linear.rows:
+        assert row.constant_bytes == states if row.method in ("fp16", "saap") else row.constant_bytes > states
 
 
 def test_a_model_larger_than_the_gpu_fits_no_context() -> None:

@@ -30,7 +30,7 @@ from serving_support import (  # noqa: E402
 )
 from transformers.generation.configuration_utils import GenerationConfig  # noqa: E402
 
-from turbo_hf.layout import page_bytes  # noqa: E402
+from turbo_hf.layout import FIRST, page_bytes  # noqa: E402
 from turbo_hf.serving import runner  # noqa: E402
 
 
@@ -167,7 +167,7 @@ def test_memory_counts_latents() -> None:
 
 
 def test_a_stored_prefix_is_found_and_changes_no_bit(passes: Any) -> None:
-    model, system = tiny_llama().double(), prompts(1, 130, seed=1)[0].tolist()
+    model, system = tiny_llama().double(), prompts(1, FIRST + 130, seed=1)[0].tolist()
     inputs = [system + [n] * 20 for n in (5, 6, 7)]
     for preset in ("turbo4", "turbo-mixed"):
         passes.clear()
@@ -182,11 +182,11 @@ def test_a_stored_prefix_is_found_and_changes_no_bit(passes: Any) -> None:
                     outputs[name] = next(manager.request_id_iter(name))
                 allocator = manager.batch_processor.cache.allocator
             found = [edges[0][0] for edges in passes.values()]
-            assert found == [0, 128, 128]
-            assert "256 of 450 prompt tokens" in str(handle.report())
+            assert found == [0, FIRST + 128, FIRST + 128]
+            assert "288 of 498 prompt tokens" in str(handle.report())
             for name, edges in list(passes.items())[1:]:
                 # as if the prompt had been cut where the stored prefix ends
-                passes[name] = [(0, 128), *edges]
+                passes[name] = [(0, FIRST + 128), *edges]
             check_same(model, handle, inputs, outputs, passes)
             assert len(allocator.ledger.cached_blocks) + allocator.pool.count_free_blocks(0) <= allocator.num_blocks
 
@@ -222,13 +222,13 @@ def test_a_request_that_does_not_fit_fails_alone(passes: Any) -> None:
 
 
 def test_a_persistent_manager_ends_with_the_patch() -> None:
-    model, inputs = tiny_llama(), requests((70, 20))
+    model, inputs = tiny_llama(), requests((90, 20))
     handle = turbo_hf.patch(model)
     how: dict[str, Any] = {"max_new_tokens": 4, "persistent_manager": True, "continuous_batching_config": options()}
     first = model.generate_batch(inputs, **how)
     second = model.generate_batch(inputs, **how)
     assert [len(x.generated_tokens) for x in (*first.values(), *second.values())] == [4] * 4
-    assert handle.report().serving.startswith("continuous batching: 64 of 180")
+    assert handle.report().serving.startswith("continuous batching: 80 of 220")
     handle.remove()
     assert not hasattr(model, "_cached_continuous_batching_manager")
 

@@ -234,15 +234,15 @@ def test_prompts_over_long_pasts_are_not_captured_together() -> None:
 def test_short_prompts_are_computed_together(
     preset: str, kind: str, passes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, begin = MODELS[kind](), requests((40, 64, 33, 100, 70, 128, 50))
+    model, begin = MODELS[kind](), requests((40, 80, 33, 100, 90, 144, 50))
     # the second time with a past, as far as their prefixes are found
     inputs = [*begin, *([*prompt, *range(7, 30 + n)] for n, prompt in enumerate(begin))]
     sizes: list[tuple[int, bool]] = []
     before = rows.Prompts.fill
 
-    def note(self: Any, each: Any, block: int) -> None:
+    def note(self: Any, each: Any, shape: rows.Shape) -> None:
         sizes.append((len(each), self.past))
-        before(self, each, block)
+        before(self, each, shape)
 
     monkeypatch.setattr(rows.Prompts, "fill", note)
     with turbo_hf.patch(model, preset) as handle:

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers", minversion="5.19")
 
 from transformers.generation.continuous_batching.cache_allocators import CachePool  # noqa: E402
 
+from turbo_hf.layout import FIRST  # noqa: E402
 from turbo_hf.serving.pace import MARGIN, MOST_WAIT, Pace  # noqa: E402
 from turbo_hf.serving.paged_cache import TurboAllocator  # noqa: E402
 from turbo_hf.serving.rows import Shape  # noqa: E402
@@ -36,7 +37,7 @@ class Pool:
     """A pool of blocks and what requests of it should hold, counted a second time."""
 
     def __init__(self) -> None:
-        shape = Shape((((4, 2),), ((8, 2),)), 16, 64)
+        self.shape = shape = Shape((((4, 2),), ((8, 2),)), 16, 64, first=FIRST)
         self.blocks = 12
         self.allocator = TurboAllocator(shape, 4, True)
         size = shape.block_bytes
@@ -44,7 +45,15 @@ class Pool:
         memory = torch.empty(size * self.blocks, dtype=torch.uint8)
         self.allocator.register_cache_tensor(size, memory.numel(), memory, self.pool)
         self.tokens: dict[str, list[int]] = {}
+        # the first tokens that lie in each slot
+        self.first: dict[int, list[int]] = {}
         self.made = 0
+
+    def copy_slots(self) -> None:
+        """As before a pass."""
+        for old, new in self.allocator.copies:
+            self.first[new] = self.first.get(old, [])
+        self.allocator.copies = []
 
     def check(self) -> None:
         """Each block is free, stored, or held, by as many requests as the ledger says; each slot is free or held."""
@@ -58,7 +67,10 @@ class Pool:
         assert len(held) + len(ledger.cached_blocks) + free == self.blocks
         assert sorted([*allocator.free_slots, *allocator.slot_of.values()]) == list(range(allocator.slots))
         for name, tokens in self.tokens.items():
-            assert len(allocator.block_table[name]) == len(tokens) // 64
+            assert len(allocator.block_table[name]) == self.shape.split(len(tokens))[0]
+            assert self.first[allocator.slot_of[name]] == tokens[:FIRST]
+        kept = [*allocator.free_kept, *allocator.kept.values()]
+        assert kept == [allocator.slots + 1], "beside those of requests and of none"
         assert {*ledger.block_to_hash} <= {*held, *ledger.cached_blocks}
         assert {block: code for code, block in ledger.hash_to_block.items()} == ledger.block_to_hash
 
@@ -71,8 +83,12 @@ class Pool:
         for _ in range(sectors):
             self.pool.allocate_sector(0)
         allocator.allocate_cache_to_request(name, past, len(new))
+        self.copy_slots()
         self.tokens[name] = self.tokens[name] + new
-        allocator.mark_complete_blocks(name, self.tokens[name], (past % 64 + len(new)) // 64)
+        if past < FIRST:
+            self.first[allocator.slot_of[name]] = self.tokens[name][:FIRST]
+        split = self.shape.split
+        allocator.mark_complete_blocks(name, self.tokens[name], split(past + len(new))[0] - split(past)[0])
         return True
 
 
@@ -91,10 +107,12 @@ def test_no_block_is_lost_and_none_is_freed_twice(script: list[tuple[str, int]])
             pool.made += 1
             name, prompt = f"r{pool.made}", [number % 2] * (64 + number * 2)
             found = allocator.match_prefix_blocks(prompt)
-            pool.tokens[name] = prompt[: 64 * len(found)]
+            past = FIRST + 64 * len(found) if found else 0
+            pool.tokens[name] = prompt[:past]
             if found:
                 allocator.acquire_prefix_blocks(name, 64 * len(found), found)
-            if not pool.store(name, prompt[64 * len(found) :]):
+                allocator.give_first(name, prompt)
+            if not pool.store(name, prompt[past:]):
                 allocator.free_blocks(name)
                 del pool.tokens[name]
         elif act == "grow" and name:
@@ -105,6 +123,7 @@ def test_no_block_is_lost_and_none_is_freed_twice(script: list[tuple[str, int]])
             source, _ = allocator.fork_blocks(name, child, len(pool.tokens[name]))
             assert not source, "whole blocks are shared, and the rest is in the slot"
             pool.tokens[child] = list(pool.tokens[name])
+            pool.copy_slots()
         elif act in ("end", "drop") and name:
             allocator.free_blocks(name, no_cache=act == "drop")
             del pool.tokens[name]
@@ -113,7 +132,7 @@ def test_no_block_is_lost_and_none_is_freed_twice(script: list[tuple[str, int]])
         pool.pool.try_to_free_sectors()
         pool.check()
     # of a request that was cancelled while a pass of it ran
-    allocator.mark_complete_blocks("gone", [1] * 64, 1)
+    allocator.mark_complete_blocks("gone", [1] * 80, 1)
     for name in list(pool.tokens):
         allocator.free_blocks(name)
     allocator.evict(pool.blocks)

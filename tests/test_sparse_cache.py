@@ -21,6 +21,12 @@ from turbo_hf.models.versions import CACHE
 from turbo_hf.sparse.selectors import UNTRAINED, Selector
 
 
+@pytest.fixture(autouse=True)
+def dense_layers_seal_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sparse ones do, which are compared with them."""
+    monkeypatch.setattr(TurboConfig, "first_tokens", 0)
+
+
 @pytest.fixture
 def llama() -> Any:
     """Three layers, so that a sparse one reads what another sparse one wrote."""

@@ -381,7 +381,7 @@ def test_the_command_writes_widths(tmp_path: Path) -> None:
     assert [list(pair) for pair in found.widths.layers] == facts["layers"]
     with turbo_hf.patch(lab_model()[0], calibration=out) as handle:
         assert "widths: by calibration" in handle.report().heads
-    others = ("--lengths", "64", "--tail", "17", "--count", "2", "--methods", "turbo4,calibrated", "--calibration", out)
+    others = ("--lengths", "80", "--tail", "17", "--count", "2", "--methods", "turbo4,calibrated", "--calibration", out)
     read = CliRunner().invoke(app, ["fidelity", str(LAB_MODEL), "--device", "cpu", "--json", *others])
     assert read.exit_code == 0, read.output
     rows = json.loads(read.stdout.strip().splitlines()[-1])["table"]

@@ -52,6 +52,13 @@ In a layer for sparse decoding, tokens of a prompt may be stored in bucket order
 Open tokens, the newest of each row, usually too few to fill a block, are INT8 codes with one scale per token and head
 (fp32 that bf16 can hold, rounded up), in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].
 
+The first tokens of a text are unlike all others (attention sinks): sealed with ordinary ones, they widen the ranges of
+the channels. So the first `FIRST` tokens of a row are never sealed. They stay at the front of its open tokens, and
+block n holds tokens FIRST + n b to FIRST + (n + 1) b - 1. Attention does not depend on the order of keys, and every
+query that sees a sealed token sees them: for kernels, a row is its sealed blocks, then its open tokens. Only what seals
+skips them (`KVStore.first`). Where a query may not see the first tokens (a sliding window), where order has a meaning
+(sparse steps), of latents, and beside 16-bit pages, all tokens are sealed.
+
 A layer of latent attention (MLA) stores one "head": its latent in the place of keys (`D` channels),
 and the rotary part that all its heads share in the place of values (`Dv` channels, fewer). The latent has the config's
 width; the rotary part has 8 bit, or 16 beside a 16-bit latent. In all other layers `Dv` is `D`.
@@ -72,6 +79,9 @@ EDGE = 126
 
 INSET = {4: 1 / 64, 3: 1 / 32, 2: 1 / 8}
 """By width: the share of a channel's range, at each end, that its zero and span leave out. Powers of two: exact."""
+
+FIRST = 16
+"""First tokens of a row that are never sealed: a tile, so that what is behind them is aligned."""
 
 INT8_MAX = 127
 """Largest INT8 code of values that are never sealed: P, a prompt's queries, a chunk's keys and values in the flash
@@ -163,6 +173,7 @@ class KVStore(NamedTuple):
     open_len: int64 [B], open tokens per row.
     block: tokens per block.
     sealed_host: the numbers in `sealed`, where the host knows them: a launch then need not wait for the device.
+    first: how many of a row's open tokens, its first ones, are never sealed: those behind them are.
     plans: work splits of launches that will be replayed (`ops.decode.stream_k.LivePlan`, `KeptWorkspace`), made by the
         first launch and kept up to date by `ReplayableSteps`; None: nothing is replayed.
     """
@@ -179,6 +190,7 @@ class KVStore(NamedTuple):
     block: int
     sealed_host: tuple[int, ...] | None = None
     plans: dict[Any, Any] | None = None
+    first: int = 0
 
 
 class Operands(NamedTuple):

@@ -183,7 +183,7 @@ class Ranks(Asked):
             other.lm_head.weight[5, 5] += int(one)
         sparse = replace(SMALL, sparse=SparseConfig(sink_tokens=4, window_tokens=16, probes=2))
         return {
-            "checked": error_of(lambda: self.patch(model, check=True).remove()),
+            "checked": error_of(lambda: self.patch(model, CONFIGS["int8"], check=True).remove()),
             "configs": error_of(lambda: self.patch(model, CONFIGS["int8" if one else "turbo4"])),
             "weights": error_of(lambda: self.patch(other)),
             "group": error_of(lambda: turbo_hf.patch(model, SMALL, context_group="world")),

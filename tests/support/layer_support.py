@@ -45,6 +45,7 @@ class NaiveRow:
 
     def __init__(self, config: TurboConfig, window: int | None = None):
         self.config, self.window = config, window
+        self.first = config.first_tokens if window is None else 0
         self.columns: list[bool] = []
         self.pages: list[list[PagedHeads]] = []
         self.open: list[Token] = []
@@ -60,10 +61,11 @@ class NaiveRow:
 
     def commit(self) -> None:
         """Seal whole blocks, one after the other; then drop those that no later query sees."""
-        block = self.config.expert.block_size
-        while len(self.open) >= block + self.config.recent_tokens:
-            k, k_scale, v, v_scale = (torch.stack(x, 1) for x in zip(*self.open[:block], strict=True))
-            self.open = self.open[block:]
+        block, first = self.config.expert.block_size, self.first
+        while len(self.open) >= first + block + self.config.recent_tokens:
+            due = self.open[first : first + block]
+            k, k_scale, v, v_scale = (torch.stack(x, 1) for x in zip(*due, strict=True))
+            self.open = self.open[:first] + self.open[first + block :]
             groups = self.config.head_groups(k.shape[0])
             page, slot = [], 0
             for bits, count in groups:
@@ -92,8 +94,8 @@ class NaiveRow:
         for _ in range(columns):
             if not self.columns.pop():
                 continue
-            if not self.open:
-                self.open = [
+            if self.pages and len(self.open) == self.first:
+                self.open += [
                     token._replace(k=token.k.round().to(torch.int8), v=token.v.round().to(torch.int8))
                     for token in self.tokens(self.pages.pop())
                 ]
@@ -110,7 +112,8 @@ class NaiveRow:
 
     def values(self, columns: int, dim: int) -> tuple[Tensor, Tensor]:
         """Dequantised keys and values [Hkv, columns, D] of the newest columns, 0 at padding and what was dropped."""
-        held = [token for page in self.pages for token in self.tokens(page)] + self.open
+        sealed = [token for page in self.pages for token in self.tokens(page)]
+        held = self.open[: self.first] + sealed + self.open[self.first :]
         k, v = torch.zeros(2, HEADS, len(self.columns), dim)
         place = -self.dropped
         for column, real in enumerate(self.columns):

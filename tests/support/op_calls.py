@@ -77,7 +77,7 @@ def seal_blocks(
     return held
 
 
-def exchange_open(blocks: Any, slots: Any, *at: Tensor, backend: str = "auto") -> None:
+def exchange_open(blocks: Any, slots: Any, *at: Any, backend: str = "auto") -> None:
     """`StoreOps.exchange_open`."""
     ops_like(blocks[2], backend).exchange_open(blocks, slots, *at)
 

@@ -47,6 +47,7 @@ def filled(config: TurboConfig, window: int | None = None, lengths: list[int] | 
     chunk = columns_of(torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None])
     for layer in cache.turbo_layers():
         layer.window = window
+        layer.state = layer.state._replace(first=0 if window else layer.state.first)
         k, v = (torch.randn(len(lengths), HEADS, max(lengths), DIM, generator=generator) for _ in range(2))
         layer.append(k, v, chunk, buckets_of(layer, k))
         layer.commit()

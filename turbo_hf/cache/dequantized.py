@@ -116,6 +116,9 @@ class DequantizedLayer(LayerStorage, CacheLayerMixin):
             token, valid = (valid.cumsum(-1) - 1)[:, first:], valid[:, first:]
         token = token - shared(self.state.dropped, self.device)[:, None]
         valid = (valid & (token >= 0))[:, None, :, None]
+        first, sealed = self.state.first, shared(self.state.sealed, self.device)[:, None] * self.state.block
+        # a store has them behind its sealed tokens
+        token = torch.where(token < first, token + sealed, token - first * (token < sealed + first))
         pick = token.clamp(min=0)[:, None, :, None]
         k, v = (torch.take_along_dim(x, pick, 2).masked_fill(~valid, 0.0) for x in (k, v))
         return k, v

@@ -131,12 +131,15 @@ class TurboLayer(DequantizedLayer):
         self.bucket_index.cut(after.lengths())
         self.valid_prefix = None if self.valid_prefix is None else self.valid_prefix[:, : after.seen].clone()
         self.given_mask = None if self.given_mask is None else self.given_mask[:, : after.seen]
-        reopened = [max(0, count - held) for count, held in zip(counts, before.open, strict=True)]
+        rows = zip(counts, before.open, before.sealed, strict=True)
+        # sealed blocks before the first tokens
+        reopened = [min(max(0, n - held + before.first), sealed * before.block) for n, held, sealed in rows]
         if any(reopened):
             # the rest of a cut block goes back to the open buffer
             tokens, starts = self.pool.reopen(before.sealed, reopened, self.order, before.context)
             if tokens.k.shape[2]:
-                held = [max(0, old - count) for old, count in zip(before.open, counts, strict=True)]
+                back = tokens.k.shape[2]
+                held = [opened - back + start for opened, start in zip(after.open, starts, strict=True)]
                 self.buffer.append(tokens, starts, held)
         self.state = after
 

@@ -141,7 +141,7 @@ def turbo_cost(
     index_bytes: int = 0,
     rotary_dim: int | None = None,
 ) -> LayerCost:
-    """Cost of a compressed layer, sealed blocks and `recent_tokens` only. groups: as in `TurboConfig.head_groups`.
+    """Cost of a compressed layer, sealed blocks, first and recent tokens only. groups: as in `TurboConfig.head_groups`.
 
     window: tokens that a query sees. index_bytes: per token and KV head, of a sparse layer. rotary_dim: as in
     `layout.page_bytes`, of a layer of latent attention, whose `head_dim` is the latent's.
@@ -151,10 +151,12 @@ def turbo_cost(
     # a block leaves when its newest token has left the window of the next query
     most = None if window is None else -(-(window - 1) // block) * block
     heads = sum(heads for _, heads in groups)
+    first = 0 if window is not None or index_bytes or rotary_dim else config.first_tokens
+    staying = first + config.recent_tokens
     # a window shorter than that does not let them go
-    instead = config.recent_tokens if most is None else min(config.recent_tokens, most)
-    recent = config.recent_tokens * heads * open_token_bytes(head_dim) - instead * page / block
-    return LayerCost(page / block + heads * index_bytes, most, recent)
+    instead = staying if most is None else min(staying, most)
+    opened = staying * heads * open_token_bytes(head_dim) - instead * page / block
+    return LayerCost(page / block + heads * index_bytes, most, opened)
 
 
 def cache_bytes(costs: list[LayerCost], tokens: int) -> float:

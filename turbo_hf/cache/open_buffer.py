@@ -1,6 +1,6 @@
-"""The open part of one layer's cache: the newest tokens of each row, in INT8 with one scale per token and head.
+"""The open part of one layer's cache: the first and the newest tokens of each row.
 
-In a layer that has 16-bit heads: unquantized, with scale 1.
+They are in INT8 with one scale per token and head. In a layer that has 16-bit heads: unquantized, with scale 1.
 """
 
 from typing import NamedTuple
@@ -30,7 +30,8 @@ def _rounded(tokens: int) -> int:
 class OpenBuffer:
     """Open tokens of all rows, each row from place 0 on (shapes: `turbo_hf.layout`). `RowState` counts them.
 
-    tokens: initial capacity. rotary_dim: of a layer of latent attention, as in `layout.page_bytes`.
+    tokens: initial capacity. rotary_dim: of a layer of latent attention, as in `layout.page_bytes`. first: as in
+    `KVStore`.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class OpenBuffer:
         dtype: torch.dtype = torch.int8,
         tokens: int = 0,
         rotary_dim: int | None = None,
+        first: int = 0,
     ):
+        self.first = first
         capacity = _rounded(tokens)
         self.k = torch.empty(rows, heads, capacity, dim, dtype=dtype, device=device)
         self.v = torch.empty(rows, heads, rotary_dim or dim, capacity, dtype=dtype, device=device)
@@ -91,17 +94,19 @@ class OpenBuffer:
             self.v_scale[row, head, place] = self.v_scale[row, head, place][at]
 
     def drop_front(self, counts: list[int], left: list[int], room: int = 0) -> None:
-        """Drop the oldest `counts[row]` tokens of each row, which leaves `left[row]`, and release the memory.
+        """Drop `counts[row]` tokens of each row behind its first ones, which leaves `left[row]`; release the memory.
 
         room: tokens per row for which memory may be kept, if no token moves.
         """
-        moves = any(count and rest for count, rest in zip(counts, left, strict=True))
-        if moves or self.capacity > _rounded(room):
+        if self._moves(counts, left) or self.capacity > _rounded(room):
             self._resize(max(left), counts, left)
+
+    def _moves(self, counts: list[int], left: list[int]) -> bool:
+        return any(count and rest > self.first for count, rest in zip(counts, left, strict=True))
 
     def drop_front_in_place(self, counts: list[int], left: list[int]) -> None:
         """As `drop_front`; the memory stays where it is, and all of it is kept."""
-        if not any(count and rest for count, rest in zip(counts, left, strict=True)):
+        if not self._moves(counts, left):
             return
         held = self.tensors()
         self.drop_front(counts, left)
@@ -115,12 +120,14 @@ class OpenBuffer:
         self.k_scale, self.v_scale = self.k_scale[index], self.v_scale[index]
 
     def _resize(self, tokens: int, skip: list[int], left: list[int]) -> None:
-        """Capacity for `tokens` per row, rounded up to the grain; row r keeps `left[r]` from place `skip[r]` on."""
-        capacity, even = _rounded(tokens), len(set(skip)) == 1
+        """Capacity for `tokens` per row, rounded up to the grain; row r keeps `left[r]`, those behind its first ones
+        from place `first + skip[r]` on."""
+        capacity, even, first = _rounded(tokens), len(set(skip)) == 1, self.first
         kept = min(capacity, self.capacity - skip[0] * even) if max(left) else 0
         place = None
         if not even:
-            place = shared(skip, self.k.device)[:, None] + torch.arange(kept, device=self.k.device)
+            place = torch.arange(kept, device=self.k.device)
+            place = place + shared(skip, self.k.device)[:, None] * (place >= first)
             place = place.clamp(max=self.capacity - 1)[:, None]
         grown = []
         for x, dim in ((self.k, 2), (self.v, 3), (self.k_scale, 2), (self.v_scale, 2)):
@@ -129,7 +136,10 @@ class OpenBuffer:
             if not kept:
                 grown.append(x.new_empty(shape))
                 continue
-            if place is None:
+            if place is None and first and skip[0]:
+                parts = (x.narrow(dim, 0, first), x.narrow(dim, first + skip[0], kept - first))
+                old = torch.cat(parts, dim)
+            elif place is None:
                 old = x.narrow(dim, skip[0], kept)
             else:
                 pick = {(2, 4): place[..., None], (3, 4): place[:, :, None], (2, 3): place}[dim, x.dim()]
@@ -138,5 +148,5 @@ class OpenBuffer:
                 grown.append(x.new_empty(shape))
                 grown[-1].narrow(dim, 0, kept).copy_(old)
             else:
-                grown.append(old.clone(memory_format=torch.contiguous_format))
+                grown.append(old.clone(memory_format=torch.contiguous_format) if old._base is not None else old)
         self.k, self.v, self.k_scale, self.v_scale = grown

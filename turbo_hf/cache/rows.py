@@ -26,6 +26,7 @@ class RowState(NamedTuple):
     recording: whether blocks stay open, and tokens in the window, until a `crop` (assisted decoding).
     context: which blocks are in this process.
     recent: newest tokens of each row that stay open (`TurboConfig.recent_tokens`).
+    first: first tokens of each row that stay open (`KVStore.first`), before all others.
     """
 
     block: int
@@ -38,6 +39,7 @@ class RowState(NamedTuple):
     recording: bool = False
     context: ContextRanks = WHOLE
     recent: int = 0
+    first: int = 0
 
     def with_rows(self, rows: int) -> "RowState":
         """The state of `rows` rows without tokens."""
@@ -81,16 +83,21 @@ class RowState(NamedTuple):
         )
 
     def whole(self, kept: int = 0) -> list[int]:
-        """Whole blocks of open tokens of each row, but for those of the newest `recent + kept` tokens."""
-        return [max(0, tokens - self.recent - kept) // self.block for tokens in self.open]
+        """Whole blocks of open tokens of each row, but for those of the first tokens and the newest `recent + kept`."""
+        return [max(0, tokens - self.staying - kept) // self.block for tokens in self.open]
+
+    @property
+    def staying(self) -> int:
+        """Open tokens of a row that no block takes."""
+        return self.first + self.recent
 
     def is_due(self) -> bool:
         """Whether some row has a whole block to be sealed."""
-        return max(self.open) >= self.block + self.recent
+        return max(self.open) >= self.block + self.staying
 
     def due(self) -> list[int]:
         """1 for each row whose open block the next replayed step will seal, else 0."""
-        return [int(tokens == self.block + self.recent) for tokens in self.open]
+        return [int(tokens == self.block + self.staying) for tokens in self.open]
 
     def sealed_by_step(self) -> list[int]:
         """`sealed` after the next replayed step."""
@@ -104,7 +111,7 @@ class RowState(NamedTuple):
         return self._replace(seen=self.seen + 1, sealed=self.sealed_by_step(), open=opened, decoded=True)
 
     def with_sealed(self, whole: Sequence[int]) -> "RowState":
-        """The state once the oldest `whole[row]` blocks of open tokens are sealed."""
+        """The state once the oldest `whole[row]` blocks of open tokens, behind the first ones, are sealed."""
         sealed = [held + count for held, count in zip(self.sealed, whole, strict=True)]
         opened = [held - count * self.block for held, count in zip(self.open, whole, strict=True)]
         return self._replace(sealed=sealed, open=opened)
@@ -118,7 +125,8 @@ class RowState(NamedTuple):
     def cropped(self, columns: int, counts: Sequence[int]) -> "RowState":
         """Without the newest `columns` columns, `counts[row]` of them tokens. The rest of a cut block is open."""
         left = [held - count for held, count in zip(self.lengths(), counts, strict=True)]
-        sealed = [min(blocks, tokens // self.block) for blocks, tokens in zip(self.sealed, left, strict=True)]
+        whole = [max(0, tokens - self.first) // self.block for tokens in left]
+        sealed = list(map(min, self.sealed, whole))
         return self._replace(
             seen=self.seen - columns,
             sealed=sealed,

@@ -39,7 +39,7 @@ class Kind(NamedTuple):
     remedy: str
 
 
-CACHE = Kind("cache", "turbo_cache.safetensors", 5, " Compute the prompt again, and save it anew.")
+CACHE = Kind("cache", "turbo_cache.safetensors", 6, " Compute the prompt again, and save it anew.")
 
 
 def flatten(value: Any, name: str, tensors: Tensors) -> Any:

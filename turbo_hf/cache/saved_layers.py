@@ -92,7 +92,8 @@ def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
     """What a saved compressed layer consists of, and what its numbers must be by themselves."""
     block, codes = layer.config.expert.block_size, (rows, None, None, None)
     tokens, blocks = [Whole(0, columns)] * rows, [Whole(0, columns // block)] * rows
-    state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, False, WHOLE, layer.config.recent_tokens)
+    kept = layer.state.recent, layer.state.first
+    state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, False, WHOLE, *kept)
     opened = OneOf((Stored(codes, torch.int8), Stored(codes, None)))
     return {
         **dict.fromkeys(("valid", "universal"), object),

@@ -117,10 +117,10 @@ class LayerStorage:
         # shared by all layers of a cache
         self.mark, self.name = PassMark(1), f"layer {index}"
         self.is_sliding = window is not None
-        self.state, self.states = (
-            RowState(config.expert.block_size, [], [], [], [], recent=config.recent_tokens),
-            SharedStates(),
-        )
+        # whose order of tokens has a meaning, or whose store kernels seal all of them: `layout`
+        first = 0 if window is not None or selector is not None or latent else config.first_tokens
+        self.state = RowState(config.expert.block_size, [], [], [], [], recent=config.recent_tokens, first=first)
+        self.states = SharedStates()
         # bool [B, columns], which of the first columns hold a token; None: all of them
         self.valid_prefix: torch.Tensor | None = None
         # whether `nonfinite`, which kernels set, is still to be read
@@ -160,7 +160,7 @@ class LayerStorage:
         self.bucket_index = BucketIndex(rows, self.heads, block, self.selector, self.device)
         opened = dtype_16bit if UNQUANTIZED in dict(groups) else torch.int8
         buffer = (opened, key_states.shape[2], self.rotary_dim)
-        self.buffer = OpenBuffer(rows, self.heads, self.dim, self.device, *buffer)
+        self.buffer = OpenBuffer(rows, self.heads, self.dim, self.device, *buffer, self.state.first)
         self.device_counts = DeviceCounts(self.device)
         self.order = shared(order * rows, self.device).view(rows, self.heads)
         ranged = self.config.expert.buffer_scale == "universal"
@@ -212,7 +212,7 @@ class LayerStorage:
         places = (self.order, self.pool.device_table(), counts.sealed(state))
         opened = (*self.buffer.tensors(), counts.open(state))
         known, plans = (tuple(state.pages()), None) if replay is None else (replay.sealed, replay.plans)
-        return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans)
+        return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans, state.first)
 
     def _held(self) -> tuple[Any, ...]:
         """What launches have the addresses of, and the lengths that they are planned for."""
@@ -372,7 +372,7 @@ class LayerStorage:
         room = max(after.open)
         if decoding and self.in_place:
             # a block, so that not every sixteenth step makes room
-            room = max(room, self.config.expert.block_size + state.recent)
+            room = max(room, self.config.expert.block_size + state.staying)
         self.buffer.reserve(room, state.open)
         # a prompt's tokens have their own scales, whose range is noted; later tokens take the scale of that range
         given_scale, max_scale = (self.universal, None) if decoding else (None, self.universal)
@@ -415,7 +415,7 @@ class LayerStorage:
     def seal_prompt(self) -> None:
         """Seal a first prompt but for its last block or two, also while `recording`: no draft reaches further back."""
         state = self.state
-        if state.waits() and self.selector is None and max(state.open) > 2 * state.block + state.recent:
+        if state.waits() and self.selector is None and max(state.open) > 2 * state.block + state.staying:
             self._commit(check_later=True, kept=self.config.expert.block_size)
 
     def _row_blocks(self, whole_prompt: bool, kept: int) -> list[RowBlocks]:
@@ -456,10 +456,11 @@ class LayerStorage:
                 if row.sorted:
                     buffer.reorder(n, (row.sorted.start - before.sealed[n]) * block, index.sort(n, row.sorted))
             self.state = after
-            # the op seals every whole block among `open_len` tokens
+            # the op seals every whole block among `open_len` tokens, but for the first ones
             store = self.kv_store()
             if index.sorts or kept or after.recent:
-                store = store._replace(open_len=shared([row.whole * block for row in rows], self.device))
+                ends = [after.first + row.whole * block for row in rows]
+                store = store._replace(open_len=shared(ends, self.device))
             store, most = after.context.own_blocks(store, before.sealed, [row.whole for row in rows])
             if most:
                 self.ops.seal_open(store, most)
@@ -471,6 +472,6 @@ class LayerStorage:
             if steady and state.recent:
                 buffer.drop_front_in_place(gone, opened)
             else:
-                buffer.drop_front(gone, opened, block if steady else 0)
+                buffer.drop_front(gone, opened, block + state.first if steady else 0)
             dropped = [held + row.skipped * block for held, row in zip(state.dropped, rows, strict=True)]
             self.state = state._replace(open=opened, dropped=dropped)

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from turbo_hf.cache.memory import LayerCost, cache_bytes, turbo_cost
-from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, SparseConfig, of_layer
+from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, SparseConfig, at_8_bit, of_layer
 from turbo_hf.eval.bench.shapes import largest
 from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
@@ -159,7 +159,8 @@ def layer_costs(
         index_bytes = sparse.index_bytes if sparse is not None and indexed else 0
         # the cache splits the heads that it gets, whatever the config says
         own = of_layer(report.config, at.index, count)
-        groups = ((8, layer.heads),) if at.kept_int8 else own.head_groups(layer.heads)
+        own = at_8_bit(own) if at.kept_int8 else own
+        groups = own.head_groups(layer.heads)
         rotary_dim = layer.value_dim if at.latent else None
         cost = turbo_cost(own, groups, layer.head_dim, at.window, index_bytes, rotary_dim)
         costs.append(replace(cost, constant=cost.constant + layer.cost.constant))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from turbo_hf.config.file import SUFFIXES, names_a_file, read_mapping
 from turbo_hf.config.options import Options, at_least, freeze_layers, layer_indices, one_of
-from turbo_hf.layout import BITS, BLOCK_SIZES, MODES, UNQUANTIZED, WIDTHS, HeadGroups, Width, widths_of
+from turbo_hf.layout import BITS, BLOCK_SIZES, FIRST, MODES, UNQUANTIZED, WIDTHS, HeadGroups, Width, widths_of
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
 ATTENTION_MODES = tuple(MODES)
@@ -339,9 +339,14 @@ class TurboConfig(Options):
     def begins(self) -> int:
         """Tokens that a prompt has at least where anything is stored below 8 bit, or not read by all steps; a shorter
         one tells nothing of the config."""
-        sealed = 0 if self.bits >= 8 else self.recent_tokens + self.expert.block_size
+        sealed = 0 if self.bits >= 8 else self.first_tokens + self.recent_tokens + self.expert.block_size
         steps = self.sparse.sink_tokens + self.sparse.window_tokens + 1 if self.sparse is not None else 0
         return max(sealed, steps)
+
+    @property
+    def first_tokens(self) -> int:
+        """First tokens of each row that are never sealed (`layout`), where every step reads all tokens."""
+        return 0 if self.bits == UNQUANTIZED else FIRST
 
     @property
     def prompt_attention(self) -> str:

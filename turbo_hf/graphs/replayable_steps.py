@@ -185,7 +185,7 @@ class ReplayableSteps:
         self._groups: list[_Group] = []
         for layer in self.layers:
             layer.forget_repeats()
-            if max(layer.state.open) > layer.state.block + layer.state.recent:
+            if max(layer.state.open) > layer.state.block + layer.state.staying:
                 if layer.state.recording:
                     layer.seal_prompt()
                 else:
@@ -234,7 +234,7 @@ class ReplayableSteps:
             if any(leaving):
                 layer.pool.drop_front(before.sealed, leaving, shrink=False)
             layer.pool.reserve(held, more)
-            layer.buffer.reserve(block * (BLOCKS if before.recording else 1) + before.recent, before.open)
+            layer.buffer.reserve(block * (BLOCKS if before.recording else 1) + before.staying, before.open)
         if group.sealed.numel() and any(leaving):
             group.sealed.copy_(shared(after.sealed, group.sealed.device))
         group.become(after)
@@ -250,7 +250,7 @@ class ReplayableSteps:
         ahead = [most] * rows
         if left > 0:
             # else no limit, or one that leaves out earlier tokens of the cache
-            ahead = [min(most, max(0, tokens - state.recent + left - 1) // state.block) for tokens in state.open]
+            ahead = [min(most, max(0, tokens - state.staying + left - 1) // state.block) for tokens in state.open]
         # at least those that are whole
         return [max(count, whole) for count, whole in zip(ahead, state.whole(), strict=True)]
 
@@ -401,14 +401,17 @@ class ReplayableSteps:
         groups, first = self._groups, self.layers[0]
         if not (first.state.recording and self.intact()) or any(min(group.state.open) < columns for group in groups):
             return False
+        after = [group.state.cropped(columns, [columns] * first.rows) for group in groups]
+        if any(state.sealed != group.state.sealed for state, group in zip(after, groups, strict=True)):
+            return False
         left = first.seen - columns
         masks = [layer.valid_prefix for layer in self.layers if layer.valid_prefix is not None]
         if any(mask.shape[1] > left for mask in masks) or any(layer.given_mask is not None for layer in self.layers):
             return False
-        for group in groups:
+        for state, group in zip(after, groups, strict=True):
             if columns:
                 group.open.sub_(columns)
-                group.become(group.state.cropped(columns, [columns] * first.rows))
+                group.become(state)
         due = [group for group in groups if group.state.is_due()]
         if due:
             self.require_finite()
@@ -431,7 +434,7 @@ class ReplayableSteps:
         for layer in group.layers:
             store = layer.kv_store()
             if before.recent:
-                store = store._replace(open_len=shared(gone, device))
+                store = store._replace(open_len=shared([before.first + count for count in gone], device))
             store, most = before.context.own_blocks(store, before.sealed, whole)
             if most:
                 layer.ops.seal_open(store, most)

@@ -131,14 +131,14 @@ class ContextRanks(Ranks):
             return store, max(whole)
         first = [(self.rank - held) % self.count for held in before]
         counts = [len(range(skip, blocks, self.count)) for skip, blocks in zip(first, whole, strict=True)]
-        most, device, block = max(counts), store.k_open.device, store.block
+        most, device, block, begin = max(counts), store.k_open.device, store.block, store.first
         if not most:
             return store, 0
         if max(whole) == 1:
             # as in steps: what is sealed lies in front
-            return store._replace(open_len=shared([count * block for count in counts], device)), most
-        place = torch.arange(most * block, device=device)
-        place = place + place // block * ((self.count - 1) * block)
+            return store._replace(open_len=shared([begin + count * block for count in counts], device)), most
+        place = begin + torch.arange(most * block, device=device)
+        place = place + (place - begin) // block * ((self.count - 1) * block)
         if len(set(first)) == 1:
             # clamped: rows may have fewer blocks than the longest one, and their places are not read
             place = (place + first[0] * block).clamp(max=store.k_open.shape[2] - 1)
@@ -149,7 +149,7 @@ class ContextRanks(Ranks):
             parts = [torch.take_along_dim(x, at, dim) for (x, dim), at in zip(_open_parts(store), shapes, strict=True)]
         k, v, k_scale, v_scale = parts
         length = shared([count * block for count in counts], device)
-        return store._replace(k_open=k, v_open=v, k_scale=k_scale, v_scale=v_scale, open_len=length), most
+        return store._replace(k_open=k, v_open=v, k_scale=k_scale, v_scale=v_scale, open_len=length, first=0), most
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """[ranks, ...]: x of each rank, in their order; the same bits on all of them."""

@@ -115,6 +115,7 @@ def serving_of(maker: CacheMaker, model: Any) -> Any:
     from turbo_hf.serving.rows import TOGETHER, Shape  # noqa: PLC0415 - as above
 
     config, (sizes,) = maker.config, maker.sizes
+    slides = any(window for _, window in layer_windows(model.config.get_text_config(decoder=True)))
     wide = any(UNQUANTIZED in dict(groups) for groups in maker.groups)
     shape = Shape(
         maker.groups,
@@ -124,6 +125,8 @@ def serving_of(maker: CacheMaker, model: Any) -> Any:
         sizes.expanded,
         type_16bit(model.dtype) if wide else torch.int8,
         TOGETHER // max(1, sizes.expanded // CHANNELS),
+        # all layers count alike
+        0 if slides or sizes.rotary_dim is not None else config.first_tokens,
     )
     every = range(maker.layers)
     return Serving(shape, config, [maker.head_orders.get(n) for n in every], [maker.balances.get(n) for n in every])

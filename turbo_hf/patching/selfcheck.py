@@ -178,14 +178,15 @@ def check_text(model: PreTrainedModel, config: TurboConfig, tokenizer: Any) -> C
     if model.get_output_embeddings() is None:
         return None
     text = model.config.get_text_config(decoder=True)
-    kept = config.recent_tokens + BLOCKS * config.expert.block_size
+    opened = config.first_tokens + config.recent_tokens
+    kept = opened + BLOCKS * config.expert.block_size
     room = getattr(text, "max_position_embeddings", None) or math.inf
     tail = TAIL if room > 2 * TAIL else PASS
     prompt = int(min(max(READ, kept), room - tail - 1))
-    if prompt < config.recent_tokens + config.expert.block_size:
+    if prompt < opened + config.expert.block_size:
         raise Unsupported(
             f"self-check: this model has {room} positions, too few for a block that is kept at the preset's bits "
-            f"({config.recent_tokens} newest tokens are not). Patch it without check=True."
+            f"({opened} first and newest tokens are not). Patch it without check=True."
         )
     count = prompt + tail + 1
     if isinstance(tokenizer, ProcessorMixin):

@@ -24,7 +24,7 @@ from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import Scoring, power_of_two
 from turbo_hf.serving.rows import Pass, Row, Shape, mixed_pass
-from turbo_hf.serving.storage import Storage
+from turbo_hf.serving.storage import Storage, kept_slots
 
 FULL = "full_attention"
 SLOT_SHARE = 16
@@ -64,7 +64,8 @@ class Serving:
 class TurboAllocator(CacheAllocator):
     """Blocks of sealed pages, and the slot of each request. One for all layers, also those with a sliding window.
 
-    A request of n tokens has `n // block` blocks: the rest is in its slot.
+    A request has the blocks of `Shape.split`: the rest, its first tokens included, is in its slot. Those of a stored
+    prefix are in a slot beside those of requests.
     """
 
     supports_block_sharing = True
@@ -81,6 +82,9 @@ class TurboAllocator(CacheAllocator):
         self.free_slots = list(range(slots))
         # slots to copy before the next pass: (from, to)
         self.copies: list[tuple[int, int]] = []
+        # by the hash of first tokens, the slot that keeps them, the least recently used first
+        self.kept: dict[int, int] = {}
+        self.free_kept = [slots + 1 + n for n in range(kept_slots(shape, slots) if share else 0)]
         # hashes of a request's whole blocks, in order
         self.chains: dict[str, list[int]] = {}
         self.held: dict[str, int] = {}
@@ -96,14 +100,18 @@ class TurboAllocator(CacheAllocator):
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
         """Blocks that this many tokens seal, beyond those that the request has."""
         held = len(self.block_table.get(request_id, ()))
-        return max(0, (past_length + query_length) // self.shape.block - held)
+        return max(0, self.shape.split(past_length + query_length)[0] - held)
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         """See Transformers; a new request also gets a slot."""
-        if request_id not in self.slot_of:
-            self.slot_of[request_id] = heapq.heappop(self.free_slots)
+        self._take_slot(request_id)
         table = self.block_table.setdefault(request_id, [])
         table += self.pool.get_free_blocks(self.index, self.needs_new_blocks(request_id, past_length, query_length))
+
+    def _take_slot(self, request_id: str) -> int:
+        if request_id not in self.slot_of:
+            self.slot_of[request_id] = heapq.heappop(self.free_slots)
+        return self.slot_of[request_id]
 
     def has_slot(self, request_id: str) -> bool:
         """Whether the request has a slot, or can get one."""
@@ -143,6 +151,39 @@ class TurboAllocator(CacheAllocator):
             self.chains[dest_request_id] = list(self.chains[source_request_id])
         return super().fork_blocks(source_request_id, dest_request_id, past_length)
 
+    def _first_hash(self, token_ids: list[int]) -> int | None:
+        """Of the first tokens: the parent of the first block."""
+        first = self.shape.first
+        return compute_block_hash(None, token_ids[:first]) if first else None
+
+    def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
+        """See Transformers; a prefix also needs its first tokens."""
+        found: list[int] = []
+        parent, block = self._first_hash(prompt_ids), self.shape.block
+        if parent is not None and parent not in self.kept:
+            return found
+        for at in range(self.shape.first, len(prompt_ids) - block, block):
+            parent = compute_block_hash(parent, prompt_ids[at : at + block])
+            if parent not in self.ledger.hash_to_block:
+                break
+            found.append(self.ledger.hash_to_block[parent])
+        return found
+
+    def give_first(self, request_id: str, prompt_ids: list[int]) -> None:
+        """A request that begins with a stored prefix gets the first tokens of that."""
+        first = self._first_hash(prompt_ids)
+        if first is not None:
+            # now the most recently used
+            self.kept[first] = self.kept.pop(first)
+            self.copies.append((self.kept[first], self._take_slot(request_id)))
+
+    def _keep_first(self, request_id: str, first: int) -> None:
+        """Keep the first tokens of a request, in the place of those that were not used for longest."""
+        if first not in self.kept and (self.free_kept or self.kept):
+            slot = self.free_kept.pop() if self.free_kept else self.kept.pop(next(iter(self.kept)))
+            self.kept[first] = slot
+            self.copies.append((self.slot_of[request_id], slot))
+
     def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
         """See Transformers."""
         super().acquire_prefix_blocks(request_id, prefix_len, block_ids)
@@ -154,12 +195,14 @@ class TurboAllocator(CacheAllocator):
         if request_id not in self.block_table:
             # it was cancelled while the pass ran
             return
-        table, block = self.block_table[request_id], self.shape.block
+        table, block, first = self.block_table[request_id], self.shape.block, self._first_hash(token_ids)
         chain = self.chains.setdefault(request_id, [])
-        end = min(len(chain) + new_new_blocks, len(table), len(token_ids) // block)
+        end = min(len(chain) + new_new_blocks, len(table), self.shape.split(len(token_ids))[0])
+        if end and first is not None:
+            self._keep_first(request_id, first)
         for n in range(len(chain), end):
-            parent = chain[-1] if chain else None
-            chain.append(compute_block_hash(parent, token_ids[n * block : (n + 1) * block]))
+            parent, at = chain[-1] if chain else first, self.shape.first + n * block
+            chain.append(compute_block_hash(parent, token_ids[at : at + block]))
             self.ledger.register_new_hash(table[n], chain[-1])
 
     def evict(self, count: int) -> bool:
@@ -207,8 +250,8 @@ class _Planner(PagedAttentionMemoryHandler):
         most, share = self.cb_config.max_requests_per_batch, self.available_memory // SLOT_SHARE
         tokens = self.cb_config.max_batch_tokens or self._default_max_batch_tokens
         self.slots = max(1, min(most or 1, tokens, share // shape.slot))
-        # and the spare one
-        self.slot_bytes = (self.slots + 1) * shape.slot
+        # and the spare one, and those of stored prefixes
+        self.slot_bytes = (self.slots + 1 + kept_slots(shape, self.slots)) * shape.slot
 
     @property
     def bytes_per_cache_token(self) -> int:
@@ -278,14 +321,15 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
     def begin_session(self) -> None:
         """Forget what an earlier session has left behind, but for the stored prefixes."""
         self._coming, self.now = [], Pass([], [])
-        self.allocator.copies = []
+        # their first tokens may still be to be copied
+        self.allocator.copies = [pair for pair in self.allocator.copies if pair[1] in self.allocator.kept.values()]
         self.storage.nonfinite.zero_()
 
     @property
     def capacity(self) -> int:
         """Tokens of the longest request that fits."""
-        block = self.serving.shape.block
-        return self.num_sectors * block + block - 1
+        shape = self.serving.shape
+        return shape.first + self.num_sectors * shape.block + shape.block - 1
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         """See Transformers; a request also needs a slot."""
@@ -299,8 +343,17 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         if not self.allocator.has_slot(request_id):
             return 0
         found = super().search_prefix_match(request_id, prompt_ids)
+        if found:
+            self.allocator.give_first(request_id, prompt_ids)
+            found += self.serving.shape.first
         self.serving.hit_tokens += found
         return int(found)
+
+    def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
+        """See Transformers."""
+        split, held = self.serving.shape.split, state.current_len()
+        count = split(held + request_len)[0] - split(held)[0]
+        return {FULL: count} if count and self.use_prefix_sharing else {}
 
     def evict_cached_blocks(self) -> bool:
         """Give up stored prefixes that no request uses, the oldest first, until a quarter of the pool is free; at least
@@ -321,10 +374,13 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         for source, target in copy_src_and_dst.values():
             if source:
                 self.storage.copy_blocks(source, target)
+        self._copy_slots()
+
+    def _copy_slots(self) -> None:
+        """One after the other: a slot that is copied may be the copy of another one."""
         copies, self.allocator.copies = self.allocator.copies, []
-        if copies:
-            old, new = zip(*copies, strict=True)
-            self.storage.copy_slots(list(old), list(new))
+        for old, new in copies:
+            self.storage.copy_slots([old], [new])
 
     def extend_read_and_write_indices(self, request_id: str, past_length: int, query_length: int, *args: Any) -> None:
         """See Transformers: called for each request of the coming pass, in order."""
@@ -337,7 +393,8 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         """The next request of the coming pass: what the host knows of it."""
         allocator, before = self.allocator, self._coming[-1:]
         first = before[0].first + before[0].new if before else 0
-        blocks = list(allocator.block_table[request_id][: (past_length + query_length) // self.serving.shape.block])
+        sealed = self.serving.shape.split(past_length + query_length)[0]
+        blocks = list(allocator.block_table[request_id][:sealed])
         slot = allocator.slot_of[request_id]
         self._coming.append(Row(request_id, past_length, query_length, first, slot, blocks))
         allocator.held[request_id] = past_length + query_length
@@ -345,6 +402,7 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
     def begin_pass(self) -> list[Row]:
         """The requests of the pass that begins."""
         rows, self._coming = self._coming, []
+        self._copy_slots()
         return rows
 
     def mix(self, rows: list[Row]) -> None:
@@ -380,7 +438,7 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         """Bytes of the blocks and slots that hold tokens, stored prefixes included."""
         shape, allocator = self.serving.shape, self.allocator
         blocks = self._blocks_in_use()
-        opened = sum(tokens % shape.block for tokens in list(allocator.held.values()))
+        opened = sum(shape.split(tokens)[1] for tokens in list(allocator.held.values()))
         layers = []
         for page, groups in zip(shape.pages, self.storage.paged, strict=True):
             scales = sum(x[0].nbytes for pages in groups for x in pages[3:])

@@ -26,6 +26,7 @@ class Shape(NamedTuple):
     expanded: of latent attention, channels of a token's keys and values in all heads.
     opened: the type of open tokens.
     together: tokens of pasts that are unpacked at a time, but for a longer past.
+    first: as in `KVStore`, of every layer.
     """
 
     groups: tuple[HeadGroups, ...]
@@ -35,6 +36,7 @@ class Shape(NamedTuple):
     expanded: int = 0
     opened: torch.dtype = torch.int8
     together: int = TOGETHER
+    first: int = 0
 
     @property
     def layers(self) -> int:
@@ -59,8 +61,17 @@ class Shape(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Tokens of a slot: a block less one, and a step of several tokens."""
-        return self.block + DECODE_TOKENS
+        """Tokens of a slot: the first ones, a block less one, and a step of several tokens."""
+        return self.first + self.block + DECODE_TOKENS
+
+    def split(self, tokens: int) -> tuple[int, int]:
+        """Sealed blocks and open tokens of a request of so many tokens."""
+        sealed = max(0, tokens - self.first) // self.block
+        return sealed, tokens - sealed * self.block
+
+    def seals(self, row: "Row") -> int:
+        """Blocks that a pass seals of a request."""
+        return self.split(row.past + row.new)[0] - self.split(row.past)[0]
 
     @property
     def slot(self) -> int:
@@ -162,7 +173,7 @@ class StepRows:
 
     def fill(self, rows: list[Row]) -> None:
         """Begin a pass of these requests. Waits for nothing."""
-        block, self.rows = self.shape.block, rows
+        self.rows = rows
         # torch's allocator of pinned memory knows when the copy is done
         flat = torch.zeros(len(self._flat), dtype=torch.int64, pin_memory=self._flat.is_cuda)
         table, sealed, after, starts, token, slot, opened = (x.numpy() for x in _cut(flat, self._sizes))
@@ -170,9 +181,9 @@ class StepRows:
         for n, row in enumerate(rows):
             at = row.slot
             table[at * self.blocks : at * self.blocks + len(row.blocks)] = row.blocks
-            sealed[at], after[at] = row.past // block, (row.past + row.new) // block
+            sealed[at], opened[at :: self.size] = self.shape.split(row.past)
+            after[at] = sealed[at] + self.shape.seals(row)
             starts[at], token[at], slot[n] = 0, row.first, at
-            opened[at :: self.size] = row.past % block
         self._flat.copy_(flat, non_blocking=True)
         self.sealed_host = tuple(sealed.tolist())
         for plan in (self.plans or {}).values():
@@ -181,7 +192,7 @@ class StepRows:
     @property
     def sealing(self) -> list[Row]:
         """The requests that get a sealed block."""
-        return [row for row in self.rows if row.past % self.shape.block + row.new >= self.shape.block]
+        return [row for row in self.rows if self.shape.seals(row)]
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The rows' tokens of x [1, H, T, D], as [size, H, new, D]; any token in a row without one."""
@@ -233,25 +244,25 @@ class Prompts:
         self.table = table.view(count, blocks)
         self.rows: list[Row] = []
 
-    def fill(self, rows: list[Row], block: int) -> None:
+    def fill(self, rows: list[Row], shape: Shape) -> None:
         """Begin a pass of these requests. Waits for nothing."""
         self.rows = rows
         flat = torch.zeros(len(self._flat), dtype=torch.int64, pin_memory=self._flat.is_cuda)
         table, slots, sealed, opened, starts = (x.numpy() for x in _cut(flat, self._sizes))
         starts[:] = self.new
         for n, row in enumerate(rows):
-            slots[n], sealed[n], opened[n], starts[n] = row.slot, *divmod(row.past, block), self.new - row.new
+            slots[n], sealed[n], opened[n], starts[n] = row.slot, *shape.split(row.past), self.new - row.new
             table[n * self.blocks : n * self.blocks + len(row.blocks)] = row.blocks
         self._flat.copy_(flat, non_blocking=True)
 
     @classmethod
-    def of(cls, rows: list[Row], block: int, device: torch.device) -> "Prompts":
+    def of(cls, rows: list[Row], shape: Shape, device: torch.device) -> "Prompts":
         """The prompts of these requests, whose tokens lie one after the other in the pass: for `take` and `put`."""
         new, past = max(row.new for row in rows), rows[0].past > 0
         padded = past or any(row.new < new for row in rows)
         new = _multiple(new) if padded else new
         made = cls(len(rows), new, _multiple(max(len(row.blocks) for row in rows)), past, device)
-        made.fill(rows, block)
+        made.fill(rows, shape)
         made.padded = padded
         if len(rows) > 1 or padded:
             tokens = np.concatenate([row.columns(new) for row in rows])
@@ -316,6 +327,8 @@ class Blocks:
     """The new tokens of prompts as the blocks that they become, for storing them: a row of the ops is one block of one
     request. Its first one begins with the open tokens that it held, and its last one may end early.
 
+    A request without all of its first tokens (`Shape.first`) has a row more in front, which begins with them.
+
     As in `StepRows`, `fill` writes again what changes from pass to pass.
 
     Args:
@@ -332,6 +345,8 @@ class Blocks:
         open_len: int64 [layers, count], zeros.
         slots, begin, last: int64 [requests], the slot of each request, its first row, and its last one.
         held: int64 [requests], how many places of that first row were open before.
+        front, early: int64 [requests], its row in front, and how many first tokens it held. Requests without that row
+            have the last row of all, and `front_slots` names no slot for them.
         seals: whether some row is whole.
     """
 
@@ -339,44 +354,53 @@ class Blocks:
         self.count, self.shape, self.spare = count, shape, spare
         self.seals = True
         block = shape.block
-        self._sizes = [count * block, count, count, count * shape.layers, *[requests] * 4]
+        self._sizes = [count * block, count, count, count * shape.layers, *[requests] * 7]
         self._flat = torch.zeros(_room(self._sizes), dtype=torch.int64, device=device)
         parts = _cut(self._flat, self._sizes)
-        self.tokens, table, self.sealed, opened, self.slots, self.begin, self.last, self.held = parts
+        self.tokens, table, self.sealed, opened, *each = parts
+        self.slots, self.begin, self.last, self.held, self.front_slots, self.front, self.early = each
         self.table, self.open_len = table.view(count, 1), opened.view(shape.layers, count)
         self.arrived = torch.zeros(count, dtype=torch.int32, device=device)
 
     def fill(self, rows: list[Row], places: list[int]) -> None:
         """Begin a pass of these requests, whose tokens begin at `places`. Waits for nothing."""
-        block = self.shape.block
+        shape, block = self.shape, self.shape.block
         flat = torch.zeros(len(self._flat), dtype=torch.int64, pin_memory=self._flat.is_cuda)
         parts = (x.numpy() for x in _cut(flat, self._sizes))
-        tokens, table, sealed, _, slots, begin, last, held = parts
+        tokens, table, sealed, _, slots, begin, last, held, front_slots, front, early = parts
         slots[:], begin[:], last[:] = self.spare, self.count - 1, self.count - 1
+        front_slots[:], front[:] = self.spare, self.count - 1
         at = 0
         for n, (row, place) in enumerate(zip(rows, places, strict=True)):
-            before, opened = divmod(row.past, block)
-            count, whole = blocks_of(row, block), (opened + row.new) // block
-            columns = np.arange(count * block) - opened
+            if row.past < shape.first:
+                tokens[at * block : (at + 1) * block] = place + (np.arange(block) - row.past).clip(0, row.new - 1)
+                front_slots[n], front[n], early[n] = row.slot, at, row.past
+                at += 1
+            before, opened = shape.split(row.past)
+            count, whole = behind_first(row, shape), shape.seals(row)
+            if not count:
+                continue
+            # in front of it new ones may lie that are first tokens
+            columns = np.arange(count * block) - (opened - shape.first)
             tokens[at * block : (at + count) * block] = place + columns.clip(0, row.new - 1)
             table[at : at + whole], sealed[at : at + whole] = row.blocks[before : before + whole], 1
-            slots[n], begin[n], last[n], held[n] = row.slot, at, at + count - 1, opened
+            slots[n], begin[n], last[n], held[n] = row.slot, at, at + count - 1, max(0, opened - shape.first)
             at += count
         self._flat.copy_(flat, non_blocking=True)
 
     @classmethod
     def of(cls, rows: list[Row], shape: Shape, device: torch.device, spare: int) -> "Blocks":
         """The blocks of these requests, whose tokens lie one after the other in the pass."""
-        count = _multiple(1 + sum(blocks_of(row, shape.block) for row in rows))
+        count = _multiple(1 + sum((row.past < shape.first) + behind_first(row, shape) for row in rows))
         made = cls(count, len(rows), shape, device, spare)
         made.fill(rows, [row.first for row in rows])
-        made.seals = any(row.past % shape.block + row.new >= shape.block for row in rows)
+        made.seals = any(map(shape.seals, rows))
         return made
 
 
-def blocks_of(row: Row, block: int) -> int:
-    """Blocks in which new tokens of this request lie."""
-    return -(-(row.past % block + row.new) // block)
+def behind_first(row: Row, shape: Shape) -> int:
+    """Blocks in which new tokens of this request lie, but for its first ones."""
+    return -(-max(0, shape.split(row.past)[1] + row.new - shape.first) // shape.block)
 
 
 class Layout:
@@ -400,6 +424,7 @@ class Layout:
         if prompts is not None:
             most = -(-(prompts.new + (shape.block - 1) * prompts.past) // shape.block)
             # an even number, so that the counts of each layer begin at a multiple of 16 bytes
+            most += shape.first > 0
             self.blocks = Blocks((2 + prompts.count * most) // 2 * 2, prompts.count, shape, device, spare)
         self.size = 0 if steps is None else steps.size
         count, new = (0, 0) if prompts is None else (prompts.count, prompts.new)
@@ -417,7 +442,7 @@ class Layout:
                 order[row.slot], place[row.first] = row.first, row.slot
         if self.prompts is not None and self.blocks is not None:
             new, own = self.prompts.new, [row for row in rows if not row.is_step]
-            self.prompts.fill(own, self.blocks.shape.block)
+            self.prompts.fill(own, self.blocks.shape)
             ends = [self.size + (n + 1) * new for n in range(len(own))]
             for row, end in zip(own, ends, strict=True):
                 order[end - new : end] = row.columns(new)
@@ -474,7 +499,7 @@ def mixed_pass(rows: list[Row], size: int, shape: Shape, device: torch.device, s
     prompts = [row for row in rows if not row.is_step]
     if not prompts:
         return Pass(steps, [])
-    groups = [Prompts.of(group, shape.block, device) for group in _together(prompts, shape.together)]
+    groups = [Prompts.of(group, shape, device) for group in _together(prompts, shape.together)]
     packed = Packed.of(rows, [row for row in prompts if not row.past and row.new <= SHORT], device)
     return Pass(steps, groups, Blocks.of(prompts, shape, device, spare), packed)
 

@@ -55,8 +55,8 @@ class Storage:
         self.ops = [ops_of(config, like, groups, shape.rotary_dim) for groups in shape.groups]
         # of what is stored in the place of values
         self._channels = shape.rotary_dim or dim
-        # and one of no request
-        self.spare, every = slots, slots + 1
+        # one of no request, and those of `TurboAllocator.kept`
+        self.spare, every = slots, slots + 1 + kept_slots(shape, slots)
         # the slots of all layers: k, v, k_scale and v_scale
         self.opened = (
             torch.empty(layers, every, heads, room, dim, dtype=shape.opened, device=self.device),
@@ -163,7 +163,7 @@ class Storage:
         k, v, k_scale, v_scale = opened
         places = (self._order(layer, len(table)), table, sealed)
         opens = (k, v, k_scale, v_scale, open_len)
-        return KVStore(self.paged[layer], *places, *opens, self.shape.block, sealed_host, plans)
+        return KVStore(self.paged[layer], *places, *opens, self.shape.block, sealed_host, plans, self.shape.first)
 
     def _steps(
         self, rows: StepRows, module: Any, qkv: NewQKV, scoring: Scoring, window: int | None, fixed: bool
@@ -203,10 +203,10 @@ class Storage:
 
     def _move_rests(self, rows: StepRows, layer: int) -> None:
         """Behind a block that was sealed, tokens begin anew."""
-        block = self.shape.block
+        block, first = self.shape.block, self.shape.first
         for row in rows.sealing:
-            behind = slice(block, row.past % block + row.new)
-            to = slice(0, behind.stop - block)
+            behind = slice(first + block, self.shape.split(row.past)[1] + row.new)
+            to = slice(first, behind.stop - block)
             k, v, k_scale, v_scale = (x[layer, row.slot] for x in self.opened)
             for x in (k.transpose(1, 2), v, k_scale, v_scale):
                 x[..., to] = x[..., behind]
@@ -239,12 +239,15 @@ class Storage:
             *torch.empty(2, count, heads, block, device=self.device),
         )
         # entry 0 of a row of the table is its block, which is sealed if `sealed` counts it
-        store = self._view(layer, blocks.table, blocks.sealed, opened, blocks.open_len[layer])
+        store = self._view(layer, blocks.table, blocks.sealed, opened, blocks.open_len[layer])._replace(first=0)
         ops, flag = self.ops[layer], self.nonfinite[layer : layer + 1]
         ops.append_tokens(k, v, store, nonfinite=flag, arrived=blocks.arrived, balance=self.balances[layer])
         k, v, k_scale, v_scale = (x[layer] for x in self.opened)
-        moved = (blocks.slots, blocks.begin, blocks.last, blocks.held)
-        ops.exchange_open(opened, (k, v, k_scale, v_scale), *moved)
+        slots, begin = (k, v, k_scale, v_scale), self.shape.first
+        if begin:
+            front = blocks.front
+            ops.exchange_open(opened, slots, blocks.front_slots, front, front, blocks.early)
+        ops.exchange_open(opened, slots, blocks.slots, blocks.begin, blocks.last, blocks.held, begin)
         if blocks.seals:
             ops.seal_open(store, 1)
 
@@ -259,6 +262,11 @@ class Storage:
         old, new = shared(source, self.device), shared(target, self.device)
         for x in self.opened:
             x.index_copy_(1, new, x.index_select(1, old))
+
+
+def kept_slots(shape: Shape, slots: int) -> int:
+    """Slots beside those of requests, for the first tokens of stored prefixes: each is of all that begin alike."""
+    return -(-slots // 4) if shape.first else 0
 
 
 def _carve(pool: torch.Tensor, blocks: int, shape: Shape) -> list[tuple[PagedHeads, ...]]:

@@ -124,7 +124,7 @@ class StoreOps(Choice):
 
         Args:
             k, v: float [B, Hkv, 1, D].
-            store: one layer's cache. A row has at most `block` open tokens; if it has that many, `table[row,
+            store: one layer's cache. A row has at most `first + block` open tokens; if it has that many, `table[row,
                 sealed[row]]` is a page of its own. The pages, the open tokens, their scales, sealed and open_len
                 change.
             given_scale: float32 [B, Hkv, 2], as in `append_tokens`.
@@ -145,8 +145,8 @@ class StoreOps(Choice):
         """
         batch, heads, capacity, _ = store.k_open.shape
         _check_new(k, v, store, "1", 1)
-        if capacity < store.block:
-            raise ValueError(f"store must have room for {store.block} open tokens; it has {capacity}.")
+        if capacity < store.first + store.block:
+            raise ValueError(f"store must have room for {store.first + store.block} open tokens; it has {capacity}.")
         if store.k_open.dtype != torch.int8 and self.rotary_dim is None:
             raise ValueError(
                 f"store must have INT8 open tokens; got {store.k_open.dtype}. For 16-bit pages "
@@ -176,13 +176,14 @@ class StoreOps(Choice):
         return None if queries is None else balanced_queries(queries, balance)
 
     def seal_open(self, store: KVStore, blocks: int) -> None:
-        """Seal the whole blocks of open tokens into the pages that the table names; on a GPU in one launch, without
-        waiting.
+        """Seal the whole blocks of open tokens, behind the `first` ones, into the pages that the table names; on a GPU
+        in one launch, without waiting.
 
         Args:
-            store: one layer's cache, whose table and `sealed` already count these blocks: the `open_len // block` of
-                row r are the last ones before entry `sealed[r]` of its row of the table; blocks that would lie before
-                entry 0 are left out. The pages change; `k_open` [B, Hkv, cap, D] and the other open tokens do not.
+            store: one layer's cache, whose table and `sealed` already count these blocks: the `(open_len - first) //
+                block` of row r are the last ones before entry `sealed[r]` of its row of the table; blocks that would
+                lie before entry 0 are left out. The pages change; `k_open` [B, Hkv, cap, D] and the other open tokens
+                do not.
             blocks: the largest number of whole blocks of any row.
 
         Returns:
@@ -213,6 +214,7 @@ class StoreOps(Choice):
         first: torch.Tensor,
         last: torch.Tensor,
         held: torch.Tensor,
+        at: int = 0,
     ) -> None:
         """Each request's first block begins with the tokens that its slot holds; then the slot holds its last block.
 
@@ -223,6 +225,7 @@ class StoreOps(Choice):
             slot, first, last: int64 [R], of each request its slot, and its first and last row among `blocks`. Requests
                 without tokens may share a slot and a row.
             held: int64 [R], the tokens that the slot holds: b - 1 at most.
+            at: where these tokens begin in a slot.
 
         Returns:
             None.
@@ -238,23 +241,23 @@ class StoreOps(Choice):
             wanted = [(count, heads, tokens, dim), (count, heads, channels, tokens), *[(count, heads, tokens)] * 2]
             found = [tuple(x.shape) for x in opened]
             alike = [x.dtype for x in opened] == types and all(x.is_contiguous() for x in opened)
-            if found != wanted or room < block or not alike:
+            if found != wanted or room < at + block or not alike:
                 raise ValueError(
-                    f"open tokens must be {wanted}, contiguous, of the types {types}, {block} of them at least; got "
-                    f"{found} of {[x.dtype for x in opened]}."
+                    f"open tokens must be {wanted}, contiguous, of the types {types}, {at + block} of them at least; "
+                    f"got {found} of {[x.dtype for x in opened]}."
                 )
         if {x.shape for x in (slot, first, last, held)} != {slot.shape}:
             raise ValueError(f"slot, first, last and held must have an entry per request; got {len(slot)} slots.")
         if self.store_kernels:
             from turbo_hf.ops.store.launch import launch_exchange_open  # noqa: PLC0415 - needs Triton
 
-            launch_exchange_open(blocks, slots, slot, first, last, held)
+            launch_exchange_open(blocks, slots, slot, first, last, held, at)
             return
-        here = torch.arange(block, device=slot.device) < held[:, None, None]
+        here, places = torch.arange(block, device=slot.device) < held[:, None, None], slice(at, at + block)
         for x, y, is_codes in zip(_tokens_last(blocks), _tokens_last(slots), (True, True, False, False), strict=True):
-            before, new = y.index_select(0, slot)[..., :block], x.index_select(0, first)
+            before, new = y.index_select(0, slot)[..., places], x.index_select(0, first)
             x.index_copy_(0, first, torch.where(here[:, :, None] if is_codes else here, before, new))
-            y[..., :block].index_copy_(0, slot, x.index_select(0, last))
+            y[..., places].index_copy_(0, slot, x.index_select(0, last))
 
     def select_rows(self, tensors: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
         """Row i of each tensor becomes what its row `rows[i]` was, in place; on a GPU in one launch for all tensors.

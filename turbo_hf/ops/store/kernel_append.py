@@ -141,7 +141,7 @@ def seal_open_kernel(
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.block
     row, slot = program // FORM.heads, program % FORM.heads
-    whole = tl.load(rows.open_len + row) // BLOCK
+    whole = (tl.load(rows.open_len + row) - FORM.first) // BLOCK
     at = tl.load(rows.sealed + row) - whole + n
     # blocks that a row does not have, or that have left its window
     if (n < whole) & (at >= 0):
@@ -151,8 +151,9 @@ def seal_open_kernel(
             own, here = slot_of_width(slot, True, g, FORM)
             if here:
                 k, v, k_scale, v_scale, v_token, v_channel = opened[g]
-                first = pair * cap + n * BLOCK
-                v += pair * cap * D + n * BLOCK * v_token
+                begin = FORM.first + n * BLOCK
+                first = pair * cap + begin
+                v += pair * cap * D + begin * v_token
                 tokens = Block(k + first * D, v, k_scale + first, v_scale + first, v_token, v_channel)
                 seal_block(tokens, paged[g], page * FORM.slots[g] + own, g, FORM)
 
@@ -202,18 +203,19 @@ def _append_step(
     sealed = tl.load(rows.sealed + row)
     k_open, v_open, k_scales, v_scales = cache.opened
     pair = row * HEADS + head
-    is_due = held == BLOCK
+    FIRST: tl.constexpr = FORM.first
+    is_due = held == FIRST + BLOCK
     if is_due:
         page = tl.load(table_ptr + row * table_stride + sealed)
         for g in tl.static_range(len(FORM.slots)):
             own, here = slot_of_width(slot, True, g, FORM)
             if here:
-                k_at, v_at = k_open + pair * cap * D, v_open + pair * D * cap
-                tokens = Block(k_at, v_at, k_scales + pair * cap, v_scales + pair * cap, 1, cap)
+                at = pair * cap + FIRST
+                tokens = Block(k_open + at * D, v_open + pair * D * cap + FIRST, k_scales + at, v_scales + at, 1, cap)
                 seal_block(tokens, cache.paged[g], page * FORM.slots[g] + own, g, FORM)
         # all threads have now read the place that the new token takes
         tl.debug_barrier()
-    at = tl.where(is_due, 0, held)
+    at = tl.where(is_due, FIRST, held)
     d = tl.arange(0, FORM.padded_dim)
     inside = (d < D)[None, :]
     k_from = new.k + row * new.k_strides[0] + head * new.k_strides[1] + d[None, :] * new.k_strides[3]

@@ -49,6 +49,7 @@ class StoreForm(NamedTuple):
     heads: KV heads.
     dim, padded_dim: channels per head, and per tile.
     block: tokens per block.
+    first: open tokens before those that are sealed (`KVStore`).
     """
 
     slots: tuple[int, ...]
@@ -61,6 +62,7 @@ class StoreForm(NamedTuple):
     dim: int
     padded_dim: int
     block: int
+    first: int
 
 
 class Block(NamedTuple):

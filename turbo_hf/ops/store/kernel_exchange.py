@@ -11,9 +11,12 @@ def exchange_open_kernel(
     slot_ptr, first_ptr, last_ptr, held_ptr,  # int64 [R]
     room,
     HEADS: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    PADDED: tl.constexpr,
+    PADDED: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
-    """Each program moves PART channels of the tokens of one request and head; the first of them the scales."""
+    """Each program moves PART channels of the tokens of one request and head; the first of them the scales.
+
+    AT: the place in a slot where the tokens begin.
+    """
     request, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     first = tl.load(first_ptr + request)
     last = tl.load(last_ptr + request)
@@ -26,16 +29,22 @@ def exchange_open_kernel(
     taken = (n < BLOCK) & (n >= tl.where(first == last, held, 0))
     k_block, v_block, ks_block, vs_block = blocks
     k_slot, v_slot, ks_slot, vs_slot = slots
-    in_k, in_v, in_v_slot = n[:, None] * D + d[None, :], d[:, None] * BLOCK + n[None, :], d[:, None] * room + n[None, :]
+    in_k, in_v = n[:, None] * D + d[None, :], d[:, None] * BLOCK + n[None, :]
+    # of the request's slot
+    k_slot += of_slot * room * D + AT * D
+    v_slot += of_slot * room * V + AT
+    ks_slot += of_slot * room + AT
+    vs_slot += of_slot * room + AT
+    in_v_slot = d[:, None] * room + n[None, :]
     k_before, v_before = before[:, None] & (d < D)[None, :], (d < V)[:, None] & before[None, :]
     k_taken, v_taken = taken[:, None] & (d < D)[None, :], (d < V)[:, None] & taken[None, :]
     # the scales of no token, but for the first program
     ends = tl.where(tl.program_id(1) == 0, PADDED, 0)
     scale_before, scale_taken = before & (n < ends), taken & (n < ends)
-    k = tl.load(k_slot + of_slot * room * D + in_k, mask=k_before, other=0)
-    v = tl.load(v_slot + of_slot * room * V + in_v_slot, mask=v_before, other=0)
-    ks = tl.load(ks_slot + of_slot * room + n, mask=scale_before, other=0.0)
-    vs = tl.load(vs_slot + of_slot * room + n, mask=scale_before, other=0.0)
+    k = tl.load(k_slot + in_k, mask=k_before, other=0)
+    v = tl.load(v_slot + in_v_slot, mask=v_before, other=0)
+    ks = tl.load(ks_slot + n, mask=scale_before, other=0.0)
+    vs = tl.load(vs_slot + n, mask=scale_before, other=0.0)
     k_new = tl.load(k_block + of_last * BLOCK * D + in_k, mask=k_taken, other=0)
     v_new = tl.load(v_block + of_last * BLOCK * V + in_v, mask=v_taken, other=0)
     ks_new = tl.load(ks_block + of_last * BLOCK + n, mask=scale_taken, other=0.0)
@@ -46,7 +55,7 @@ def exchange_open_kernel(
     tl.store(v_block + of_first * BLOCK * V + in_v, v, mask=v_before)
     tl.store(ks_block + of_first * BLOCK + n, ks, mask=scale_before)
     tl.store(vs_block + of_first * BLOCK + n, vs, mask=scale_before)
-    tl.store(k_slot + of_slot * room * D + in_k, k_new, mask=k_taken)
-    tl.store(v_slot + of_slot * room * V + in_v_slot, v_new, mask=v_taken)
-    tl.store(ks_slot + of_slot * room + n, ks_new, mask=scale_taken)
-    tl.store(vs_slot + of_slot * room + n, vs_new, mask=scale_taken)
+    tl.store(k_slot + in_k, k_new, mask=k_taken)
+    tl.store(v_slot + in_v_slot, v_new, mask=v_taken)
+    tl.store(ks_slot + n, ks_new, mask=scale_taken)
+    tl.store(vs_slot + n, vs_new, mask=scale_taken)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, power_of_two
+from turbo_hf.layout import UNQUANTIZED, KVStore, power_of_two
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.kernel_launch import Launch, launch
@@ -49,17 +49,17 @@ def pairs_of(batch: int, heads: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _form(groups: tuple[tuple[int, int, int], ...], heads: int, dim: int, block: int) -> StoreForm:
+def _form(groups: tuple[tuple[int, int, int], ...], heads: int, dim: int, block: int, first: int) -> StoreForm:
     """What a kernel that seals is compiled for. groups: KV heads, bits of keys and bits of values of each width."""
     slots, bits, value_bits = zip(*groups, strict=True)
     lanes, value_lanes = (tuple(LANES[n] for n in each) for each in (bits, value_bits))
     padded = tuple(power_of_two(dim // n) for n in lanes)
-    return StoreForm(slots, bits, value_bits, lanes, padded, value_lanes, heads, dim, power_of_two(dim), block)
+    return StoreForm(slots, bits, value_bits, lanes, padded, value_lanes, heads, dim, power_of_two(dim), block, first)
 
 
-def _form_of(paged: Sequence[PagedHeads], heads: int, dim: int, block: int) -> StoreForm:
-    groups = tuple((pages.k.shape[1], pages.bits, pages.value_bits) for pages in paged)
-    return _form(groups, heads, dim, block)
+def _form_of(store: KVStore) -> StoreForm:
+    groups = tuple((pages.k.shape[1], pages.bits, pages.value_bits) for pages in store.paged)
+    return _form(groups, *store.k_open.shape[1::2], store.block, store.first)
 
 
 def launch_quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,7 +153,7 @@ def launch_seal_open(store: KVStore, blocks: int) -> None:
         tuple(pages[1:] for pages in store.paged), tuple(held if width == UNQUANTIZED else codes for width in bits),
         Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
         store.table.stride(0), cap,
-        FORM=_form_of(store.paged, heads, dim, store.block), enable_fp_fusion=False,
+        FORM=_form_of(store), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -164,6 +164,7 @@ def launch_exchange_open(
     first: torch.Tensor,
     last: torch.Tensor,
     held: torch.Tensor,
+    at: int = 0,
 ) -> None:
     """`StoreOps.exchange_open`."""
     (_, heads, block, dim), channels = blocks[0].shape, blocks[1].shape[2]
@@ -171,7 +172,7 @@ def launch_exchange_open(
     launch(
         exchange_open_kernel, slot, (len(slot) * heads, -(-max(dim, channels) // part)),
         blocks, slots, slot, first, last, held, slots[0].shape[2],
-        HEADS=heads, D=dim, V=channels, PART=part, BLOCK=block, PADDED=power_of_two(block),
+        HEADS=heads, D=dim, V=channels, PART=part, BLOCK=block, PADDED=power_of_two(block), AT=at,
     )  # fmt: skip
 
 
@@ -187,8 +188,8 @@ def launch_append_step(
     queries: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """`StoreOps.append_step`; queries and what is returned of them: as in `launch_append_tokens`."""
-    batch, heads, _, dim = k.shape
-    form = _form_of(store.paged, heads, dim, store.block)
+    batch, heads = k.shape[:2]
+    form = _form_of(store)
     balanced, programs = _to_balance(queries)
     launch(
         append_step_kernel, k, (programs + batch * heads,),

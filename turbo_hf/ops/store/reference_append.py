@@ -69,21 +69,21 @@ def reference_append_step(
         index, buckets = noted
         place = store.sealed * store.block + store.open_len
         index.scatter_(2, place[:, None, None].expand_as(buckets), buckets)
-    full = store.open_len == store.block
+    full = store.open_len == store.first + store.block
     store.sealed.add_(full)
     reference_seal_open(store, 1)
-    store.open_len[full] = 0
+    store.open_len[full] = store.first
     reference_append_tokens(k, v, store, given_scale=given_scale, nonfinite=nonfinite)
 
 
 def reference_seal_open(store: KVStore, blocks: int) -> None:
     block, (_, heads, _, dim) = store.block, store.k_open.shape
-    whole, n = (store.open_len // block)[:, None], torch.arange(blocks, device=store.k_open.device)
+    whole, n = ((store.open_len - store.first) // block)[:, None], torch.arange(blocks, device=store.k_open.device)
     entry = store.sealed[:, None] - whole + n
     # blocks that a row does not have, or that have left its window
     row, n = ((n < whole) & (entry >= 0)).nonzero().unbind(-1)
     page = store.table[row, entry[row, n]]
-    token = n[:, None] * block + torch.arange(block, device=n.device)
+    token = store.first + n[:, None] * block + torch.arange(block, device=n.device)
     step = max(1, SEAL_ELEMENTS // (heads * block * dim))
     for begin in range(0, len(row), step):
         part, slot = slice(begin, begin + step), 0

@@ -1,0 +1,119 @@
+"""The first tokens of a row are never sealed: what they stand for does not change, whatever comes behind them."""
+
+from typing import Any
+
+import pytest
+import torch
+from choices import flat_config
+from layer_support import HEADS, NaiveRow, assert_layer, assert_same_rows, feed, filled, random_kv
+from op_calls import quantize_tokens
+from torch import Tensor
+
+from turbo_hf import SparseConfig, TurboConfig
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.layout import FIRST
+from turbo_hf.sparse.selectors import Centroids
+
+ROUNDED = [
+    pytest.param(TurboConfig(bits=4), id="4bit"),
+    pytest.param(TurboConfig(bits=8), id="8bit"),
+    pytest.param(TurboConfig(bits=8, value_bits=2), id="values"),
+    pytest.param(flat_config(bits=8, low_bits=3, low_heads=0.5), id="low-heads"),
+    pytest.param(flat_config(bits=2, block_size=32, recent_tokens=32), id="recent"),
+]
+
+
+def at_8_bit(x: Tensor) -> Tensor:
+    codes, scale = quantize_tokens(x)
+    return codes * scale[..., None]
+
+
+def outliers(rows: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys and values whose first four tokens are unlike the others, as those of models are."""
+    k, v = random_kv(rows, tokens, seed=seed)
+    k[:, :, :4, 3] += 200
+    v[:, :, :4] /= 100
+    return k, v
+
+
+@pytest.mark.parametrize("config", ROUNDED)
+def test_first_tokens_stay_at_8_bit_as_a_row_grows(config: TurboConfig) -> None:
+    """Of rows of other lengths, too, the last of which is shorter than that for long."""
+    k, v = outliers(3, 400)
+    layer, starts = TurboLayer(config), [0, 33, 300]
+    valid = torch.arange(400) >= torch.tensor(starts)[:, None]
+    for row, start in enumerate(starts):
+        k[row], v[row] = k[row].roll(start, 1), v[row].roll(start, 1)
+    at = 0
+    for count in (5, 9, 120, 16, *[1] * 70, 180):
+        part = slice(at, at + count)
+        feed(layer, k[:, :, part], v[:, :, part], valid[:, part])
+        at += count
+        held = layer.dequantized(at)
+        for row, start in enumerate(starts):
+            first = slice(start, min(start + FIRST, at))
+            for x, y in zip(held, (k, v), strict=True):
+                assert torch.equal(x[row, :, first], at_8_bit(y[row : row + 1, :, first])[0])
+    assert min(layer.state.sealed) >= 1
+    assert all(count >= FIRST for count in layer.state.open)
+
+
+def test_first_tokens_do_not_widen_a_block() -> None:
+    k, v = outliers(1, FIRST + 64)
+    plain_k, plain_v = (torch.cat((x[:, :, FIRST : 2 * FIRST], x[:, :, FIRST:]), 2) for x in (k, v))
+    behind, plain = filled(TurboConfig(), k, v), filled(TurboConfig(), plain_k, plain_v)
+    assert behind.state.sealed == plain.state.sealed == [1]
+    for x, y in zip(behind.dequantized(64), plain.dequantized(64), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("config", ROUNDED)
+@pytest.mark.parametrize("left", [0, 3, FIRST, FIRST + 1, FIRST + 40, FIRST + 64, 150])
+def test_crop_and_refill(config: TurboConfig, left: int) -> None:
+    """Whether the crop reaches a sealed block, the tokens in front of all blocks, or the first tokens."""
+    k, v = outliers(2, 200)
+    layer, naive = filled(config, k, v), [NaiveRow(config) for _ in range(2)]
+    for row, one in enumerate(naive):
+        one.append(k[row], v[row], [True] * 200)
+        one.commit()
+        one.crop(200 - left)
+    layer.crop(left - 200)
+    assert_layer(layer, naive)
+    feed(layer, k[:, :, left:], v[:, :, left:])
+    for row, one in enumerate(naive):
+        one.append(k[row, :, left:], v[row, :, left:], [True] * (200 - left))
+        one.commit()
+    assert_layer(layer, naive)
+    first = layer.dequantized(200)[0][:, :, :FIRST]
+    assert torch.equal(first, at_8_bit(k[:, :, :FIRST]))
+
+
+def test_beams_have_their_own() -> None:
+    config = TurboConfig()
+    k, v = outliers(2, 100)
+    layer = filled(config, k, v)
+    layer.reorder_cache(torch.tensor([1, 1]))
+    tail = random_kv(2, 60, seed=1)
+    feed(layer, *tail)
+    for row in range(2):
+        own_k, own_v = (torch.cat((x[1:], y[row : row + 1]), 2) for x, y in zip((k, v), tail, strict=True))
+        assert_same_rows(layer, row, filled(config, own_k, own_v), 0)
+
+
+def sparse_layer() -> TurboLayer:
+    chosen = SparseConfig(selector="kmeans-rotated", probes=2)
+    selector: Any = Centroids(chosen, 0, torch.randn(HEADS, 8, 16), pre_rotary=False)
+    return TurboLayer(TurboConfig(sparse=chosen), selector=selector)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(TurboLayer(TurboConfig(), 100), id="window"),
+        pytest.param(TurboLayer(TurboConfig(bits=16)), id="16bit"),
+        pytest.param(TurboLayer(TurboConfig(), latent=True), id="latent"),
+        pytest.param(sparse_layer(), id="sparse"),
+    ],
+)
+def test_where_all_tokens_are_sealed(layer: TurboLayer) -> None:
+    assert layer.state.first == 0
