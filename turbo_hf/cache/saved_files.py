@@ -156,8 +156,7 @@ def read(folder: Path, kind: Kind, source: str) -> tuple[dict[str, Any], Tensors
         raise ValueError(f"{saved} is damaged: {kind.file} holds no JSON.{kind.remedy}") from error
     if digest is None or facts.get("format") != f"turbo_hf {kind.what}":
         raise ValueError(
-            f"{saved} is damaged, or of a former version: {kind.file} does not say that it is a turbo_hf {kind.what}."
-            f"{kind.remedy}"
+            f"{saved} is damaged or old: {kind.file} does not say that it is a turbo_hf {kind.what}.{kind.remedy}"
         )
     if facts.get("schema") != kind.schema:
         schema = reprlib.repr(facts.get("schema"))

@@ -271,8 +271,7 @@ class LayerStorage:
 
     def row_tensors(self) -> list[torch.Tensor]:
         """What a reordering of rows of equal lengths changes, besides pages and masks: [B, ...] each, contiguous."""
-        tensors = list(self.buffer.tensors())
-        return tensors if self.universal is None else [*tensors, self.universal]
+        return [*self.buffer.tensors(), *([] if self.universal is None else [self.universal])]
 
     def prepare_for(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Choose the layer's ops by the first keys and values [B, Hkv, M, D]; anew for another dtype or device.

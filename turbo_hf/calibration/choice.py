@@ -71,10 +71,7 @@ def uses_calibration(config: TurboConfig) -> bool:
 
 
 def load_calibration(
-    model: PreTrainedModel,
-    config: ConfigLike | None,
-    calibration: Calibration | str | Path | None,
-    notices: Notices,
+    model: PreTrainedModel, config: ConfigLike | None, calibration: Calibration | str | Path | None, notices: Notices
 ) -> HeadChoice:
     """What `patch(config, calibration=...)` refers to, looked up and checked against the model.
 
@@ -99,10 +96,7 @@ def load_calibration(
 
 
 def _looked_up(
-    model: PreTrainedModel,
-    config: TurboConfig,
-    calibration: Calibration | str | Path | None,
-    notices: Notices,
+    model: PreTrainedModel, config: TurboConfig, calibration: Calibration | str | Path | None, notices: Notices
 ) -> HeadChoice:
     """`load_calibration`, without widths and orders."""
     wanted = uses_calibration(config)
@@ -141,15 +135,11 @@ def _with_orders(heads: HeadChoice, named: bool) -> HeadChoice:
     orders = {} if found is None else found.head_orders(config.expert.head_metric)
     if found is None or not orders:
         why = heads.missing if found is None else f"that of {found.source or 'this process'!r} ranks no heads"
-        if named and found is not None:
-            raise ValueError(
-                f"low_heads needs a calibration that ranks heads; {why}. Make one with turbo-hf calibrate "
-                "--heads-only, or pass calibration=None."
-            )
+        if named:
+            how = "Make one with turbo-hf calibrate --heads-only, or pass calibration=None."
+            raise ValueError(f"low_heads needs a calibration that ranks heads; {why}. {how}")
         return heads._replace(words=f"{low}: the last of each layer, for want of a calibration ({why})")
-    missing = [layer.index for layer in found.layers if layer.index not in orders]
-    rest = f"; of layers {', '.join(map(str, missing))} the last" if missing else ""
-    words = f"{low}: by calibration over {found.tokens:,} tokens ({found.source or 'this process'}){rest}"
+    words = f"{low}: by calibration over {found.tokens:,} tokens ({found.source or 'this process'})"
     return heads._replace(orders=orders, words="; ".join(filter(None, (words, heads.words))))
 
 

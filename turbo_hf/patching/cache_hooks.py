@@ -91,8 +91,7 @@ def _tell_uncompressed(maker: CacheMaker, model: Any, args: tuple[Any, ...], kwa
         maker.told.add(cache)
         warn(
             f"turbo_hf: a {type(cache).__name__} was passed as {CACHE}, so this call is not compressed. To compress "
-            f"it, leave out {CACHE} (in a loop of your own: begin with use_cache=True), or pass {CACHE}="
-            "handle.new_cache()."
+            f"it, leave out {CACHE} (a loop begins with use_cache=True), or pass {CACHE}=handle.new_cache()."
         )
 
 

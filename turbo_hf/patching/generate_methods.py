@@ -139,12 +139,12 @@ def _prepare_cache(
             maker.generated = weakref.ref(given)
         _bring_runner(bring, model, model_kwargs, generation_config)
         return original(generation_config, model_kwargs, *args, **kwargs)
-    chosen = f"cache_implementation={named!r}" if generation_config.use_cache else "use_cache=False"
+    chosen = "use_cache=False" if generation_config.use_cache is False else f"cache_implementation={named!r}"
     maker.generated = f"not compressed ({chosen if given is None else f'a {type(given).__name__} was passed'})"
     made = original(generation_config, model_kwargs, *args, **kwargs)
     own = model_kwargs.get(CACHE)
     if given is None and own is not None:
-        # told here, where the choice is known, and not in the pass
+        # not told once more in the pass
         maker.told.add(own)
         warn(
             f"turbo_hf: {chosen} asks for Transformers' own cache, so this call is not compressed. To compress it, "

@@ -238,10 +238,9 @@ class CacheMaker:
         # references to one cache are one object
         if cache is None and self.generated is not self.newest:
             return "last generate: in a TurboCache, which is gone"
-        memory = self._of_newest() if cache is None else cache.memory()
-        stored = sum(any(count for kind, count in layer.items() if kind != "dense") for layer in memory.layers)
-        held = f"{stored} of {len(memory.layers)} layers compressed"
-        return f"last generate: {memory.tokens:,} tokens in a TurboCache, {held}"
+        now = self._of_newest() if cache is None else cache.memory()
+        stored = sum(any(count for kind, count in layer.items() if kind != "dense") for layer in now.layers)
+        return f"last generate: {now.tokens:,} tokens in a TurboCache, {stored} of {len(now.layers)} layers compressed"
 
     def forget(self, cache: TurboCache, other: Any) -> None:
         """The model has replaced `cache` by another one, so `memory` no longer reports it."""
@@ -337,8 +336,7 @@ class Handle:
             self._model.set_attn_implementation(self._previous)
 
     def report(self) -> Report:
-        """What was patched, what was left alone and why, what sparse layers have read so far, and where the last
-        `generate` has stored its tokens."""
+        """What was patched, what was left alone and why, and what has happened so far."""
         read = tuple(selector.tally.selectivity(layer) for layer, selector in self._maker.selectors.items())
         steps = self._report.steps + (f"; {self._compiled.words()}" if self._compiled is not None else "")
         hooked = hooked_module(self._model)
