@@ -67,9 +67,7 @@ def fidelity_command(
     lengths: Annotated[
         str | None, typer.Option(help="Tokens of the prompt, comma-separated, such as 2k,16k; default: 1k.")
     ] = None,
-    texts: Annotated[
-        str | None, typer.Option(help="A file, a folder of .txt or .jsonl files, a Hub dataset; default: four books.")
-    ] = None,
+    texts: Annotated[str | None, typer.Option(help="A .txt file, or a folder of them; default: four books.")] = None,
     count: Annotated[int | None, typer.Option(min=2, help=f"Maximum number of texts; default: {COUNT}.")] = None,
     tail: Annotated[
         int | None, typer.Option(min=STEP + 1, help=f"Tokens after the prompt that are compared; default: {TAIL}.")

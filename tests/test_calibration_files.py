@@ -18,7 +18,7 @@ import turbo_hf
 from turbo_hf import Calibration, TurboCache, TurboConfig
 from turbo_hf.cache.saved_files import read
 from turbo_hf.calibration import artifacts
-from turbo_hf.calibration.artifacts import FILE, KIND, fingerprint
+from turbo_hf.calibration.artifacts import FILE, KIND, LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import Checkpoint, checkpoint_of
 from turbo_hf.calibration.settings import Settings
 from turbo_hf.config.turbo_config import HEAD_METRICS, with_options
@@ -215,7 +215,7 @@ def test_auto_looks_beside_the_checkpoint(tmp_path: Path) -> None:
     model.config._name_or_path = str(tmp_path)
     with turbo_hf.patch(model, MIXED) as handle:
         assert "the last of each layer, for want of a calibration (there is none beside the che" in str(handle.report())
-        assert "no calibration ranks the heads of this model" in handle.report().warnings[0]
+        assert "layers 0, 1, 2, 3, 4, 5: no calibration ranks the heads" in handle.report().warnings[0]
     found = reversed_heads(lab())
     found.save_pretrained(tmp_path)
     for calibration in ("auto", tmp_path, str(tmp_path)):
@@ -230,6 +230,17 @@ def test_auto_looks_beside_the_checkpoint(tmp_path: Path) -> None:
         assert handle.report().heads == ""
     with turbo_hf.patch(model, calibration=tmp_path) as handle:
         assert handle.report().heads.startswith("calibration: not used, for all heads")
+
+
+def test_layers_without_a_ranking_are_named() -> None:
+    model, found = lab_model()[0], lab()
+    bare = replace(
+        found, layers=tuple(LayerCalibration(n, {}) if n in (1, 3) else x for n, x in enumerate(found.layers))
+    )
+    with pytest.warns(UserWarning, match="^layers 1, 3: no calibration ranks the heads, so that the last ones"):
+        turbo_hf.patch(model, MIXED, calibration=bare).remove()
+    with turbo_hf.patch(model, with_options(MIXED, low_heads=1), calibration=None) as handle:
+        assert handle.report().warnings == (), "all heads have one width"
 
 
 def test_auto_says_what_is_wrong_with_what_it_finds(tmp_path: Path) -> None:

@@ -458,6 +458,14 @@ def test_nan_and_infinity_are_refused(seen: int, which: int, bad: float, scale: 
         assert_same_rows(layer, 0, clean, 0)
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_numbers_that_32_bit_cannot_hold_are_refused(which: int) -> None:
+    layer, new = TurboLayer(TurboConfig(), index=7), [x.double() for x in random_kv(1, 2)]
+    new[which][0, 1, 1, 3] = 1e300
+    with pytest.raises(ValueError, match="layer 7: keys or values hold NaN or Inf"):
+        feed(layer, *new)
+
+
 def test_keys_and_values_of_unlike_shape_are_refused() -> None:
     layer = TurboLayer(TurboConfig(), index=4)
     with pytest.raises(ValueError, match=r"layer 4: keys \(1, 3, 3, 32\) and values \(1, 3, 3, 16\) differ"):

@@ -161,6 +161,7 @@ def test_report() -> None:
             "  prompts: native (auto, without a GPU)",
             "  decode steps: CUDA graphs, once the model is on a GPU",
             f"  {report.serving}",
+            "  last generate: none since the patch",
             f"  note: {report.warnings[0]}",
         ]
         assert report.serving.startswith("continuous batching: ")

@@ -144,10 +144,14 @@ def test_caches_that_are_not_compressed_are_told() -> None:
     with turbo_hf.patch(model, "turbo2") as handle:
         with pytest.warns(UserWarning, match=rf"a DynamicCache was passed as {CACHE}.*{CACHE}=handle.new_cache\(\)"):
             assert torch.equal(generate(model, **{CACHE: DynamicCache(config=model.config)}), stock)
-        with pytest.warns(UserWarning, match="a StaticCache was passed .* and cache_implementation"):
+        named = (
+            r"cache_implementation='static' asks for .* leave out that argument, or set it to None in the generation_c"
+        )
+        with pytest.warns(UserWarning, match=named) as caught:
             assert torch.equal(generate(model, cache_implementation="static"), stock)
+        assert len(caught) == 1, "nothing is said of an argument that was not passed"
         model.generation_config.cache_implementation = "static"
-        with pytest.warns(UserWarning, match=r"also in the generation_config"):
+        with pytest.warns(UserWarning, match=named):
             assert torch.equal(generate(model), stock)
         model.generation_config.cache_implementation = None
         assert handle.memory() == Memory((), 0, 0)

@@ -20,6 +20,7 @@ import turbo_hf
 from turbo_hf import TurboConfig, Unsupported
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.memory import LayerCost, cache_bytes
+from turbo_hf.cli import weights
 from turbo_hf.cli.main import app
 from turbo_hf.cli.plan import MemoryPlan, layer_costs, longest_context, parse_bytes, plan
 from turbo_hf.cli.weights import Weights, file_bytes, has_weights, weigh
@@ -422,10 +423,29 @@ def test_quantized_weights_count_as_their_files_do(tmp_path: Path) -> None:
     assert has_weights(str(LAB_MODEL))
 
 
+def test_weights_of_the_hub_in_several_pickles_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index, shard = "pytorch_model.bin.index.json", "pytorch_model-1-of-2.bin"
+    (tmp_path / index).write_text(json.dumps({"weight_map": {"a": shard}}))
+
+    def there(name: str, file: str, fetch: bool = False) -> str | None:
+        return str(tmp_path / file) if name == "me/old" and (tmp_path / file).exists() else None
+
+    monkeypatch.setattr(weights, "hub_file", there)
+    assert not has_weights("me/old"), "an index alone"
+    (tmp_path / shard).touch()
+    assert has_weights("me/old")
+
+
 def test_quantized_weights_without_files_are_told() -> None:
+    full = weigh(of_type("llama")).nbytes
     nbytes, note = weigh(of_type("llama", {"quant_method": "quanto", "weights": "int4"}))
-    assert nbytes == weigh(of_type("llama")).nbytes
+    assert nbytes == full
     assert note == "Weights (quanto) are counted at 16 bit, which is too much: their files are not here."
+    assert weigh(of_type("llama", {"quant_method": "mxfp4"})).nbytes == full, "it has no experts"
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1}
+    whole, less = (weigh(of_type("gpt_oss", each, **experts)) for each in (None, {"quant_method": "mxfp4"}))
+    assert less.note == "Weights (mxfp4) are counted at 4.25 bit: their files are not here."
+    assert less.nbytes < whole.nbytes / 2
 
 
 def test_an_index_that_is_none_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from choices import flat_config
 from graphs_support import watch_runners
-from models import SHAPE, left_padded, prompts
+from models import SHAPE, left_padded, prompts, tiny_llama
 from patching_support import tiny
 from tiny_multimodal import build_multimodal, prompt
 from transformers import DynamicCache, GenerationMixin, Phi3Config, Phi3ForCausalLM
@@ -323,7 +323,7 @@ def test_another_cache_is_told_of(kind: Any) -> None:
         assert handle.memory().tokens == 10
 
 
-# --- models whose `generate` calls that of their language model -------------------------------------------------------
+# --- models whose `generate` calls that of their language model, and what `report` says of the last one ---------------
 
 
 @pytest.mark.parametrize("family", ["blip-2", "instructblip", "instructblipvideo"])
@@ -338,7 +338,8 @@ def test_the_part_that_generates_is_patched(family: str) -> None:
     with handle:
         ours = model.generate(**given, **how)
         assert handle.report().model == "OPTForCausalLM"
-        assert handle.memory().tokens == stock.sequences.shape[1] - 1
+        tokens, layers = stock.sequences.shape[1] - 1, len(handle.report().layers)
+        assert f"{tokens} tokens in a TurboCache, {layers} of {layers} layers compressed" in str(handle.report())
         with pytest.raises(ValueError, match="patched already"):
             turbo_hf.patch(model, EXACT)
     assert isinstance(getattr(ours, CACHE), TurboCache)
@@ -350,3 +351,37 @@ def test_the_part_that_generates_is_patched(family: str) -> None:
 def test_a_part_that_cannot_be_compressed_is_refused() -> None:
     with pytest.raises(Unsupported, match="no layer of BlipTextLMHeadModel"):
         turbo_hf.patch(build_multimodal("blip"))
+
+
+def test_the_report_says_where_the_last_tokens_are_stored() -> None:
+    model: Any = tiny_llama()
+    ids = prompts(2, 40)
+    how: Any = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    layers = len(model.model.layers)
+    compressed = f"last generate: 88 tokens in a TurboCache, {layers} of {layers} layers compressed"
+    with turbo_hf.patch(model, EXACT) as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert handle.report().generated == "last generate: none since the patch"
+        model.generate(ids, **how)
+        assert handle.report().generated == compressed
+        assert compressed in str(handle.report())
+        for given, why in (
+            ({CACHE: DynamicCache(config=model.config)}, "a DynamicCache was passed"),
+            ({"cache_implementation": "static"}, "cache_implementation='static'"),
+            ({"use_cache": False}, "use_cache=False"),
+        ):
+            model.generate(ids, **how, **given)
+            assert handle.report().generated == f"last generate: not compressed ({why})"
+        cache = handle.new_cache()
+        model.generate(ids, **how, **{CACHE: cache})
+        assert handle.report().generated == compressed
+        handle.new_cache()
+        del cache
+        assert handle.report().generated == "last generate: in a TurboCache, which is gone"
+        model.set_attn_implementation("sdpa")
+        model.generate(ids, **how)
+        assert handle.report().generated == "last generate: not compressed (set_attn_implementation has chosen 'sdpa')"
+    with turbo_hf.patch(model) as handle:
+        cache = TurboCache(model.config, uncompressed_layers=(0,))
+        model.generate(ids, **how, **{CACHE: cache})
+        assert f"{layers - 1} of {layers} layers compressed" in handle.report().generated

@@ -141,7 +141,7 @@ def read(folder: Path, kind: Kind, source: str) -> tuple[dict[str, Any], Tensors
     tensors = {}
     try:
         with safe_open(path, "pt") as whole:
-            content = (whole.metadata() or {}).get(ENTRY, "")
+            content = (whole.metadata() or {}).get(ENTRY, "null")
             for name in whole.keys():  # noqa: SIM118 # no mapping
                 shape = whole.get_slice(name).get_shape()
                 if len(shape) > MOST_DIMENSIONS or math.prod(size or 1 for size in shape) > MOST_NUMBERS:
@@ -156,7 +156,7 @@ def read(folder: Path, kind: Kind, source: str) -> tuple[dict[str, Any], Tensors
         raise ValueError(f"{saved} is damaged: {kind.file} holds no JSON.{kind.remedy}") from error
     if digest is None or facts.get("format") != f"turbo_hf {kind.what}":
         raise ValueError(
-            f"{saved} is damaged: {kind.file} does not say that it is a turbo_hf {kind.what}.{kind.remedy}"
+            f"{saved} is damaged or old: {kind.file} does not say that it is a turbo_hf {kind.what}.{kind.remedy}"
         )
     if facts.get("schema") != kind.schema:
         schema = reprlib.repr(facts.get("schema"))

@@ -62,11 +62,8 @@ class _Repeats:
 
 
 def _surely_finite(*stored: torch.Tensor) -> bool:
-    """Whether all these numbers are finite, and their sum."""
-    wide = (torch.promote_types(x.dtype, torch.float32) for x in stored)
-    return all(
-        math.isfinite(torch.linalg.vector_norm(x, 1, dtype=dtype)) for x, dtype in zip(stored, wide, strict=True)
-    )
+    """Whether all these numbers are finite in 32 bit, and their sum."""
+    return all(math.isfinite(torch.linalg.vector_norm(x.float(), 1)) for x in stored)
 
 
 class RowBlocks(NamedTuple):
@@ -271,8 +268,7 @@ class LayerStorage:
 
     def row_tensors(self) -> list[torch.Tensor]:
         """What a reordering of rows of equal lengths changes, besides pages and masks: [B, ...] each, contiguous."""
-        tensors = list(self.buffer.tensors())
-        return tensors if self.universal is None else [*tensors, self.universal]
+        return [*self.buffer.tensors(), *([] if self.universal is None else [self.universal])]
 
     def prepare_for(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Choose the layer's ops by the first keys and values [B, Hkv, M, D]; anew for another dtype or device.

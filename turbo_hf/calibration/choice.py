@@ -1,7 +1,7 @@
 """What a patch takes from a calibration: the bits of each layer, which heads get the low ones, and what sparse decoding
 selects keys by."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -52,6 +52,16 @@ class HeadChoice(NamedTuple):
         found = replace(self.found, layers=tuple(layers))
         return self._replace(found=found, orders=found.head_orders(metric) if self.orders else {})
 
+    def note_unranked(self, mixed: Sequence[int], notices: Notices) -> None:
+        """Note which of these layers, whose heads have two widths, no calibration ranks."""
+        unranked = [str(index) for index in mixed if index not in self.orders]
+        if unranked:
+            notices.note(
+                f"layers {', '.join(unranked)}: no calibration ranks the heads, so that the last ones get few bits "
+                f"({self.config.expert.low_bits}), however much they need theirs. Make one with turbo-hf calibrate "
+                "--heads-only."
+            )
+
 
 def uses_calibration(config: TurboConfig) -> bool:
     """Whether a calibration decides anything under this config."""
@@ -61,10 +71,7 @@ def uses_calibration(config: TurboConfig) -> bool:
 
 
 def load_calibration(
-    model: PreTrainedModel,
-    config: ConfigLike | None,
-    calibration: Calibration | str | Path | None,
-    notices: Notices,
+    model: PreTrainedModel, config: ConfigLike | None, calibration: Calibration | str | Path | None, notices: Notices
 ) -> HeadChoice:
     """What `patch(config, calibration=...)` refers to, looked up and checked against the model.
 
@@ -72,8 +79,8 @@ def load_calibration(
 
     Raises:
         ValueError: a config that `resolve_config` refuses; a calibration that is damaged or belongs to another model
-            (one that "auto" found: only under strict "raise"), or has no widths where they are asked for, or only
-            widths where the config has others.
+            (one that "auto" found: only under strict "raise"), or has no widths, or ranks no heads, where that is asked
+            for, or only widths where the config has others.
         OSError: there is no calibration in the named place.
         TypeError: something else.
     """
@@ -85,14 +92,11 @@ def load_calibration(
     heads = _looked_up(model, chosen, calibration if made is None else made, notices)
     if chosen.layer_bits == BY_CALIBRATION:
         return _with_widths(heads, notices)
-    return _with_orders(heads, notices) if chosen.expert.low_heads else heads
+    return _with_orders(heads, made is not None) if chosen.expert.low_heads else heads
 
 
 def _looked_up(
-    model: PreTrainedModel,
-    config: TurboConfig,
-    calibration: Calibration | str | Path | None,
-    notices: Notices,
+    model: PreTrainedModel, config: TurboConfig, calibration: Calibration | str | Path | None, notices: Notices
 ) -> HeadChoice:
     """`load_calibration`, without widths and orders."""
     wanted = uses_calibration(config)
@@ -124,21 +128,18 @@ def _looked_up(
     return HeadChoice(config, {}, unused and f"calibration: {unused}", found)
 
 
-def _with_orders(heads: HeadChoice, notices: Notices) -> HeadChoice:
-    """The choice with the calibration's ranking of heads; without one the last heads get the low bits, with a note."""
+def _with_orders(heads: HeadChoice, named: bool) -> HeadChoice:
+    """The choice with the calibration's ranking of heads. ValueError: one that was named ranks none."""
     config, found = heads.config, heads.found
     low = f"{config.expert.low_bits}-bit heads"
     orders = {} if found is None else found.head_orders(config.expert.head_metric)
     if found is None or not orders:
-        notices.note(
-            f"{low}: no calibration ranks the heads of this model, so that the last ones of each layer get few bits, "
-            "however much they need theirs. Make one with turbo-hf calibrate --heads-only."
-        )
         why = heads.missing if found is None else f"that of {found.source or 'this process'!r} ranks no heads"
+        if named:
+            how = "Make one with turbo-hf calibrate --heads-only, or pass calibration=None."
+            raise ValueError(f"low_heads needs a calibration that ranks heads; {why}. {how}")
         return heads._replace(words=f"{low}: the last of each layer, for want of a calibration ({why})")
-    missing = [layer.index for layer in found.layers if layer.index not in orders]
-    rest = f"; of layers {', '.join(map(str, missing))} the last" if missing else ""
-    words = f"{low}: by calibration over {found.tokens:,} tokens ({found.source or 'this process'}){rest}"
+    words = f"{low}: by calibration over {found.tokens:,} tokens ({found.source or 'this process'})"
     return heads._replace(orders=orders, words="; ".join(filter(None, (words, heads.words))))
 
 

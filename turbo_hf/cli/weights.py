@@ -38,6 +38,10 @@ def weigh(model: PreTrainedModel, name: str = "") -> Weights:
     stored, method = file_bytes(name), f"Weights ({fields.get('quant_method', 'bitsandbytes')}) are counted"
     if stored is not None:
         return Weights(stored, f"{method} as the checkpoint's files store them.")
+    if fields.get("quant_method") == "mxfp4":
+        # experts alone, each part of a layer's in one tensor of three dimensions; 4.25 bit with their scales
+        saved = sum(p.numel() * (p.element_size() - 4.25 / 8) for p in model.parameters() if p.dim() == 3)
+        return Weights(round(full - saved), f"{method} at 4.25 bit: their files are not here.")
     return Weights(full, f"{method} at {8 * model.dtype.itemsize} bit, which is too much: their files are not here.")
 
 
@@ -61,7 +65,7 @@ def has_weights(name: str) -> bool:
     place = Path(name)
     if place.exists():
         return any(any(place.glob(pattern)) for pattern in (*WEIGHTS, ADAPTER))
-    index = _file(name, INDEX, fetch=True)
+    index = _file(name, INDEX, fetch=True) or _file(name, f"{PICKLED}.index.json", fetch=True)
     shards = None if index is None else read_object(index, NO_INDEX).get("weight_map")
     # an index may be here without its files
     names = [str(next(iter(shards.values())))] if isinstance(shards, dict) and shards else [SINGLE, PICKLED]

@@ -60,7 +60,7 @@ def by_name(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: CacheMaker, strict: Strict) -> None:
     """Report, as `strict` says, that the model continues with another cache than the one it was given."""
-    maker.forget(cache)
+    maker.forget(cache, other)
     complain(
         strict,
         f"{type(model).__name__} has put a {type(other).__name__} in the place of its TurboCache: from here on nothing "
@@ -91,8 +91,7 @@ def _tell_uncompressed(maker: CacheMaker, model: Any, args: tuple[Any, ...], kwa
         maker.told.add(cache)
         warn(
             f"turbo_hf: a {type(cache).__name__} was passed as {CACHE}, so this call is not compressed. To compress "
-            f"it, leave out {CACHE} (in a loop of your own: begin with use_cache=True) and cache_implementation (also "
-            f"in the generation_config), or pass {CACHE}=handle.new_cache()."
+            f"it, leave out {CACHE} (a loop begins with use_cache=True), or pass {CACHE}=handle.new_cache()."
         )
 
 

@@ -110,6 +110,7 @@ def _prepare_cache(
     if not uses_turbo(model):
         if maker.active:
             chosen = model.config.get_text_config(decoder=True)._attn_implementation
+            maker.generated = f"not compressed (set_attn_implementation has chosen {chosen!r})"
             warn(
                 f"turbo_hf: set_attn_implementation has chosen {chosen!r} since the patch, so this call is not "
                 f'compressed. Call remove() on the handle, or model.set_attn_implementation("{NAME}").'
@@ -123,6 +124,8 @@ def _prepare_cache(
         model_kwargs[CACHE] = cache
         if generation_config.is_assistant:
             cache.activate_past_recording()
+        else:
+            maker.generated = weakref.ref(cache)
         _bring_runner(bring, model, model_kwargs, generation_config)
         return None
     if isinstance(given, TurboCache):
@@ -133,8 +136,21 @@ def _prepare_cache(
             )
         if not generation_config.is_assistant:
             given.stop_recording()
+            maker.generated = weakref.ref(given)
         _bring_runner(bring, model, model_kwargs, generation_config)
-    return original(generation_config, model_kwargs, *args, **kwargs)
+        return original(generation_config, model_kwargs, *args, **kwargs)
+    chosen = "use_cache=False" if generation_config.use_cache is False else f"cache_implementation={named!r}"
+    maker.generated = f"not compressed ({chosen if given is None else f'a {type(given).__name__} was passed'})"
+    made = original(generation_config, model_kwargs, *args, **kwargs)
+    own = model_kwargs.get(CACHE)
+    if given is None and own is not None:
+        # not told once more in the pass
+        maker.told.add(own)
+        warn(
+            f"turbo_hf: {chosen} asks for Transformers' own cache, so this call is not compressed. To compress it, "
+            "leave out that argument, or set it to None in the generation_config."
+        )
+    return made
 
 
 def _may_defer(model: Any) -> bool:

@@ -86,6 +86,7 @@ class Report:
         ranks: of a tensor parallel model, how many share it and which heads each of them holds; how many share one
             context; "" for one process. Heads of `layers`, and `selectivity`, are those of this rank.
         check: what `patch(check=True)` found; "" without it.
+        generated: what the last `generate` has stored its tokens in.
     """
 
     model: str
@@ -102,13 +103,14 @@ class Report:
     serving: str = ""
     ranks: str = ""
     check: str = ""
+    generated: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.family})", *([f"  {self.notes}"] if self.notes else [])]
         lines += [f"  {self.ranks}"] if self.ranks else []
         lines += [f"  {at}: {words}" for at, words in group_layers((at.index, self._of(at)) for at in self.layers)]
         lines += self._read()
-        of_all = (self.heads, self.prompts, self.steps, self.serving, self.check)
+        of_all = (self.heads, self.prompts, self.steps, self.serving, self.generated, self.check)
         lines += [f"  {text}" for text in of_all if text]
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
 
@@ -166,6 +168,7 @@ class CacheMaker:
         why_not_served: why continuous batching cannot run; None: it can.
         why_not_captured: why its steps cannot be CUDA graphs, as far as the patch knows; None: they can.
         serving: what its managers have in common; None before the first one.
+        generated: the cache of the last `generate`, or words in its place.
     """
 
     layers: int
@@ -187,6 +190,7 @@ class CacheMaker:
     why_not_served: str | None = None
     why_not_captured: str | None = None
     serving: Any = None
+    generated: "weakref.ref[TurboCache] | str" = "none since the patch"
 
     def make(self, model_config: PreTrainedConfig) -> TurboCache:
         """A cache with the choices of this patch; for the first layers only, if the config has fewer layers."""
@@ -226,8 +230,21 @@ class CacheMaker:
         else:
             self.measured = measure(layers, self.ranks.processes)
 
-    def forget(self, cache: TurboCache) -> None:
+    def last_generate(self) -> str:
+        """For the report."""
+        if isinstance(self.generated, str):
+            return f"last generate: {self.generated}"
+        cache = self.generated()
+        # references to one cache are one object
+        if cache is None and self.generated is not self.newest:
+            return "last generate: in a TurboCache, which is gone"
+        now = self._of_newest() if cache is None else cache.memory()
+        stored = sum(any(count for kind, count in layer.items() if kind != "dense") for layer in now.layers)
+        return f"last generate: {now.tokens:,} tokens in a TurboCache, {stored} of {len(now.layers)} layers compressed"
+
+    def forget(self, cache: TurboCache, other: Any) -> None:
         """The model has replaced `cache` by another one, so `memory` no longer reports it."""
+        self.generated = f"not compressed (the model has put a {type(other).__name__} in the place of its TurboCache)"
         if self.newest is not None and self.newest() is cache:
             self.made, self.newest, self.measured, self.unmeasured = self.made + 1, None, None, None
 
@@ -319,7 +336,7 @@ class Handle:
             self._model.set_attn_implementation(self._previous)
 
     def report(self) -> Report:
-        """What was patched, what was left alone and why, and what sparse layers have read so far."""
+        """What was patched, what was left alone and why, and what has happened so far."""
         read = tuple(selector.tally.selectivity(layer) for layer, selector in self._maker.selectors.items())
         steps = self._report.steps + (f"; {self._compiled.words()}" if self._compiled is not None else "")
         hooked = hooked_module(self._model)
@@ -328,7 +345,8 @@ class Handle:
         serving = self._report.serving
         if self._maker.serving is not None:
             serving = self._maker.serving.words() or serving
-        return replace(self._report, steps=steps, serving=serving, selectivity=read)
+        generated = self._maker.last_generate()
+        return replace(self._report, steps=steps, serving=serving, selectivity=read, generated=generated)
 
     def memory(self) -> Memory:
         """Bytes by layer and kind of the newest cache made by `generate` or `new_cache`: as it is now, or as it was

@@ -68,7 +68,7 @@ def read_config(name: str, gguf_file: str | None = None) -> PreTrainedConfig:
     except Exception as error:  # a config's own class may raise anything about its fields
         raise ValueError(
             f"Transformers {transformers.__version__} cannot read a config from {name!r} (code beside it is never "
-            f"run): {shortened(error)}"
+            f"run; load such a model yourself, and pass it to turbo_hf.patch): {shortened(error)}"
         ) from error
     return config
 

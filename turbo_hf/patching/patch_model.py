@@ -213,6 +213,7 @@ def _plan(
             f"all keep {config.bits} bit."
         )
         words = ""
+    loaded.note_unranked([at.index for at in layers if len(at.groups) > 1], notices)
     whole = sorted({at.index for at in layers if at.groups} - split) if sharing else []
     if whole:
         notices.note(
