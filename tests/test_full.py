@@ -14,7 +14,7 @@ from stores import make_store, store_codes, tokens
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
-from turbo_hf.layout import UNQUANTIZED, KVStore
+from turbo_hf.layout import FIRST, UNQUANTIZED, KVStore
 from turbo_hf.ops.store.quantize import dequantize
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -173,7 +173,9 @@ def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -
         assert torch.equal(got[:, 0], want[:, 0]) == (not config)
     if config:
         narrow = TurboLayer(flat_config(bits=4, backend=backend))
-        narrow.append(k[:, :1, :64], v[:, :1, :64], NewColumns(64))
+        # whose first tokens are not sealed
+        kept = [torch.cat((x[:, :1, :FIRST], x[:, :1, :64]), 2) for x in (k, v)]
+        narrow.append(kept[0], kept[1], NewColumns(FIRST + 64))
         narrow.commit()
         for name in ("k", "v", "meta", "size"):
             first = layer.pool.table[:, 0]

@@ -7,7 +7,7 @@ from stores import tokens
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
-from turbo_hf.layout import Scoring
+from turbo_hf.layout import FIRST, Scoring
 from turbo_hf.ops import backend as choices
 
 
@@ -30,7 +30,7 @@ def test_steps_do_not_choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(choices, "uses_triton", counted)
     layer = TurboLayer(flat_config(backend=name, block_size=32))
-    step(layer, 70)
+    step(layer, FIRST + 70)
     # storing, and attention of steps
     assert len(asked) == 2
     for _ in range(30):

@@ -1,6 +1,5 @@
 """What a layer of the compressed cache stores, and how: the part of it that the attention function calls."""
 
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -59,11 +58,6 @@ class _Repeats:
 
     def __reduce__(self) -> Any:
         return _Repeats, ()
-
-
-def _surely_finite(*stored: torch.Tensor) -> bool:
-    """Whether all these numbers are finite in 32 bit, and their sum."""
-    return all(math.isfinite(torch.linalg.vector_norm(x.float(), 1)) for x in stored)
 
 
 class RowBlocks(NamedTuple):
@@ -326,9 +320,8 @@ class LayerStorage:
             # columns before the longest row's first token are padding in every row
             first = min(new.starts or [0])
             self.lazy_initialization(k[:, :, first:], v[:, :, first:])
-        exact = self.buffer.k.is_floating_point()
-        if self.replay is None and not self.in_place and (exact or not _surely_finite(k, v)):
-            # refuse before anything is written
+        if self.replay is None and not self.in_place:
+            # refuse before anything is written; a collective, so that every rank asks
             self._require_finite(new.blank(k), new.blank(v))
         if turn:
             self.mark.turn(self.index)
