@@ -124,8 +124,10 @@ class OpenBuffer:
         from place `first + skip[r]` on."""
         capacity, even, first = _rounded(tokens), len(set(skip)) == 1, self.first
         kept = min(capacity, self.capacity - skip[0] * even) if max(left) else 0
+        # where nothing is skipped, one copy takes all
+        stay = min(first, kept) if skip[0] else 0
         place = None
-        if not even:
+        if kept and not even:
             place = torch.arange(kept, device=self.k.device)
             place = place + shared(skip, self.k.device)[:, None] * (place >= first)
             place = place.clamp(max=self.capacity - 1)[:, None]
@@ -133,20 +135,12 @@ class OpenBuffer:
         for x, dim in ((self.k, 2), (self.v, 3), (self.k_scale, 2), (self.v_scale, 2)):
             shape = list(x.shape)
             shape[dim] = capacity
-            if not kept:
-                grown.append(x.new_empty(shape))
-                continue
-            if place is None and first and skip[0]:
-                parts = (x.narrow(dim, 0, first), x.narrow(dim, first + skip[0], kept - first))
-                old = torch.cat(parts, dim)
-            elif place is None:
-                old = x.narrow(dim, skip[0], kept)
-            else:
+            grown.append(x.new_empty(shape))
+            if place is not None:
                 pick = {(2, 4): place[..., None], (3, 4): place[:, :, None], (2, 3): place}[dim, x.dim()]
-                old = torch.take_along_dim(x, pick, dim)
-            if kept < capacity:
-                grown.append(x.new_empty(shape))
-                grown[-1].narrow(dim, 0, kept).copy_(old)
-            else:
-                grown.append(old.clone(memory_format=torch.contiguous_format) if old._base is not None else old)
+                grown[-1].narrow(dim, 0, kept).copy_(torch.take_along_dim(x, pick, dim))
+                continue
+            for begin, end, moved in ((0, stay, 0), (stay, kept, skip[0])):
+                if begin < end:
+                    grown[-1].narrow(dim, begin, end - begin).copy_(x.narrow(dim, begin + moved, end - begin))
         self.k, self.v, self.k_scale, self.v_scale = grown
