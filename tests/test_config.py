@@ -51,6 +51,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"bits": 5}, r"bits must be one of 16, 8, 4, 3, 2; got 5", id="bits"),
         pytest.param({"bits": 4.0}, r"bits must be one of 16, 8, 4, 3, 2; got 4.0", id="bits-float"),
         pytest.param({"bits": np.array([4, 8])}, r"bits must be one of 16, 8, 4, 3, 2; got array", id="bits-array"),
+        pytest.param({"int8_layers": np.array([4, 8])}, r"int8_layers must be a tuple .* got array", id="int8_layers"),
         pytest.param({"low_bits": 1}, r"low_bits must be one of 8, 4, 3, 2; got 1", id="low_bits"),
         pytest.param({"value_bits": 5}, r"value_bits must be one of 8, 4, 3, 2, None; got 5", id="value_bits"),
         pytest.param({"value_bits": 16}, r"value_bits must be one of 8, 4, 3, 2, None; got 16", id="value_bits-16"),

@@ -249,7 +249,7 @@ class TurboConfig(Options):
         if self.bits == UNQUANTIZED:
             self._check_16bit()
         self._check_recent()
-        if self.int8_layers != "auto":
+        if not isinstance(self.int8_layers, str) or self.int8_layers != "auto":
             layer_indices("int8_layers", self.int8_layers, ' or "auto"', "TurboConfig")
         layer_indices("dense_layers", self.dense_layers, "", "TurboConfig")
         if self.sparse is not None and not isinstance(self.sparse, SparseConfig):
