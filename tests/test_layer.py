@@ -87,7 +87,7 @@ def test_memory_is_what_is_reported_and_near_theory(config: TurboConfig, rows: i
         if step in {0, 20, 149}:
             block, held = config.expert.block_size, tokens + step + 1
             page = sum(n * page_bytes(dim, bits, block) for bits, n in config.head_groups(heads))
-            whole = (held - config.first_tokens - config.recent_tokens) // block
+            whole = (held - config.first_tokens - config.recent) // block
             room = -(-(held - whole * block) // 16) * 16 or 16
             pages, open_bytes = rows * whole * page, rows * heads * room * open_token_bytes(dim)
             sizes = layer.nbytes()

@@ -222,7 +222,7 @@ def test_prompts_over_long_pasts_are_not_captured_together() -> None:
     made: Any = SimpleNamespace(cache=cache, graphs=SimpleNamespace(off=False), _prompts=True)
 
     def key(past: int, count: int) -> Any:
-        each = [rows.Row(str(n), past, 100, 100 * n, n, [0] * (past // 64 + 2)) for n in range(count)]
+        each = [rows.Row(str(n), past, 0, 100, 100 * n, n, [0] * (past // 64 + 2)) for n in range(count)]
         return runner.TurboModelRunner._key(made, each)
 
     assert key(32_000, 2) == (0, 0, 2, 128, 512, 1)

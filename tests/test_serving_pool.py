@@ -67,7 +67,7 @@ class Pool:
         assert len(held) + len(ledger.cached_blocks) + free == self.blocks
         assert sorted([*allocator.free_slots, *allocator.slot_of.values()]) == list(range(allocator.slots))
         for name, tokens in self.tokens.items():
-            assert len(allocator.block_table[name]) == self.shape.split(len(tokens))[0]
+            assert len(allocator.block_table[name]) == allocator.sealed(name, len(tokens))
             assert self.first[allocator.slot_of[name]] == tokens[:FIRST]
         kept = [*allocator.free_kept, *allocator.kept.values()]
         assert kept == [allocator.slots + 1], "beside those of requests and of none"
@@ -87,8 +87,8 @@ class Pool:
         self.tokens[name] = self.tokens[name] + new
         if past < FIRST:
             self.first[allocator.slot_of[name]] = self.tokens[name][:FIRST]
-        split = self.shape.split
-        allocator.mark_complete_blocks(name, self.tokens[name], split(past + len(new))[0] - split(past)[0])
+        before, after = (allocator.sealed(name, past + n) for n in (0, len(new)))
+        allocator.mark_complete_blocks(name, self.tokens[name], after - before)
         return True
 
 
