@@ -56,7 +56,9 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"value_bits": 5}, r"value_bits must be one of 8, 4, 3, 2, None; got 5", id="value_bits"),
         pytest.param({"value_bits": 16}, r"value_bits must be one of 8, 4, 3, 2, None; got 16", id="value_bits-16"),
         pytest.param({"bits": 16, "value_bits": 4}, r"value_bits goes with bits of .* leave one of them", id="16/4"),
-        pytest.param({"recent_tokens": 32}, r"recent_tokens must be None or a multiple of block_size \(64\)", id="recent"),
+        pytest.param(
+            {"recent_tokens": 32}, r"recent_tokens must be None or a multiple of block_size \(64\)", id="recent"
+        ),
         *(
             pytest.param({"layer_bits": given}, r"layer_bits must be numbers of 8, 4, 3, 2, or pairs", id=str(given))
             for given in ((), 4, (16, 4), ((4, 5),), (True,), (4.0,), ((4, 2, 2),), np.array([4, 2]), (np.array([4]),))
