@@ -121,7 +121,7 @@ def test_what_no_widths_keep_is_told() -> None:
 # --- what is measured -----------------------------------------------------------------------------------------------
 
 
-TEXT, PROMPT = 224, 192
+TEXT, PROMPT = 288, 256
 
 
 def text_of(rows: int) -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_each_part_costs_what_its_pages_lose() -> None:
     costs = measure_widths(model, ids, tail=TEXT - PROMPT, samples=128)
     assert [(part.layer, part.side) for part in costs.parts] == [(n, side) for n in range(6) for side in (0, 1)]
     assert {part.sizes[4] for part in costs.parts} == {2 * (64 * 32 + 2 * 64 + 2 * 64)}
-    assert (costs.tokens, costs.layers) == (448, 6)
+    assert (costs.tokens, costs.layers) == (576, 6)
 
     def read(config: TurboConfig) -> torch.Tensor:
         cache = TurboCache(model.config, config)
@@ -381,7 +381,18 @@ def test_the_command_writes_widths(tmp_path: Path) -> None:
     assert [list(pair) for pair in found.widths.layers] == facts["layers"]
     with turbo_hf.patch(lab_model()[0], calibration=out) as handle:
         assert "widths: by calibration" in handle.report().heads
-    others = ("--lengths", "80", "--tail", "17", "--count", "2", "--methods", "turbo4,calibrated", "--calibration", out)
+    others = (
+        "--lengths",
+        "144",
+        "--tail",
+        "17",
+        "--count",
+        "2",
+        "--methods",
+        "turbo4,calibrated",
+        "--calibration",
+        out,
+    )
     read = CliRunner().invoke(app, ["fidelity", str(LAB_MODEL), "--device", "cpu", "--json", *others])
     assert read.exit_code == 0, read.output
     rows = json.loads(read.stdout.strip().splitlines()[-1])["table"]
