@@ -64,6 +64,21 @@ def test_steps_store_what_the_host_stores(config: TurboConfig, limit: int | None
     assert_same(replayed, plain)
 
 
+@pytest.mark.parametrize("recent", [32, 64])
+def test_steps_themselves_move_what_is_behind_a_block(recent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = flat_config(block_size=32, low_heads=0.5, recent_tokens=recent)
+    replayed, plain = filled(config), filled(config)
+    run = ReplayableSteps(replayed, None)
+    monkeypatch.delattr(ReplayableSteps, "_seal")
+    for _ in range(150):
+        new = new_tokens()
+        by_host(plain, new)
+        by_steps(run, new)
+    settle(replayed)
+    assert min(replayed.turbo_layers()[0].state.sealed) >= 2
+    assert_same(replayed, plain)
+
+
 def test_no_page_is_reserved_for_tokens_that_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "AHEAD", 1)
     cache = filled(flat_config(block_size=32, recent_tokens=128), lengths=[150, 150])
