@@ -315,14 +315,14 @@ def test_tokens_behind_a_block_take_its_place(
     order = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]], device=device)
     made = make_store(k, v, lengths, groups=groups, order=order, sealed=[0] * 4)
     paged = tuple(empty_pages(width, 3, n, 48, 64, device, torch.float16) for width, n in groups)
-    counted = {"sealed": torch.tensor(sealed, device=device), "first": FIRST, "recent": recent}
-    store = made._replace(paged=paged, table=torch.tensor([[2], [1], [0], [0]], device=device), **counted)
+    table, counted = torch.tensor([[2], [1], [0], [0]], device=device), torch.tensor(sealed, device=device)
+    store = made._replace(paged=paged, table=table, sealed=counted, first=FIRST, recent=recent)
     plain = snapshot(store)
     seal_open(plain, 1, backend=backend)
     before = snapshot(store)
     seal_open(store, 1, moves=True, backend=backend)
-    for got, want in zip(store.paged, plain.paged, strict=True):
-        for x, y in zip(got[1:], want[1:], strict=True):
+    for got, like in zip(store.paged, plain.paged, strict=True):
+        for x, y in zip(got[1:], like[1:], strict=True):
             assert torch.equal(x[1:], y[1:])
     want = moved(before, [0, 1])
     assert torch.equal(store.open_len, before.open_len), "the caller counts them"

@@ -164,6 +164,19 @@ def test_layers_have_bits_of_their_own() -> None:
             of_layer(config, 0, layers)
 
 
+@pytest.mark.parametrize(
+    ("options", "recent"),
+    [
+        ({}, 64), ({"block_size": 32}, 32), ({"bits": 8, "value_bits": 3}, 64), ({"layer_bits": (8, 2)}, 64),
+        ({"bits": 8, "low_heads": 0.5}, 64), ({"recent_tokens": 0}, 0), ({"bits": 8, "recent_tokens": 128}, 128),
+        ({"bits": 8}, 0), ({"bits": 16}, 0), ({"bits": 16, "low_heads": 0.5}, 0), ({"sparse": SparseConfig()}, 0),
+    ],
+)  # fmt: skip
+def test_a_block_of_recent_tokens_where_they_gain(options: dict[str, Any], recent: int) -> None:
+    assert flat_config(**options).recent == recent
+    assert at_8_bit(TurboConfig()).recent == of_layer(TurboConfig(layer_bits=(8, 2)), 0, 2).recent == 0
+
+
 def test_every_preset_is_tested_and_the_default_is_turbo4() -> None:
     assert set(PRESETS) == {"int8", "turbo4", "turbo-k4v3", "saap"}
     assert set(ABLATIONS) == {"turbo-k4v2", "turbo-mixed", "turbo2"}

@@ -47,8 +47,8 @@ instruction holds the probabilities that it has just computed, so that P feeds P
 In a layer for sparse decoding, tokens of a prompt may be stored in bucket order, separately for each head
 (`turbo_hf.sparse.bucket_index`): attention does not depend on the order of keys that all its queries see.
 
-Open tokens, the newest of each row, are INT8 codes with one scale per token and head
-(fp32 that bf16 can hold, rounded up), in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].
+Open tokens, the newest of each row, are INT8 codes with one scale per token and head (fp32 that bf16 can hold, rounded
+up), in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].
 
 The first tokens of a text are unlike all others (attention sinks): sealed with ordinary ones, they widen the ranges of
 the channels. So the first `FIRST` tokens of a row are never sealed. They stay at the front of its open tokens, and
