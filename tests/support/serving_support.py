@@ -43,7 +43,7 @@ def lab_latent() -> Any:
 
 
 WINDOW = 24
-LENGTHS = (5, 70, 131, 64, 1, 120)
+LENGTHS = (5, 70, 200, 64, 1, 150)
 PRESETS = ("int8", "turbo4", "turbo-mixed", "turbo2", "turbo-k4v2")
 MODELS = {
     "llama": lambda: tiny_llama().double(),
