@@ -56,17 +56,18 @@ def expected(x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
     return codes[0], scale[0]
 
 
-def full_store(dim: int, groups: HeadGroups, device: torch.device, first: int = 0) -> KVStore:
-    """Four rows, of which the first and the third have a full open block and a page for it, and cannot say more."""
-    lengths, sealed = [first + 128, first + 70, first + 64, 3], [1, 1, 0, 0]
-    k, v = (tokens(4, 2, first + 128, dim, device=device) for _ in range(2))
+def full_store(dim: int, groups: HeadGroups, device: torch.device, first: int = 0, recent: int = 0) -> KVStore:
+    """Four rows, of which the first and the third have a block that is due and a page for it, and no room for more."""
+    stay = first + recent
+    lengths, sealed = [stay + 128, stay + 70, stay + 64, 3], [1, 1, 0, 0]
+    k, v = (tokens(4, 2, stay + 128, dim, device=device) for _ in range(2))
     order = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]])
     store = make_store(k, v, lengths, groups=groups, order=order, sealed=sealed)
     table = torch.zeros(4, 3, dtype=torch.int64, device=device)
     table[:, : store.table.shape[1]] = store.table
     # pages that no row has
     table[0, 1], table[2, 0] = 0, 3
-    return store._replace(table=table, first=first)
+    return store._replace(table=table, first=first, recent=recent)
 
 
 def snapshot(store: KVStore) -> KVStore:
@@ -257,8 +258,9 @@ def test_more_pairs_than_a_launch_takes_are_refused(monkeypatch: pytest.MonkeyPa
 def test_a_step_seals_what_is_full_and_then_appends(
     dim: int, groups: HeadGroups, given: bool, backend: str, device: torch.device
 ) -> None:
-    first = 0 if groups == ((8, 2),) else FIRST
-    store = full_store(dim, groups, device, first)
+    first, recent = (0, 0) if groups == ((8, 2),) else (FIRST, 128 if dim == 16 else 64)
+    stay = first + recent
+    store = full_store(dim, groups, device, first, recent)
     before, nonfinite = snapshot(store), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(4, 1, 2, dim, device=device).transpose(1, 2) for _ in range(2))
     scales = torch.rand(4, 2, 2, device=device) / 50 if given else None
@@ -267,7 +269,7 @@ def test_a_step_seals_what_is_full_and_then_appends(
     assert not nonfinite.item()
     assert not arrived.any()
     assert store.sealed.tolist() == [2, 1, 1, 0]
-    assert store.open_len.tolist() == [first + 1, first + 7, first + 1, 4]
+    assert store.open_len.tolist() == [stay + 1, stay + 7, stay + 1, 4]
     for row, page in ((0, 0), (2, 3)):
         slot = 0
         for got in store.paged:
@@ -282,14 +284,54 @@ def test_a_step_seals_what_is_full_and_then_appends(
     for got, old in zip(store.paged, before.paged, strict=True):
         for x, y in zip(got[1:], old[1:], strict=True):
             assert torch.equal(x[1:3], y[1:3])
-    for row, held in enumerate([first, first + 6, first, 3]):
+    for row, held in enumerate([stay, stay + 6, stay, 3]):
         for i, (x, codes, scale) in enumerate(((k, store.k_open, store.k_scale), (v, store.v_open.mT, store.v_scale))):
             want_codes, want_scale = expected(x[row : row + 1], None if scales is None else scales[row : row + 1, :, i])
             assert torch.equal(codes[row, :, held : held + 1], want_codes)
             assert torch.equal(scale[row, :, held : held + 1], want_scale)
-    for row, held in ((0, first), (1, first + 6), (2, first), (3, 3)):
-        assert torch.equal(store.k_open[row, :, :held], before.k_open[row, :, :held])
-        assert torch.equal(store.v_open[row, :, :, :held], before.v_open[row, :, :, :held])
+    # what is behind the block takes its place
+    assert_same_tokens(store._replace(open_len=torch.tensor([stay, stay + 6, stay, 3])), moved(before, [0, 2]))
+
+
+def moved(store: KVStore, rows: list[int]) -> KVStore:
+    """The open tokens of a store without the block behind the first ones in these rows."""
+    after, begin, end = copy(store), store.first, store.first + store.block
+    for row in rows:
+        after.open_len[row] -= store.block
+        for x in (after.k_open.mT, after.v_open, after.k_scale, after.v_scale):
+            x[row] = torch.cat((x[row, ..., :begin], x[row, ..., end:], x[row, ..., :64]), -1)
+    return after
+
+
+@pytest.mark.parametrize("groups", [*GROUPS, *FULL_GROUPS])
+@pytest.mark.parametrize("recent", [0, 64])
+def test_tokens_behind_a_block_take_its_place(
+    recent: int, groups: HeadGroups, backend: str, device: torch.device
+) -> None:
+    """As steps of several tokens leave them: more than the recent ones, just those, and where nothing is due."""
+    stay = FIRST + recent
+    lengths, sealed = [stay + 64 + 15, stay + 64, stay + 63, 3], [1, 1, 0, 0]
+    k, v = (tokens(4, 2, max(lengths), 48, dtype=torch.float16, device=device) for _ in range(2))
+    order = torch.tensor([[1, 0], [0, 1], [1, 0], [0, 1]], device=device)
+    made = make_store(k, v, lengths, groups=groups, order=order, sealed=[0] * 4)
+    paged = tuple(empty_pages(width, 3, n, 48, 64, device, torch.float16) for width, n in groups)
+    table, counted = torch.tensor([[2], [1], [0], [0]], device=device), torch.tensor(sealed, device=device)
+    store = made._replace(paged=paged, table=table, sealed=counted, first=FIRST, recent=recent)
+    plain = snapshot(store)
+    seal_open(plain, 1, backend=backend)
+    before = snapshot(store)
+    seal_open(store, 1, moves=True, backend=backend)
+    for got, like in zip(store.paged, plain.paged, strict=True):
+        for x, y in zip(got[1:], like[1:], strict=True):
+            assert torch.equal(x[1:], y[1:])
+    want = moved(before, [0, 1])
+    assert torch.equal(store.open_len, before.open_len), "the caller counts them"
+    assert_same_tokens(store._replace(open_len=want.open_len), want)
+
+
+def test_tokens_move_behind_one_block(device: torch.device) -> None:
+    with pytest.raises(ValueError, match="open tokens move behind one block; got blocks=2"):
+        seal_open(full_store(16, ((4, 2),), device), 2, moves=True)
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -366,7 +408,7 @@ def test_a_layer_that_decodes_by_kernels_stores_the_same(scale: Any, device: tor
 
 
 def test_nan_in_a_step_is_told_when_the_block_is_sealed(device: torch.device) -> None:
-    layer = TurboLayer(flat_config(backend="triton"), index=3)
+    layer = TurboLayer(flat_config(backend="triton", recent_tokens=0), index=3)
     k, v = (tokens(1, 2, 80, 32, device=device) for _ in range(2))
     feed(layer, k[:, :, :56], v[:, :, :56])
     k[0, 1, 57, 5] = torch.nan

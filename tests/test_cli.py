@@ -118,8 +118,8 @@ def test_plan_prints_what_fits() -> None:
     assert rows["fp16"]["bytes_per_token"] == 3072
     # 4 bit, d = 64: (2 * 64 * 64 / 2 + 4 * 64 + 2 * 2 * 64) / 64 bytes a token, 2 heads, 6 layers
     assert rows["turbo4"]["bytes_per_token"] == pytest.approx(72 * 12)
-    # each row's first tokens stay open, in 2 * (64 + 4) bytes
-    assert rows["turbo4"]["cache_bytes"] == pytest.approx(2 * (4096 * 72 + FIRST * (136 - 72)) * 12)
+    # each row's first and recent tokens stay open, in 2 * (64 + 4) bytes
+    assert rows["turbo4"]["cache_bytes"] == pytest.approx(2 * (4096 * 72 + (FIRST + 64) * (136 - 72)) * 12)
     assert rows["turbo4"]["longest_context"] > 3.5 * rows["fp16"]["longest_context"]
     assert report["weight_bytes"] == sum(p.nbytes for p in AutoModelForCausalLM.from_pretrained(LAB).parameters())
 

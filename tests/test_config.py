@@ -56,7 +56,9 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"value_bits": 5}, r"value_bits must be one of 8, 4, 3, 2, None; got 5", id="value_bits"),
         pytest.param({"value_bits": 16}, r"value_bits must be one of 8, 4, 3, 2, None; got 16", id="value_bits-16"),
         pytest.param({"bits": 16, "value_bits": 4}, r"value_bits goes with bits of .* leave one of them", id="16/4"),
-        pytest.param({"recent_tokens": 32}, r"recent_tokens must be a multiple of block_size \(64\)", id="recent"),
+        pytest.param(
+            {"recent_tokens": 32}, r"recent_tokens must be None or a multiple of block_size \(64\)", id="recent"
+        ),
         *(
             pytest.param({"layer_bits": given}, r"layer_bits must be numbers of 8, 4, 3, 2, or pairs", id=str(given))
             for given in ((), 4, (16, 4), ((4, 5),), (True,), (4.0,), ((4, 2, 2),), np.array([4, 2]), (np.array([4]),))
@@ -160,6 +162,19 @@ def test_layers_have_bits_of_their_own() -> None:
     for layers in (2, 4):
         with pytest.raises(ValueError, match=rf"the bits of 3 layers, and the model has {layers}\. Name them for each"):
             of_layer(config, 0, layers)
+
+
+@pytest.mark.parametrize(
+    ("options", "recent"),
+    [
+        ({}, 64), ({"block_size": 32}, 32), ({"bits": 8, "value_bits": 3}, 64), ({"layer_bits": (8, 2)}, 64),
+        ({"bits": 8, "low_heads": 0.5}, 64), ({"recent_tokens": 0}, 0), ({"bits": 8, "recent_tokens": 128}, 128),
+        ({"bits": 8}, 0), ({"bits": 16}, 0), ({"bits": 16, "low_heads": 0.5}, 0), ({"sparse": SparseConfig()}, 0),
+    ],
+)  # fmt: skip
+def test_a_block_of_recent_tokens_where_they_gain(options: dict[str, Any], recent: int) -> None:
+    assert flat_config(**options).recent == recent
+    assert at_8_bit(TurboConfig()).recent == of_layer(TurboConfig(layer_bits=(8, 2)), 0, 2).recent == 0
 
 
 def test_every_preset_is_tested_and_the_default_is_turbo4() -> None:

@@ -147,13 +147,13 @@ def test_a_prompt_that_a_method_does_not_round_is_no_verdict() -> None:
     rows = measure(tiny_llama(), torch.randint(90, (2, 65)), [Case(48, "steps")], named(names), tail=16, noise=False)
     assert [row.figures is None for row in rows] == [False, True, True]
     assert [row.verdict for row in rows[1:]] == [
-        f"a prompt of 48 tokens shows nothing of it; from {begins} on it does" for begins in (80, 129)
+        f"a prompt of 48 tokens shows nothing of it; from {begins} on it does" for begins in (144, 129)
     ]
 
 
 def test_a_model_that_loses_its_state_excuses_no_cache() -> None:
     model = build("bamba")
-    rows = measure(model, torch.randint(90, (2, 113)), [Case(80, "steps")], named(["turbo4"]), tail=32)
+    rows = measure(model, torch.randint(90, (2, 177)), [Case(144, "steps")], named(["turbo4"]), tail=32)
     noise, turbo4 = (next(row for row in rows if row.method == name) for name in (AGAIN, "turbo4"))
     assert noise.figures is not None
     assert turbo4.figures is not None

@@ -25,12 +25,12 @@ def fidelity(*words: str, code: int = 0) -> tuple[str, Any]:
 
 
 def test_the_table_of_the_carried_model(tmp_path: Path) -> None:
-    few = ("--lengths", "96", "--count", "2", "--tail", "17", "--generate", "16", "--grid", "--map")
+    few = ("--lengths", "160", "--count", "2", "--tail", "17", "--generate", "16", "--grid", "--map")
     said, found = fidelity(LAB, *few, "--methods", "int8,turbo4,fp16", "--out", str(tmp_path))
-    assert "lab-llama-4m, 2 texts, 96 tokens, chunk" in said
+    assert "lab-llama-4m, 2 texts, 160 tokens, chunk" in said
     assert found["suggestion"] in said
     cases = {(row["tokens"], row["path"]) for row in found["table"]}
-    assert cases == {(96, "steps"), (96, "chunk")}
+    assert cases == {(160, "steps"), (160, "chunk")}
     assert [row["method"] for row in found["table"]][:4] == ["16 bit again", "16-bit pages", "int8", "turbo4"]
     assert {row["path"] for row in found["answers"]} == {"answer"}
     assert len(found["grid"]) == 16
@@ -55,7 +55,7 @@ def test_a_model_without_keys_and_values_is_refused_by_what_was_asked_for(tmp_pa
     )
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(LAB_MODEL).save_pretrained(tmp_path)
-    said, _ = fidelity(str(tmp_path), "--lengths", "80", "--tail", "17", "--methods", "turbo4", code=1)
+    said, _ = fidelity(str(tmp_path), "--lengths", "144", "--tail", "17", "--methods", "turbo4", code=1)
     assert "error: turbo4: Unsupported: no layer of MambaForCausalLM (mamba) can be compressed" in said
 
 

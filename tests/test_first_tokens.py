@@ -39,13 +39,13 @@ def outliers(rows: int, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("config", ROUNDED)
 def test_first_tokens_stay_at_8_bit_as_a_row_grows(config: TurboConfig) -> None:
     """Of rows of other lengths, too, the last of which is shorter than that for long."""
-    k, v = outliers(3, 400)
-    layer, starts = TurboLayer(config), [0, 33, 300]
-    valid = torch.arange(400) >= torch.tensor(starts)[:, None]
+    k, v = outliers(3, 500)
+    layer, starts = TurboLayer(config), [0, 33, 340]
+    valid = torch.arange(500) >= torch.tensor(starts)[:, None]
     for row, start in enumerate(starts):
         k[row], v[row] = k[row].roll(start, 1), v[row].roll(start, 1)
     at = 0
-    for count in (5, 9, 120, 16, *[1] * 70, 180):
+    for count in (5, 9, 120, 16, *[1] * 70, 280):
         part = slice(at, at + count)
         feed(layer, k[:, :, part], v[:, :, part], valid[:, part])
         at += count
@@ -59,11 +59,11 @@ def test_first_tokens_stay_at_8_bit_as_a_row_grows(config: TurboConfig) -> None:
 
 
 def test_first_tokens_do_not_widen_a_block() -> None:
-    k, v = outliers(1, FIRST + 64)
+    k, v = outliers(1, FIRST + 128)
     plain_k, plain_v = (torch.cat((x[:, :, FIRST : 2 * FIRST], x[:, :, FIRST:]), 2) for x in (k, v))
     behind, plain = filled(TurboConfig(), k, v), filled(TurboConfig(), plain_k, plain_v)
     assert behind.state.sealed == plain.state.sealed == [1]
-    for x, y in zip(behind.dequantized(64), plain.dequantized(64), strict=True):
+    for x, y in zip(behind.dequantized(128), plain.dequantized(128), strict=True):
         assert torch.equal(x, y)
 
 
@@ -117,3 +117,4 @@ def sparse_layer() -> TurboLayer:
 )
 def test_where_all_tokens_are_sealed(layer: TurboLayer) -> None:
     assert layer.state.first == 0
+    assert layer.state.recent == (64 if layer.window else 0)

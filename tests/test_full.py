@@ -172,7 +172,7 @@ def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -
         assert torch.equal(got[:, 0, 128:], want[:, 0, 128:])
         assert torch.equal(got[:, 0], want[:, 0]) == (not config)
     if config:
-        narrow = TurboLayer(flat_config(bits=4, backend=backend))
+        narrow = TurboLayer(flat_config(bits=4, backend=backend, recent_tokens=0))
         # whose first tokens are not sealed
         kept = [torch.cat((x[:, :1, :FIRST], x[:, :1, :64]), 2) for x in (k, v)]
         narrow.append(kept[0], kept[1], NewColumns(FIRST + 64))

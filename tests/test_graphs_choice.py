@@ -198,7 +198,7 @@ def test_nan_is_told_before_its_block_is_sealed(bench: Bench) -> None:
         weight[5] = broken
         bench.step()
         weight[5] = kept
-    for _ in range(FIRST + 32 - 44):
+    for _ in range(FIRST + 32 + 32 - 44):
         bench.step()
     with pytest.raises(ValueError, match="layer 0: keys or values hold NaN or Inf"):
         bench.step()

@@ -201,10 +201,10 @@ def test_drafts_store_what_the_host_stores(
         assert_same(replayed, plain)
 
 
-@pytest.mark.parametrize("reach", [30, 60])
+@pytest.mark.parametrize("reach", [62, 92])
 def test_a_crop_into_a_page_is_that_of_the_host(reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
     without_kernels(monkeypatch)
-    caches = [filled(flat_config(block_size=32), lengths=[70]) for _ in range(2)]
+    caches = [filled(flat_config(block_size=32), lengths=[102]) for _ in range(2)]
     for cache in caches:
         cache.activate_past_recording()
     replayed, plain = caches
@@ -260,7 +260,8 @@ def test_nan_in_a_draft_is_reported_before_it_is_sealed(monkeypatch: pytest.Monk
 def test_a_first_prompt_is_sealed_before_its_first_draft(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for so many tokens that no draft reaches into a page."""
     without_kernels(monkeypatch)
-    caches = [TurboCache(tiny_llama().config, flat_config(block_size=32)) for _ in range(2)]
+    config = flat_config(block_size=32, recent_tokens=0)
+    caches = [TurboCache(tiny_llama().config, config) for _ in range(2)]
     k, v = tokens(1, HEADS, 200, DIM), tokens(1, HEADS, 200, DIM)
     for cache in caches:
         cache.activate_past_recording()

@@ -11,6 +11,7 @@ from budgets import check_exact
 from choices import flat_config
 from gluon_numpy import Block, Pointer, kernel_in_numpy
 from op_calls import append_step, append_tokens, latent_decode, seal_open
+from stores import tokens
 
 import turbo_hf
 from turbo_hf.cache.layer import TurboLayer
@@ -165,3 +166,21 @@ def test_whole_blocks_are_sealed_as_the_reference_seals_them(device: torch.devic
         made[-1].append(store.paged[0].k[store.table[0, 2]])
     for one, other in zip(*made, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_latents_behind_a_block_take_its_place(device: torch.device, bits: int) -> None:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    for backend in ("triton", "reference"):
+        layer = layer_of(bits, "reference", [63, 30], device, dtype)
+        layer.pool.reserve(layer.state.sealed, [1, 1])
+        layer.buffer.reserve(96, layer.state.open)
+        store, nonfinite = layer.kv_store(), torch.zeros(1, dtype=torch.int32, device=device)
+        store = store._replace(open_len=store.open_len.clone(), sealed=torch.tensor([1, 0], device=device))
+        k, v = (tokens(2, 1, 12, n, device=device) for n in (RANK, ROTARY))
+        append_tokens(k, v, store, nonfinite=nonfinite)
+        opened = (store.k_open.mT, store.v_open, store.k_scale, store.v_scale)
+        want = [torch.stack((x[0, ..., 64:75], x[1, ..., :11])) for x in opened]
+        seal_open(store, 1, moves=True, backend=backend)
+        for x, y in zip(opened, want, strict=True):
+            assert torch.equal(x[..., :11], y)

@@ -87,7 +87,7 @@ def test_memory_is_what_is_reported_and_near_theory(config: TurboConfig, rows: i
         if step in {0, 20, 149}:
             block, held = config.expert.block_size, tokens + step + 1
             page = sum(n * page_bytes(dim, bits, block) for bits, n in config.head_groups(heads))
-            whole = (held - config.first_tokens - config.recent_tokens) // block
+            whole = (held - config.first_tokens - config.recent) // block
             room = -(-(held - whole * block) // 16) * 16 or 16
             pages, open_bytes = rows * whole * page, rows * heads * room * open_token_bytes(dim)
             sizes = layer.nbytes()
@@ -106,7 +106,7 @@ def test_growth_copies_a_constant_number_of_pages_a_page(monkeypatch: pytest.Mon
         resize(pool, keep, extra)
 
     monkeypatch.setattr(PagePool, "_resize", counted)
-    layer, blocks = TurboLayer(flat_config(block_size=32)), 1024
+    layer, blocks = TurboLayer(flat_config(block_size=32, recent_tokens=0)), 1024
     feed(layer, *random_kv(1, FIRST, heads=1))
     k, v = random_kv(1, 32, heads=1)
     for _ in range(blocks):
@@ -222,7 +222,7 @@ def test_a_universal_scale_is_fixed_by_the_prompt(device: torch.device) -> None:
 
 
 def test_a_universal_scale_covers_every_chunk_of_a_prompt() -> None:
-    config = flat_config(buffer_scale="universal")
+    config = flat_config(buffer_scale="universal", recent_tokens=0)
     k, v = random_kv(1, 90)
     k[:, :, 10], v[:, :, 60] = k[:, :, 10] * 20, v[:, :, 60] * 20
     whole, chunked = filled(config, k, v), TurboLayer(config)
@@ -379,7 +379,7 @@ TestLife.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_pages_that_a_crop_frees_are_used_again() -> None:
-    config, blocks = flat_config(block_size=32), 36
+    config, blocks = flat_config(block_size=32, recent_tokens=0), 36
     k, v = random_kv(2, FIRST + blocks * 32)
     layer, whole = filled(config, k, v), filled(config, k, v)
     for kept in (35, 34, 12, 0):
@@ -406,7 +406,7 @@ def test_crop_takes_a_tensor_too() -> None:
 
 
 def test_beams_share_pages_and_then_part() -> None:
-    k, v = random_kv(1, FIRST + 128)
+    k, v = random_kv(1, FIRST + 128 + 64)
     layer = filled(TurboConfig(), k, v)
     layer.batch_repeat_interleave(3)
     assert layer.pool.pages == 2

@@ -53,8 +53,8 @@ def test_uncompressed_layers_are_counted_as_dense(llama: Any) -> None:
     cache = TurboCache(llama.config, uncompressed_layers=(1,))
     assert measure(cache.layers).compression == 1.0
     assert measure(cache.layers).total == 0
-    memory = passed(llama, prompts(2, FIRST + 64), cache)
-    dense = 2 * 2 * 2 * (FIRST + 64) * 16 * 8
+    memory = passed(llama, prompts(2, FIRST + 128), cache)
+    dense = 2 * 2 * 2 * (FIRST + 128) * 16 * 8
     assert memory.by_kind["dense"] == dense
     assert memory.layers[0]["codes"] + memory.layers[0]["scales"] >= 2 * 2 * page_bytes(16, 4)
     assert memory.full_precision == dense

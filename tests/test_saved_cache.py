@@ -160,7 +160,7 @@ def other_config(model: Any) -> None:
         (None, {"bits": 8}, "layers.0.config.bits is 4, and should be 8"),
         (None, {"layer_bits": (4, 8)}, "layers.1.config.bits is 4, and should be 8"),
         (None, {"dense_layers": (0,)}, "layers.0.config.bits is 4, and should be 16"),
-        (None, {"block_size": 64}, "layers.0.config.block_size is 32, and should be 64"),
+        (None, {"block_size": 64}, "layers.0.config.recent_tokens is 32, and should be 64"),
     ],
 )
 def test_what_differs_is_named(change: Any, options: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -177,7 +177,8 @@ def test_what_differs_is_named(change: Any, options: dict[str, Any], said: str, 
 def test_another_version_and_another_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved_in(tmp_path)
     # the same pages, said in another way
-    for said in ({"backend": "reference"}, {"value_bits": 4}, {"layer_bits": (4, 4)}, {"layer_bits": ((4, 4), 4)}):
+    same: Any = {"backend": "reference"}, {"value_bits": 4}, {"recent_tokens": 32}
+    for said in (*same, {"layer_bits": (4, 4)}, {"layer_bits": ((4, 4), 4)}):
         TurboCache.from_pretrained(tmp_path, llama(**said)()[0])
     cache = TurboCache.from_pretrained(tmp_path, model)
     run(model, cache, prompts(1, 1))

@@ -23,6 +23,7 @@ from serving_support import (  # noqa: E402
     PRESETS,
     cancel_one_and_add_another,
     check_same,
+    cut_at_prefixes,
     in_static_batches,
     lab_latent,
     options,
@@ -110,9 +111,9 @@ def test_requests_that_come_and_go_at_random(
 
 @pytest.mark.parametrize("kind", ["llama", "latent"])
 def test_a_small_pool_starts_requests_again(kind: str, passes: Any) -> None:
-    model, inputs = MODELS[kind](), requests((70, 80, 90))
+    model, inputs = MODELS[kind](), requests((130, 140, 150))
     with turbo_hf.patch(model) as handle:
-        config = options(blocks=4)
+        config = options(blocks=3)
         outputs = model.generate_batch(inputs, max_new_tokens=70, continuous_batching_config=config)
         again = [name for name, edges in passes.items() if sum(past == 0 for past, _ in edges) > 1]
         assert again, "the pool was not too small"
@@ -168,7 +169,8 @@ def test_memory_counts_latents() -> None:
 
 def test_a_stored_prefix_is_found_and_changes_no_bit(passes: Any) -> None:
     model, system = tiny_llama().double(), prompts(1, FIRST + 130, seed=1)[0].tolist()
-    inputs = [system + [n] * 20 for n in (5, 6, 7)]
+    # a request computes the newest 64 tokens itself
+    inputs = [system + [n] * 64 for n in (5, 6, 7)]
     for preset in ("turbo4", "turbo-mixed"):
         passes.clear()
         with turbo_hf.patch(model, preset) as handle:
@@ -183,10 +185,8 @@ def test_a_stored_prefix_is_found_and_changes_no_bit(passes: Any) -> None:
                 allocator = manager.batch_processor.cache.allocator
             found = [edges[0][0] for edges in passes.values()]
             assert found == [0, FIRST + 128, FIRST + 128]
-            assert "288 of 498 prompt tokens" in str(handle.report())
-            for name, edges in list(passes.items())[1:]:
-                # as if the prompt had been cut where the stored prefix ends
-                passes[name] = [(0, FIRST + 128), *edges]
+            assert "288 of 630 prompt tokens" in str(handle.report())
+            cut_at_prefixes(passes)
             check_same(model, handle, inputs, outputs, passes)
             assert len(allocator.ledger.cached_blocks) + allocator.pool.count_free_blocks(0) <= allocator.num_blocks
 
@@ -214,7 +214,7 @@ def test_remove_ends_a_running_manager() -> None:
 def test_a_request_that_does_not_fit_fails_alone(passes: Any) -> None:
     model, inputs = tiny_llama().double(), requests((5, 600, 20))
     with turbo_hf.patch(model) as handle:
-        outputs = model.generate_batch(inputs, max_new_tokens=24, continuous_batching_config=options(blocks=8))
+        outputs = model.generate_batch(inputs, max_new_tokens=24, continuous_batching_config=options(blocks=7))
         good, long, other = outputs.values()
         assert "a request of 600 tokens that may generate 24 more does not fit: the pool holds" in long.error
         assert good.generated_tokens == in_static_batches(model, handle, inputs[0], passes["req_0"])
@@ -222,13 +222,13 @@ def test_a_request_that_does_not_fit_fails_alone(passes: Any) -> None:
 
 
 def test_a_persistent_manager_ends_with_the_patch() -> None:
-    model, inputs = tiny_llama(), requests((90, 20))
+    model, inputs = tiny_llama(), requests((160, 20))
     handle = turbo_hf.patch(model)
     how: dict[str, Any] = {"max_new_tokens": 4, "persistent_manager": True, "continuous_batching_config": options()}
     first = model.generate_batch(inputs, **how)
     second = model.generate_batch(inputs, **how)
     assert [len(x.generated_tokens) for x in (*first.values(), *second.values())] == [4] * 4
-    assert handle.report().serving.startswith("continuous batching: 80 of 220")
+    assert handle.report().serving.startswith("continuous batching: 80 of 360")
     handle.remove()
     assert not hasattr(model, "_cached_continuous_batching_manager")
 
@@ -237,7 +237,6 @@ def test_a_persistent_manager_ends_with_the_patch() -> None:
     ("family", "config", "reason"),
     [
         ("llama", flat_config(buffer_scale="universal"), "whose scale is that of a whole prompt"),
-        ("llama", TurboConfig(recent_tokens=64), "recent_tokens cannot be served"),
         ("llama", EXACT, "16-bit pages"),
         ("llama", TurboConfig(dense_layers=(0,)), r"16-bit pages beside others.*layer 1: 2 x 4 bit"),
         ("llama", TurboConfig(bits=16, int8_layers=(1,)), r"16-bit pages beside others.*layer 1: 8 bit"),

@@ -36,8 +36,8 @@ def test_the_pool_holds_what_the_plan_says(shape: Shape, half: int, tokens: int,
 class Pool:
     """A pool of blocks and what requests of it should hold, counted a second time."""
 
-    def __init__(self) -> None:
-        self.shape = shape = Shape((((4, 2),), ((8, 2),)), 16, 64, first=FIRST)
+    def __init__(self, recent: int) -> None:
+        self.shape = shape = Shape((((4, 2),), ((8, 2),)), 16, 64, first=FIRST, recent=recent)
         self.blocks = 12
         self.allocator = TurboAllocator(shape, 4, True)
         size = shape.block_bytes
@@ -67,7 +67,7 @@ class Pool:
         assert len(held) + len(ledger.cached_blocks) + free == self.blocks
         assert sorted([*allocator.free_slots, *allocator.slot_of.values()]) == list(range(allocator.slots))
         for name, tokens in self.tokens.items():
-            assert len(allocator.block_table[name]) == self.shape.split(len(tokens))[0]
+            assert len(allocator.block_table[name]) == allocator.sealed(name, len(tokens))
             assert self.first[allocator.slot_of[name]] == tokens[:FIRST]
         kept = [*allocator.free_kept, *allocator.kept.values()]
         assert kept == [allocator.slots + 1], "beside those of requests and of none"
@@ -87,18 +87,18 @@ class Pool:
         self.tokens[name] = self.tokens[name] + new
         if past < FIRST:
             self.first[allocator.slot_of[name]] = self.tokens[name][:FIRST]
-        split = self.shape.split
-        allocator.mark_complete_blocks(name, self.tokens[name], split(past + len(new))[0] - split(past)[0])
+        before, after = (allocator.sealed(name, past + n) for n in (0, len(new)))
+        allocator.mark_complete_blocks(name, self.tokens[name], after - before)
         return True
 
 
 acts = st.tuples(st.sampled_from(("arrive", "grow", "fork", "end", "drop", "evict")), st.integers(0, 99))
 
 
-@given(st.lists(acts, max_size=80))
-@settings(max_examples=100)
-def test_no_block_is_lost_and_none_is_freed_twice(script: list[tuple[str, int]]) -> None:
-    pool = Pool()
+@given(st.lists(acts, max_size=80), st.sampled_from((0, 64)))
+@settings(max_examples=150)
+def test_no_block_is_lost_and_none_is_freed_twice(script: list[tuple[str, int]], recent: int) -> None:
+    pool = Pool(recent)
     allocator = pool.allocator
     for act, number in script:
         names = list(pool.tokens)
@@ -109,6 +109,7 @@ def test_no_block_is_lost_and_none_is_freed_twice(script: list[tuple[str, int]])
             found = allocator.match_prefix_blocks(prompt)
             past = FIRST + 64 * len(found) if found else 0
             pool.tokens[name] = prompt[:past]
+            assert len(prompt) - past >= max(1, recent), "it computes these itself"
             if found:
                 allocator.acquire_prefix_blocks(name, 64 * len(found), found)
                 allocator.give_first(name, prompt)

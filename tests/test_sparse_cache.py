@@ -24,7 +24,8 @@ from turbo_hf.sparse.selectors import UNTRAINED, Selector
 @pytest.fixture(autouse=True)
 def dense_layers_seal_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """As sparse ones do, which are compared with them."""
-    monkeypatch.setattr(TurboConfig, "first_tokens", 0)
+    for stay in ("first_tokens", "recent"):
+        monkeypatch.setattr(TurboConfig, stay, 0)
 
 
 @pytest.fixture

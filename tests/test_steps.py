@@ -64,6 +64,21 @@ def test_steps_store_what_the_host_stores(config: TurboConfig, limit: int | None
     assert_same(replayed, plain)
 
 
+@pytest.mark.parametrize("recent", [32, 64])
+def test_steps_themselves_move_what_is_behind_a_block(recent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = flat_config(block_size=32, low_heads=0.5, recent_tokens=recent)
+    replayed, plain = filled(config), filled(config)
+    run = ReplayableSteps(replayed, None)
+    monkeypatch.delattr(ReplayableSteps, "_seal")
+    for _ in range(150):
+        new = new_tokens()
+        by_host(plain, new)
+        by_steps(run, new)
+    settle(replayed)
+    assert min(replayed.turbo_layers()[0].state.sealed) >= 2
+    assert_same(replayed, plain)
+
+
 def test_no_page_is_reserved_for_tokens_that_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "AHEAD", 1)
     cache = filled(flat_config(block_size=32, recent_tokens=128), lengths=[150, 150])
@@ -257,7 +272,7 @@ def test_new_steps_of_a_cache_replace_the_earlier_ones(config: TurboConfig) -> N
 
 
 def test_nan_is_told_by_the_layer_before_its_block_is_sealed() -> None:
-    cache = filled(flat_config(block_size=32), lengths=[FIRST + 30])
+    cache = filled(flat_config(block_size=32, recent_tokens=0), lengths=[FIRST + 30])
     run = ReplayableSteps(cache, None)
     new = new_tokens(1)
     new[1][0][0, 1, 0, 3] = torch.nan
@@ -270,7 +285,7 @@ def test_nan_is_told_by_the_layer_before_its_block_is_sealed() -> None:
 
 
 def recording() -> TurboCache:
-    cache = filled(TurboConfig(), lengths=[90, 33, 5])
+    cache = filled(TurboConfig(recent_tokens=0), lengths=[90, 33, 5])
     cache.activate_past_recording()
     for layer in cache.turbo_layers():
         layer.append(tokens(3, HEADS, 100, DIM), tokens(3, HEADS, 100, DIM), NewColumns(100))
@@ -371,28 +386,28 @@ def test_what_launches_refer_to_is_told_when_it_is_replaced(name: str) -> None:
 
 
 def test_pages_reserved_beyond_need_are_bounded() -> None:
-    rows = 64
-    cache = filled(flat_config(block_size=32), lengths=[FIRST + 320] * rows)
+    rows, config = 64, flat_config(block_size=32, recent_tokens=0)
+    cache = filled(config, lengths=[FIRST + 320] * rows)
     ReplayableSteps(cache, None)
     for layer in cache.turbo_layers():
         assert layer.pool.pages <= 640 + max(steps.SLACK, rows, 640 // 8)
-    cache = filled(flat_config(block_size=32), lengths=[FIRST + 320] * rows)
+    cache = filled(config, lengths=[FIRST + 320] * rows)
     ReplayableSteps(cache, FIRST + 330)
     for layer in cache.turbo_layers():
         assert layer.pool.pages == 640
     # a limit that leaves out what the cache held before says nothing
-    cache = filled(flat_config(block_size=32), lengths=[FIRST + 320])
+    cache = filled(config, lengths=[FIRST + 320])
     ReplayableSteps(cache, 100)
     assert all(layer.pool.pages == 10 + steps.AHEAD for layer in cache.turbo_layers())
     # of many rows a twentieth of the pages in use, where that is more than a block a row
     rows, blocks = steps.SLACK + 1, 40
-    cache = filled(flat_config(block_size=32), lengths=[FIRST + 32 * blocks] * rows)
+    cache = filled(config, lengths=[FIRST + 32 * blocks] * rows)
     ReplayableSteps(cache, None)
     assert all(layer.pool.pages == rows * (blocks + blocks // 20) for layer in cache.turbo_layers())
 
 
 def test_pages_that_are_reserved_again_and_again_are_the_same() -> None:
-    layer = filled(flat_config(block_size=32)).turbo_layers()[0]
+    layer = filled(flat_config(block_size=32, recent_tokens=0)).turbo_layers()[0]
     pool, sealed = layer.pool, layer.state.sealed
     assert sealed == [1, 0, 0]
     for _ in range(50):

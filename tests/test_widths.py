@@ -121,7 +121,7 @@ def test_what_no_widths_keep_is_told() -> None:
 # --- what is measured -----------------------------------------------------------------------------------------------
 
 
-TEXT, PROMPT = 160, 128
+TEXT, PROMPT = 288, 256
 
 
 def text_of(rows: int) -> torch.Tensor:
@@ -133,7 +133,7 @@ def test_each_part_costs_what_its_pages_lose() -> None:
     costs = measure_widths(model, ids, tail=TEXT - PROMPT, samples=128)
     assert [(part.layer, part.side) for part in costs.parts] == [(n, side) for n in range(6) for side in (0, 1)]
     assert {part.sizes[4] for part in costs.parts} == {2 * (64 * 32 + 2 * 64 + 2 * 64)}
-    assert (costs.tokens, costs.layers) == (320, 6)
+    assert (costs.tokens, costs.layers) == (576, 6)
 
     def read(config: TurboConfig) -> torch.Tensor:
         cache = TurboCache(model.config, config)
@@ -371,7 +371,7 @@ def command(*words: str, code: int = 0) -> str:
 
 def test_the_command_writes_widths(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    few = ("--windows", "2", "--window", "128", "--out", out)
+    few = ("--windows", "2", "--window", "256", "--out", out)
     said = command("--budget", "50", *few, "--json")
     facts = json.loads(said.strip().splitlines()[-1])
     assert 3 < facts["bits_per_number"] <= 50 * 8 / 128
@@ -381,7 +381,18 @@ def test_the_command_writes_widths(tmp_path: Path) -> None:
     assert [list(pair) for pair in found.widths.layers] == facts["layers"]
     with turbo_hf.patch(lab_model()[0], calibration=out) as handle:
         assert "widths: by calibration" in handle.report().heads
-    others = ("--lengths", "80", "--tail", "17", "--count", "2", "--methods", "turbo4,calibrated", "--calibration", out)
+    others = (
+        "--lengths",
+        "144",
+        "--tail",
+        "17",
+        "--count",
+        "2",
+        "--methods",
+        "turbo4,calibrated",
+        "--calibration",
+        out,
+    )
     read = CliRunner().invoke(app, ["fidelity", str(LAB_MODEL), "--device", "cpu", "--json", *others])
     assert read.exit_code == 0, read.output
     rows = json.loads(read.stdout.strip().splitlines()[-1])["table"]
@@ -396,7 +407,7 @@ def test_the_command_writes_widths(tmp_path: Path) -> None:
 def test_widths_join_a_calibration_that_is_there(tmp_path: Path) -> None:
     model, tokenizer = lab_model()
     former = calibrate(model, tokenizer, TEXTS, settings=HEADS, out=tmp_path)
-    found, _, rows = calibrate_widths(model, tokenizer, "50", count=2, tokens=128, out=tmp_path)
+    found, _, rows = calibrate_widths(model, tokenizer, "50", count=2, tokens=256, out=tmp_path)
     assert [row.method for row in rows] == ["int8", "calibrated"]
     assert found.widths is not None
     kept = Calibration.from_pretrained(tmp_path)
@@ -405,7 +416,7 @@ def test_widths_join_a_calibration_that_is_there(tmp_path: Path) -> None:
     assert again.widths == Calibration.from_pretrained(tmp_path).widths == found.widths
     replace(former, fingerprint={**former.fingerprint, "vocab_size": 5}).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="does not fit this model: it was made for a model with vocab_size 5"):
-        calibrate_widths(model, tokenizer, "50", count=2, tokens=128, out=tmp_path)
+        calibrate_widths(model, tokenizer, "50", count=2, tokens=256, out=tmp_path)
 
 
 @pytest.mark.parametrize(

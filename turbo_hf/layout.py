@@ -47,8 +47,8 @@ instruction holds the probabilities that it has just computed, so that P feeds P
 In a layer for sparse decoding, tokens of a prompt may be stored in bucket order, separately for each head
 (`turbo_hf.sparse.bucket_index`): attention does not depend on the order of keys that all its queries see.
 
-Open tokens, the newest of each row, usually too few to fill a block, are INT8 codes with one scale per token and head
-(fp32 that bf16 can hold, rounded up), in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].
+Open tokens, the newest of each row, are INT8 codes with one scale per token and head (fp32 that bf16 can hold, rounded
+up), in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].
 
 The first tokens of a text are unlike all others (attention sinks): sealed with ordinary ones, they widen the ranges of
 the channels. So the first `FIRST` tokens of a row are never sealed. They stay at the front of its open tokens, and
@@ -56,6 +56,9 @@ block n holds tokens FIRST + n b to FIRST + (n + 1) b - 1. Attention does not de
 query that sees a sealed token sees them: for kernels, a row is its sealed blocks, then its open tokens. Only what seals
 skips them (`KVStore.first`). Where a query may not see the first tokens (a sliding window), where order has a meaning
 (sparse steps), of latents, and beside 16-bit pages, all tokens are sealed.
+
+The newest tokens of a row, to which queries attend most, stay open too where pages have fewer than 8 bit, beside the
+block that is not yet whole (`KVStore.recent`). Once a block is sealed, what is behind it moves forward to its place.
 
 A layer of latent attention (MLA) stores one "head": its latent in the place of keys (`D` channels),
 and the rotary part that all its heads share in the place of values (`Dv` channels, fewer). The latent has the config's
@@ -169,6 +172,7 @@ class KVStore(NamedTuple):
     block: tokens per block.
     sealed_host: the numbers in `sealed`, where the host knows them: a launch then need not wait for the device.
     first: how many of a row's open tokens, its first ones, are never sealed: those behind them are.
+    recent: how many of its newest open tokens are not sealed yet; whole blocks.
     plans: work splits of launches that will be replayed (`ops.decode.stream_k.LivePlan`, `KeptWorkspace`), made by the
         first launch and kept up to date by `ReplayableSteps`; None: nothing is replayed.
     """
@@ -186,6 +190,7 @@ class KVStore(NamedTuple):
     sealed_host: tuple[int, ...] | None = None
     plans: dict[Any, Any] | None = None
     first: int = 0
+    recent: int = 0
 
 
 class Operands(NamedTuple):

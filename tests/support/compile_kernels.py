@@ -230,7 +230,7 @@ def main(everything: bool) -> None:
             case[0] = f"append a prompt without ranges, d = {dim}"
             launch_store.launch_append_tokens(some, some, store, starts, None, None, *others, balance=balance)
         case[0] = f"seal open blocks, d = {dim}"
-        launch_store.launch_seal_open(store, 1)
+        launch_store.launch_seal_open(store, 1, moves=True)
     # those that come nearest to the limit of shared memory, and the one that has too much for them
     for dim, block in ((64, 128), (256, 64), (256, 128)):
         case[0] = f"decode in 16 bit, d = {dim}, blocks of {block}"
@@ -256,7 +256,7 @@ def main(everything: bool) -> None:
             case[0] = f"latent, {bits} bit, {heads} heads"
             latent, rotary = (torch.zeros(2, heads, 1, n, dtype=torch.float16) for n in (512, 64))
             launch_latent_decode(latent, rotary, store, 0.1, None, False)
-        launch_seal_latents(store, 1)
+        launch_seal_latents(store, 1, moves=True)
     case[0] = "one output"
     one_output(64, 4)
 

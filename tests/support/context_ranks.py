@@ -188,7 +188,6 @@ class Ranks(Asked):
             "weights": error_of(lambda: self.patch(other)),
             "group": error_of(lambda: turbo_hf.patch(model, SMALL, context_group="world")),
             "sparse": error_of(lambda: self.patch(model, sparse)),
-            "recent": error_of(lambda: self.patch(model, replace(SMALL, recent_tokens=64))),
             "compile": error_of(lambda: self.patch(model, replace(SMALL, compile=True))),
             "latent": error_of(lambda: self.patch(build("deepseek_v3"))),
             "windows": error_of(lambda: self.patch(tiny_mistral(40))),

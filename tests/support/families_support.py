@@ -125,7 +125,7 @@ def padded(seed: int = 0) -> dict[str, Tensor]:
 
 def exact(bits: int) -> TurboConfig:
     """Attention on the dequantised cache; blocks of 32, so that all prompts seal some."""
-    return flat_config(attention="native", bits=bits, block_size=32)
+    return flat_config(attention="native", bits=bits, block_size=32, recent_tokens=0)
 
 
 def generate(model: Any, batch: dict[str, Tensor], **options: Any) -> GenerateDecoderOnlyOutput:

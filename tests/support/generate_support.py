@@ -9,6 +9,7 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.layout import FIRST
 from turbo_hf.models.versions import CACHE
 
 EXACT = [
@@ -22,8 +23,8 @@ EXACT = [
 ]
 EXACT4 = TurboConfig(attention="native", bits=4)
 MODES = ["turbo", "native"]
-RAGGED = [60, 125, 1, 64]
-"""Lengths of a batch: open tokens only, a seal while decoding, a single token, exactly one block."""
+RAGGED = [60, 125, 1, FIRST + 128]
+"""Lengths of a batch: open tokens only, a seal while decoding, a single token, exactly one block and recent tokens."""
 
 
 def mistral(window: int | None) -> Any:

@@ -62,7 +62,7 @@ class NaiveRow:
     def commit(self) -> None:
         """Seal whole blocks, one after the other; then drop those that no later query sees."""
         block, first = self.config.expert.block_size, self.first
-        while len(self.open) >= first + block + self.config.recent_tokens:
+        while len(self.open) >= first + block + self.config.recent:
             due = self.open[first : first + block]
             k, k_scale, v, v_scale = (torch.stack(x, 1) for x in zip(*due, strict=True))
             self.open = self.open[:first] + self.open[first + block :]

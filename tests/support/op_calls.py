@@ -48,9 +48,9 @@ def append_step(k: Tensor, v: Tensor, store: KVStore, *, backend: str = "auto", 
     return ops_like(k, backend, store).append_step(k, v, store, **options)
 
 
-def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
+def seal_open(store: KVStore, blocks: int, *, moves: bool = False, backend: str = "auto") -> None:
     """`StoreOps.seal_open`, of a layer of keys in 16 bit."""
-    ops_like(store.k_open[0, 0, :1].half(), backend, store).seal_open(store, blocks)
+    ops_like(store.k_open[0, 0, :1].half(), backend, store).seal_open(store, blocks, moves)
 
 
 def quantize_tokens(x: Tensor, scale: Tensor | None = None, backend: str = "auto") -> tuple[Tensor, Tensor]:

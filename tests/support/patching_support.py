@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
-LENGTHS = (90, 70, 31)
+LENGTHS = (160, 150, 31)
 NEW = 8
 WINDOW = 24
 SMALL = flat_config(block_size=32)

@@ -43,7 +43,7 @@ def lab_latent() -> Any:
 
 
 WINDOW = 24
-LENGTHS = (5, 70, 131, 64, 1, 120)
+LENGTHS = (5, 70, 200, 64, 1, 150)
 PRESETS = ("int8", "turbo4", "turbo-mixed", "turbo2", "turbo-k4v2")
 MODELS = {
     "llama": lambda: tiny_llama().double(),
@@ -80,7 +80,8 @@ def options(blocks: int = 24, **others: Any) -> ContinuousBatchingConfig:
 def record_passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
     """Of each request: (tokens held, tokens brought) of each pass whose tokens it got.
 
-    Where it starts again with a stored prefix, the passes that have computed that stand there a second time.
+    Where it starts again with a stored prefix, the passes that have computed that stand there a second time, and then
+    a pass without tokens.
     """
     seen: dict[str, list[tuple[int, int]]] = defaultdict(list)
     prompts_of: dict[str, int] = {}
@@ -98,6 +99,7 @@ def record_passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, 
                 edges.pop()
             first = max(n for n, (held, _) in enumerate(edges) if n == 0 or held == 0)
             edges += [(held, min(brought, past - held)) for held, brought in edges[first:] if held < past]
+            edges += [(past, 0)] * (past > 0)
         edges.append((past, new))
         before(self, request_id, past, new)
 
@@ -145,6 +147,22 @@ def make_asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_of, "_check_options", lambda *args: None)
 
 
+def seal_prefix(cache: Any) -> None:
+    """What a stored prefix is to a request: its newest tokens are in pages, too."""
+    for layer in cache.turbo_layers():
+        before = layer.state
+        layer.state = before._replace(recent=0)
+        layer.commit()
+        layer.state = layer.state._replace(recent=before.recent)
+
+
+def cut_at_prefixes(passes: Any) -> None:
+    """Requests that begin with a stored prefix get it as a pass of its own, as if they had been cut there."""
+    for name, edges in passes.items():
+        if edges[0][0]:
+            passes[name] = [(0, edges[0][0]), (edges[0][0], 0), *edges]
+
+
 def in_static_batches(model: Any, handle: Any, prompt: list[int], edges: list[tuple[int, int]]) -> list[int]:
     """Greedy tokens of one prompt whose passes have these edges; the last one begins again where a pass begins at 0."""
     tokens = list(prompt)
@@ -152,6 +170,9 @@ def in_static_batches(model: Any, handle: Any, prompt: list[int], edges: list[tu
         for past, new in edges:
             if past == 0:
                 cache = handle.new_cache()
+            if new == 0:
+                seal_prefix(cache)
+                continue
             ids = torch.tensor([tokens[past : past + new]])
             place = torch.arange(past, past + new)[None]
             logits = model(ids, **{CACHE: cache}, position_ids=place).logits[0, -1]
@@ -170,6 +191,9 @@ def check_near(model: Any, handle: Any, inputs: list[list[int]], outputs: dict[s
         for past, new in passes[name]:
             if past == 0:
                 cache = handle.new_cache()
+            if new == 0:
+                seal_prefix(cache)
+                continue
             ids = torch.tensor([tokens[past : past + new]], device=model.device)
             place = torch.arange(past, past + new, device=model.device)[None]
             with torch.no_grad():
@@ -206,9 +230,7 @@ def one_by_one(model: Any, inputs: list[list[int]], passes: Any, cb: Any) -> tup
             output = manager.get_result()
             outputs[output.request_id] = output
         layouts = list(manager.batch_processor.model_runner._layouts)
-    for name, edges in passes.items():
-        if edges[0][0]:
-            passes[name] = [(0, edges[0][0]), *edges]
+    cut_at_prefixes(passes)
     return {name: outputs[name] for name in names}, layouts
 
 

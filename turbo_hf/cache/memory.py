@@ -152,7 +152,7 @@ def turbo_cost(
     most = None if window is None else -(-(window - 1) // block) * block
     heads = sum(heads for _, heads in groups)
     first = 0 if window is not None or index_bytes or rotary_dim else config.first_tokens
-    staying = first + config.recent_tokens
+    staying = first + (0 if rotary_dim else config.recent)
     # a window shorter than that does not let them go
     instead = staying if most is None else min(staying, most)
     opened = staying * heads * open_token_bytes(head_dim) - instead * page / block

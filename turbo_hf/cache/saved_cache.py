@@ -185,8 +185,8 @@ def _stored(config: TurboConfig) -> dict[str, Any]:
     options = config.to_dict()
     options |= options.pop("expert")
     stored = {name: value for name, value in options.items() if name not in HOW_IT_RUNS}
-    # the same pages, whether named or left out
-    return stored | {"value_bits": config.value_bits or config.bits}
+    # the same, whether named or left out
+    return stored | {"value_bits": config.value_bits or config.bits, "recent_tokens": config.recent}
 
 
 def _of_model(config: Any) -> Any:

@@ -110,7 +110,8 @@ class LayerStorage:
         self.is_sliding = window is not None
         # whose order of tokens has a meaning, or whose store kernels seal all of them: `layout`
         first = 0 if window is not None or selector is not None or latent else config.first_tokens
-        self.state = RowState(config.expert.block_size, [], [], [], [], recent=config.recent_tokens, first=first)
+        recent = 0 if latent else config.recent
+        self.state = RowState(config.expert.block_size, [], [], [], [], recent=recent, first=first)
         self.states = SharedStates()
         # bool [B, columns], which of the first columns hold a token; None: all of them
         self.valid_prefix: torch.Tensor | None = None
@@ -203,7 +204,7 @@ class LayerStorage:
         places = (self.order, self.pool.device_table(), counts.sealed(state))
         opened = (*self.buffer.tensors(), counts.open(state))
         known, plans = (tuple(state.pages()), None) if replay is None else (replay.sealed, replay.plans)
-        return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans, state.first)
+        return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans, state.first, state.recent)
 
     def _held(self) -> tuple[Any, ...]:
         """What launches have the addresses of, and the lengths that they are planned for."""
@@ -445,10 +446,10 @@ class LayerStorage:
                 if row.sorted:
                     buffer.reorder(n, (row.sorted.start - before.sealed[n]) * block, index.sort(n, row.sorted))
             self.state = after
-            # the op seals every whole block among `open_len` tokens, but for the first ones
+            # the op seals every whole block among `open_len` tokens, but for those that stay
             store = self.kv_store()
-            if index.sorts or kept or after.recent:
-                ends = [after.first + row.whole * block for row in rows]
+            if index.sorts or kept:
+                ends = [after.staying + row.whole * block for row in rows]
                 store = store._replace(open_len=shared(ends, self.device))
             store, most = after.context.own_blocks(store, before.sealed, [row.whole for row in rows])
             if most:

@@ -83,7 +83,10 @@ def plan(
             for name, each in PRESETS.items()
             if each.sparse is None and (each.value_bits, each.layer_bits) == (None, None)
         }
-    reports = {name: patch_report(model, replace(preset, sparse=None)) for name, preset in presets.items()}
+    reports = {
+        name: patch_report(model, replace(preset, sparse=None, recent_tokens=0 if preset.sparse else None))
+        for name, preset in presets.items()
+    }
     room = gpu_bytes * (1 - KEPT_FREE) - weights * share_of_weights(model, ranks)
     layers, whole = _of_rank(model, uncompressed_layers(model), ranks)
     unpatched = [layer.cost for layer in layers]

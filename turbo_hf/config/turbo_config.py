@@ -183,6 +183,7 @@ class TurboConfig(Options):
             attention.
         recent_tokens: newest tokens of each row that stay at 8 bit, beside a block that is not yet whole: a multiple of
             `block_size`, up to 1024. Short prompts are then stored at 8 bit as a whole. Not with bits=16 or sparse.
+            None: one block in a layer that stores anything below 8 bit, where they are possible, else none.
         dense_layers: layers that are not rounded: whatever the other options say, they have pages of 16 bit, as with
             bits=16, and attention "native". A float32 model has float16 pages, which round to 11 bits.
         int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range, where the
@@ -211,7 +212,7 @@ class TurboConfig(Options):
     bits: int = DEFAULT_BITS
     value_bits: int | None = None
     layer_bits: tuple[Width, ...] | Literal["calibrated"] | None = None
-    recent_tokens: int = 0
+    recent_tokens: int | None = None
     dense_layers: tuple[int, ...] = ()
     int8_layers: tuple[int, ...] | Literal["auto"] = "auto"
     attention: Literal["auto", "turbo", "int8", "half", "fp8", "native"] = "auto"
@@ -304,10 +305,12 @@ class TurboConfig(Options):
     def _check_recent(self) -> None:
         """ValueError unless the newest tokens may stay open as asked for."""
         recent, block = self.recent_tokens, self.expert.block_size
+        if recent is None:
+            return
         if isinstance(recent, bool) or not isinstance(recent, int) or not 0 <= recent <= MOST_RECENT or recent % block:
             raise ValueError(
-                f"TurboConfig.recent_tokens must be a multiple of block_size ({block}), from 0 to {MOST_RECENT}; "
-                f"got {recent!r}."
+                f"TurboConfig.recent_tokens must be None or a multiple of block_size ({block}), from 0 to "
+                f"{MOST_RECENT}; got {recent!r}."
             )
         if recent and (self.bits == UNQUANTIZED or self.sparse is not None):
             why = (
@@ -339,7 +342,7 @@ class TurboConfig(Options):
     def begins(self) -> int:
         """Tokens that a prompt has at least where anything is stored below 8 bit, or not read by all steps; a shorter
         one tells nothing of the config."""
-        sealed = 0 if self.bits >= 8 else self.first_tokens + self.recent_tokens + self.expert.block_size
+        sealed = 0 if self.bits >= 8 else self.first_tokens + self.recent + self.expert.block_size
         steps = self.sparse.sink_tokens + self.sparse.window_tokens + 1 if self.sparse is not None else 0
         return max(sealed, steps)
 
@@ -347,6 +350,15 @@ class TurboConfig(Options):
     def first_tokens(self) -> int:
         """First tokens of each row that are never sealed (`layout`), where every step reads all tokens."""
         return 0 if self.bits == UNQUANTIZED else FIRST
+
+    @property
+    def recent(self) -> int:
+        """Newest tokens of each row that are not sealed yet: `recent_tokens`, or what its default means."""
+        if self.recent_tokens is not None:
+            return self.recent_tokens
+        least = min(self.bits, self.value_bits or 8, self.expert.low_bits if self.expert.low_heads else 8)
+        packed = least < 8 and self.bits != UNQUANTIZED
+        return self.expert.block_size if packed and self.sparse is None else 0
 
     @property
     def prompt_attention(self) -> str:

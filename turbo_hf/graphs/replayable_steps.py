@@ -64,11 +64,8 @@ class _Group:
 
     @property
     def seals_in_step(self) -> bool:
-        """Whether a step itself seals the blocks that are due. In a spread context each rank seals its own before.
-
-        Recent tokens move to the front behind them, which the step's own launch does not do.
-        """
-        return self.in_step and not (self.state.recording or self.state.recent or self.state.context)
+        """Whether a step itself seals the blocks that are due. In a spread context each rank seals its own before."""
+        return self.in_step and not (self.state.recording or self.state.context)
 
     def keep_counts(self) -> None:
         """Give all layers counts that are changed together."""
@@ -434,10 +431,7 @@ class ReplayableSteps:
         # the op seals the whole blocks among open tokens, and counts them as sealed already
         group.become(before._replace(sealed=after.sealed))
         for layer in group.layers:
-            store = layer.kv_store()
-            if before.recent:
-                store = store._replace(open_len=shared([before.first + count for count in gone], device))
-            store, most = before.context.own_blocks(store, before.sealed, whole)
+            store, most = before.context.own_blocks(layer.kv_store(), before.sealed, whole)
             if most:
                 layer.ops.seal_open(store, most)
             layer.buffer.drop_front_in_place(gone, after.open)

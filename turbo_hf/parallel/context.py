@@ -136,7 +136,8 @@ class ContextRanks(Ranks):
             return store, 0
         if max(whole) == 1:
             # as in steps: what is sealed lies in front
-            return store._replace(open_len=shared([begin + count * block for count in counts], device)), most
+            opened = [begin + store.recent + count * block for count in counts]
+            return store._replace(open_len=shared(opened, device)), most
         place = begin + torch.arange(most * block, device=device)
         place = place + (place - begin) // block * ((self.count - 1) * block)
         if len(set(first)) == 1:
@@ -149,7 +150,8 @@ class ContextRanks(Ranks):
             parts = [torch.take_along_dim(x, at, dim) for (x, dim), at in zip(_open_parts(store), shapes, strict=True)]
         k, v, k_scale, v_scale = parts
         length = shared([count * block for count in counts], device)
-        return store._replace(k_open=k, v_open=v, k_scale=k_scale, v_scale=v_scale, open_len=length, first=0), most
+        parted = store._replace(k_open=k, v_open=v, k_scale=k_scale, v_scale=v_scale, open_len=length)
+        return parted._replace(first=0, recent=0), most
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """[ranks, ...]: x of each rank, in their order; the same bits on all of them."""
@@ -364,7 +366,6 @@ def require_spreadable(model: Any, config: TurboConfig, context: ContextRanks) -
             model.device.type != context.device.type
         ),
         "sparse steps (TurboConfig.sparse)": config.sparse is not None,
-        "TurboConfig.recent_tokens": config.recent_tokens > 0,
         "compile=True": config.compile,
     }
     for reason, found in reasons.items():

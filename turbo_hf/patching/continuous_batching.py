@@ -59,7 +59,6 @@ def why_not_served(
     for reason, found in (
         ("sparse steps", config.sparse is not None),
         ('buffer_scale="universal", whose scale is that of a whole prompt,', config.expert.buffer_scale == "universal"),
-        ("recent_tokens", config.recent_tokens > 0),
         ("16-bit pages", bool(wide) and not latent),
         ("SAS without a given sas_threshold", config.expert.sas and config.expert.sas_threshold is None),
     ):
@@ -127,6 +126,7 @@ def serving_of(maker: CacheMaker, model: Any) -> Any:
         TOGETHER // max(1, sizes.expanded // CHANNELS),
         # all layers count alike
         0 if slides or sizes.rotary_dim is not None else config.first_tokens,
+        0 if sizes.rotary_dim is not None else config.recent,
     )
     every = range(maker.layers)
     return Serving(shape, config, [maker.head_orders.get(n) for n in every], [maker.balances.get(n) for n in every])

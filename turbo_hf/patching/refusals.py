@@ -246,7 +246,7 @@ def refuse_latent_options(layers: list[LayerReport], config: TurboConfig, shared
         f"attention={config.attention!r}": config.attention not in ("auto", "native"),
         "smooth_k": config.expert.smooth_k,
         "buffer_scale='universal'": config.expert.buffer_scale != "token",
-        "recent_tokens": config.recent_tokens > 0,
+        "recent_tokens": bool(config.recent_tokens),
         "compile": config.compile,
     }
     named = [name for name, given in wrong.items() if given]

@@ -178,7 +178,7 @@ def check_text(model: PreTrainedModel, config: TurboConfig, tokenizer: Any) -> C
     if model.get_output_embeddings() is None:
         return None
     text = model.config.get_text_config(decoder=True)
-    opened = config.first_tokens + config.recent_tokens
+    opened = config.first_tokens + config.recent
     kept = opened + BLOCKS * config.expert.block_size
     room = getattr(text, "max_position_embeddings", None) or math.inf
     tail = TAIL if room > 2 * TAIL else PASS

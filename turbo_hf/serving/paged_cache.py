@@ -3,6 +3,7 @@
 Imports Transformers' continuous batching as it is from 5.19 on.
 """
 
+import functools
 import heapq
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,8 +65,8 @@ class Serving:
 class TurboAllocator(CacheAllocator):
     """Blocks of sealed pages, and the slot of each request. One for all layers, also those with a sliding window.
 
-    A request has the blocks of `Shape.split`: the rest, its first tokens included, is in its slot. Those of a stored
-    prefix are in a slot beside those of requests.
+    A request has the blocks of `sealed`: the rest, its first tokens included, is in its slot. The first tokens of a
+    stored prefix are in a slot beside those of requests.
     """
 
     supports_block_sharing = True
@@ -88,6 +89,8 @@ class TurboAllocator(CacheAllocator):
         # hashes of a request's whole blocks, in order
         self.chains: dict[str, list[int]] = {}
         self.held: dict[str, int] = {}
+        # blocks of a stored prefix with which a request has begun
+        self.given: dict[str, int] = {}
 
     def register_cache_tensor(
         self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: CachePool
@@ -97,10 +100,14 @@ class TurboAllocator(CacheAllocator):
         self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
         self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
 
+    def sealed(self, request_id: str, tokens: int) -> int:
+        """Sealed blocks of a request once it holds so many tokens."""
+        return max(self.given.get(request_id, 0), self.shape.sealed(tokens))
+
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
         """Blocks that this many tokens seal, beyond those that the request has."""
         held = len(self.block_table.get(request_id, ()))
-        return max(0, self.shape.split(past_length + query_length)[0] - held)
+        return max(0, self.shape.sealed(past_length + query_length) - held)
 
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         """See Transformers; a new request also gets a slot."""
@@ -136,6 +143,7 @@ class TurboAllocator(CacheAllocator):
         self.pool.free_blocks(self.index, freed)
         self.chains.pop(request_id, None)
         self.held.pop(request_id, None)
+        self.given.pop(request_id, None)
         slot = self.slot_of.pop(request_id, None)
         if slot is not None:
             self.copies = [pair for pair in self.copies if pair[1] != slot]
@@ -149,6 +157,7 @@ class TurboAllocator(CacheAllocator):
         self.copies.append((self.slot_of[source_request_id], slot))
         if source_request_id in self.chains:
             self.chains[dest_request_id] = list(self.chains[source_request_id])
+        self.given[dest_request_id] = self.given.get(source_request_id, 0)
         return super().fork_blocks(source_request_id, dest_request_id, past_length)
 
     def _first_hash(self, token_ids: list[int]) -> int | None:
@@ -157,12 +166,12 @@ class TurboAllocator(CacheAllocator):
         return compute_block_hash(None, token_ids[:first]) if first else None
 
     def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
-        """See Transformers; a prefix also needs its first tokens."""
+        """See Transformers; a prefix also needs its first tokens. The recent ones a request computes itself."""
         found: list[int] = []
         parent, block = self._first_hash(prompt_ids), self.shape.block
         if parent is not None and parent not in self.kept:
             return found
-        for at in range(self.shape.first, len(prompt_ids) - block, block):
+        for at in range(self.shape.first, len(prompt_ids) - block - max(0, self.shape.recent - 1), block):
             parent = compute_block_hash(parent, prompt_ids[at : at + block])
             if parent not in self.ledger.hash_to_block:
                 break
@@ -188,6 +197,7 @@ class TurboAllocator(CacheAllocator):
         """See Transformers."""
         super().acquire_prefix_blocks(request_id, prefix_len, block_ids)
         self.chains[request_id] = [self.ledger.block_to_hash[n] for n in self.block_table[request_id]]
+        self.given[request_id] = len(self.chains[request_id])
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """Make the newest whole blocks known. A request keeps its own ones where others hold the same tokens: computed
@@ -197,7 +207,7 @@ class TurboAllocator(CacheAllocator):
             return
         table, block, first = self.block_table[request_id], self.shape.block, self._first_hash(token_ids)
         chain = self.chains.setdefault(request_id, [])
-        end = min(len(chain) + new_new_blocks, len(table), self.shape.split(len(token_ids))[0])
+        end = min(len(chain) + new_new_blocks, len(table), self.shape.sealed(len(token_ids)))
         if end and first is not None:
             self._keep_first(request_id, first)
         for n in range(len(chain), end):
@@ -329,7 +339,7 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
     def capacity(self) -> int:
         """Tokens of the longest request that fits."""
         shape = self.serving.shape
-        return shape.first + self.num_sectors * shape.block + shape.block - 1
+        return shape.first + self.num_sectors * shape.block + shape.recent + shape.block - 1
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         """See Transformers; a request also needs a slot."""
@@ -351,8 +361,8 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
 
     def count_new_complete_blocks(self, state: Any, request_len: int) -> dict[str, int]:
         """See Transformers."""
-        split, held = self.serving.shape.split, state.current_len()
-        count = split(held + request_len)[0] - split(held)[0]
+        held, sealed = state.current_len(), functools.partial(self.allocator.sealed, state.request_id)
+        count = sealed(held + request_len) - sealed(held)
         return {FULL: count} if count and self.use_prefix_sharing else {}
 
     def evict_cached_blocks(self) -> bool:
@@ -391,12 +401,12 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
 
     def note(self, request_id: str, past_length: int, query_length: int) -> None:
         """The next request of the coming pass: what the host knows of it."""
-        allocator, before = self.allocator, self._coming[-1:]
-        first = before[0].first + before[0].new if before else 0
-        sealed = self.serving.shape.split(past_length + query_length)[0]
+        allocator, ahead = self.allocator, self._coming[-1:]
+        first = ahead[0].first + ahead[0].new if ahead else 0
+        before, sealed = (allocator.sealed(request_id, past_length + new) for new in (0, query_length))
         blocks = list(allocator.block_table[request_id][:sealed])
         slot = allocator.slot_of[request_id]
-        self._coming.append(Row(request_id, past_length, query_length, first, slot, blocks))
+        self._coming.append(Row(request_id, past_length, before, query_length, first, slot, blocks))
         allocator.held[request_id] = past_length + query_length
 
     def begin_pass(self) -> list[Row]:
@@ -438,7 +448,8 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         """Bytes of the blocks and slots that hold tokens, stored prefixes included."""
         shape, allocator = self.serving.shape, self.allocator
         blocks = self._blocks_in_use()
-        opened = sum(shape.split(tokens)[1] for tokens in list(allocator.held.values()))
+        held = list(allocator.held.items())
+        opened = sum(tokens - allocator.sealed(name, tokens) * shape.block for name, tokens in held)
         layers = []
         for page, groups in zip(shape.pages, self.storage.paged, strict=True):
             scales = sum(x[0].nbytes for pages in groups for x in pages[3:])

@@ -26,7 +26,7 @@ class Shape(NamedTuple):
     expanded: of latent attention, channels of a token's keys and values in all heads.
     opened: the type of open tokens.
     together: tokens of pasts that are unpacked at a time, but for a longer past.
-    first: as in `KVStore`, of every layer.
+    first, recent: as in `KVStore`, of every layer.
     """
 
     groups: tuple[HeadGroups, ...]
@@ -37,6 +37,7 @@ class Shape(NamedTuple):
     opened: torch.dtype = torch.int8
     together: int = TOGETHER
     first: int = 0
+    recent: int = 0
 
     @property
     def layers(self) -> int:
@@ -61,17 +62,12 @@ class Shape(NamedTuple):
 
     @property
     def room(self) -> int:
-        """Tokens of a slot: the first ones, a block less one, and a step of several tokens."""
-        return self.first + self.block + DECODE_TOKENS
+        """Tokens of a slot: the first and the recent ones, a block less one, and a step of several tokens."""
+        return self.first + self.recent + self.block + DECODE_TOKENS
 
-    def split(self, tokens: int) -> tuple[int, int]:
-        """Sealed blocks and open tokens of a request of so many tokens."""
-        sealed = max(0, tokens - self.first) // self.block
-        return sealed, tokens - sealed * self.block
-
-    def seals(self, row: "Row") -> int:
-        """Blocks that a pass seals of a request."""
-        return self.split(row.past + row.new)[0] - self.split(row.past)[0]
+    def sealed(self, tokens: int) -> int:
+        """Sealed blocks of a request of so many tokens, but for one that has begun with more of a stored prefix."""
+        return max(0, tokens - self.first - self.recent) // self.block
 
     @property
     def slot(self) -> int:
@@ -93,6 +89,7 @@ class Row(NamedTuple):
 
     request: its id.
     past: tokens that it holds.
+    sealed: sealed blocks among them.
     new: tokens that the pass brings.
     first: the first of them in the pass.
     slot: where its open tokens are.
@@ -101,10 +98,20 @@ class Row(NamedTuple):
 
     request: str
     past: int
+    sealed: int
     new: int
     first: int
     slot: int
     blocks: list[int]
+
+    @property
+    def seals(self) -> int:
+        """Blocks that the pass seals."""
+        return len(self.blocks) - self.sealed
+
+    def opened(self, block: int) -> int:
+        """Open tokens before the pass. block: tokens per block."""
+        return self.past - self.sealed * block
 
     @property
     def is_step(self) -> bool:
@@ -181,8 +188,8 @@ class StepRows:
         for n, row in enumerate(rows):
             at = row.slot
             table[at * self.blocks : at * self.blocks + len(row.blocks)] = row.blocks
-            sealed[at], opened[at :: self.size] = self.shape.split(row.past)
-            after[at] = sealed[at] + self.shape.seals(row)
+            sealed[at], after[at] = row.sealed, len(row.blocks)
+            opened[at :: self.size] = row.opened(self.shape.block)
             starts[at], token[at], slot[n] = 0, row.first, at
         self._flat.copy_(flat, non_blocking=True)
         self.sealed_host = tuple(sealed.tolist())
@@ -190,9 +197,9 @@ class StepRows:
             plan.update(self.sealed_host)
 
     @property
-    def sealing(self) -> list[Row]:
-        """The requests that get a sealed block."""
-        return [row for row in self.rows if self.shape.seals(row)]
+    def seals(self) -> bool:
+        """Whether some request gets a sealed block."""
+        return any(row.seals for row in self.rows)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The rows' tokens of x [1, H, T, D], as [size, H, new, D]; any token in a row without one."""
@@ -251,7 +258,8 @@ class Prompts:
         table, slots, sealed, opened, starts = (x.numpy() for x in _cut(flat, self._sizes))
         starts[:] = self.new
         for n, row in enumerate(rows):
-            slots[n], sealed[n], opened[n], starts[n] = row.slot, *shape.split(row.past), self.new - row.new
+            slots[n], sealed[n], starts[n] = row.slot, row.sealed, self.new - row.new
+            opened[n] = row.opened(shape.block)
             table[n * self.blocks : n * self.blocks + len(row.blocks)] = row.blocks
         self._flat.copy_(flat, non_blocking=True)
 
@@ -325,7 +333,9 @@ class Packed(NamedTuple):
 
 class Blocks:
     """The new tokens of prompts as the blocks that they become, for storing them: a row of the ops is one block of one
-    request. Its first one begins with the open tokens that it held, and its last one may end early.
+    request. Its first ones begin with the open tokens that it held, and its last one may end early.
+
+    A slot's tokens behind the first ones are `parts` blocks, of which the last are empty where it holds fewer.
 
     A request without all of its first tokens (`Shape.first`) has a row more in front, which begins with them.
 
@@ -343,8 +353,9 @@ class Blocks:
         table: int64 [count, 1], its block, if it is whole.
         sealed: int64 [count], 1 if it is whole, else 0.
         open_len: int64 [layers, count], zeros.
-        slots, begin, last: int64 [requests], the slot of each request, its first row, and its last one.
-        held: int64 [requests], how many places of that first row were open before.
+        slots: int64 [requests], the slot of each request.
+        begin, last, held: of each part of a slot int64 [requests], the row that begins with what it holds, the row
+            that it holds after the pass, and how many tokens it holds.
         front, early: int64 [requests], its row in front, and how many first tokens it held. Requests without that row
             have the last row of all, and `front_slots` names no slot for them.
         seals: whether some row is whole.
@@ -353,12 +364,13 @@ class Blocks:
     def __init__(self, count: int, requests: int, shape: Shape, device: torch.device, spare: int):
         self.count, self.shape, self.spare = count, shape, spare
         self.seals = True
-        block = shape.block
-        self._sizes = [count * block, count, count, count * shape.layers, *[requests] * 7]
+        block, self.parts = shape.block, 1 + shape.recent // shape.block
+        self._sizes = [count * block, count, count, count * shape.layers, *[requests] * (4 + 3 * self.parts)]
         self._flat = torch.zeros(_room(self._sizes), dtype=torch.int64, device=device)
         parts = _cut(self._flat, self._sizes)
         self.tokens, table, self.sealed, opened, *each = parts
-        self.slots, self.begin, self.last, self.held, self.front_slots, self.front, self.early = each
+        self.slots, self.front_slots, self.front, self.early = each[:4]
+        self.begin, self.last, self.held = each[4::3], each[5::3], each[6::3]
         self.table, self.open_len = table.view(count, 1), opened.view(shape.layers, count)
         self.arrived = torch.zeros(count, dtype=torch.int32, device=device)
 
@@ -367,24 +379,29 @@ class Blocks:
         shape, block = self.shape, self.shape.block
         flat = torch.zeros(len(self._flat), dtype=torch.int64, pin_memory=self._flat.is_cuda)
         parts = (x.numpy() for x in _cut(flat, self._sizes))
-        tokens, table, sealed, _, slots, begin, last, held, front_slots, front, early = parts
-        slots[:], begin[:], last[:] = self.spare, self.count - 1, self.count - 1
-        front_slots[:], front[:] = self.spare, self.count - 1
+        tokens, table, sealed, _, slots, front_slots, front, early, *each = parts
+        begin, last, held = each[::3], each[1::3], each[2::3]
+        slots[:], front_slots[:] = self.spare, self.spare
+        for x in (front, *begin, *last):
+            x[:] = self.count - 1
         at = 0
         for n, (row, place) in enumerate(zip(rows, places, strict=True)):
             if row.past < shape.first:
                 tokens[at * block : (at + 1) * block] = place + (np.arange(block) - row.past).clip(0, row.new - 1)
                 front_slots[n], front[n], early[n] = row.slot, at, row.past
                 at += 1
-            before, opened = shape.split(row.past)
-            count, whole = behind_first(row, shape), shape.seals(row)
+            count, opened = behind_first(row, shape), row.opened(block) - shape.first
             if not count:
                 continue
             # in front of it new ones may lie that are first tokens
-            columns = np.arange(count * block) - (opened - shape.first)
+            columns = np.arange(count * block) - opened
             tokens[at * block : (at + count) * block] = place + columns.clip(0, row.new - 1)
-            table[at : at + whole], sealed[at : at + whole] = row.blocks[before : before + whole], 1
-            slots[n], begin[n], last[n], held[n] = row.slot, at, at + count - 1, max(0, opened - shape.first)
+            table[at : at + row.seals], sealed[at : at + row.seals] = row.blocks[row.sealed :], 1
+            slots[n] = row.slot
+            for part in range(min(self.parts, count)):
+                begin[part][n], held[part][n] = at + part, min(max(0, opened - part * block), block)
+            for part in range(count - row.seals):
+                last[part][n] = at + row.seals + part
             at += count
         self._flat.copy_(flat, non_blocking=True)
 
@@ -394,13 +411,13 @@ class Blocks:
         count = _multiple(1 + sum((row.past < shape.first) + behind_first(row, shape) for row in rows))
         made = cls(count, len(rows), shape, device, spare)
         made.fill(rows, [row.first for row in rows])
-        made.seals = any(map(shape.seals, rows))
+        made.seals = any(row.seals for row in rows)
         return made
 
 
 def behind_first(row: Row, shape: Shape) -> int:
     """Blocks in which new tokens of this request lie, but for its first ones."""
-    return -(-max(0, shape.split(row.past)[1] + row.new - shape.first) // shape.block)
+    return -(-max(0, row.opened(shape.block) + row.new - shape.first) // shape.block)
 
 
 class Layout:
@@ -422,7 +439,7 @@ class Layout:
     def __init__(self, steps: StepRows | None, prompts: Prompts | None, shape: Shape, device: torch.device, spare: int):
         self.steps, self.prompts, self.blocks = steps, prompts, None
         if prompts is not None:
-            most = -(-(prompts.new + (shape.block - 1) * prompts.past) // shape.block)
+            most = -(-(prompts.new + (shape.recent + shape.block - 1) * prompts.past) // shape.block)
             # an even number, so that the counts of each layer begin at a multiple of 16 bytes
             most += shape.first > 0
             self.blocks = Blocks((2 + prompts.count * most) // 2 * 2, prompts.count, shape, device, spare)

@@ -163,7 +163,8 @@ class Storage:
         k, v, k_scale, v_scale = opened
         places = (self._order(layer, len(table)), table, sealed)
         opens = (k, v, k_scale, v_scale, open_len)
-        return KVStore(self.paged[layer], *places, *opens, self.shape.block, sealed_host, plans, self.shape.first)
+        shape = self.shape
+        return KVStore(self.paged[layer], *places, *opens, shape.block, sealed_host, plans, shape.first, shape.recent)
 
     def _steps(
         self, rows: StepRows, module: Any, qkv: NewQKV, scoring: Scoring, window: int | None, fixed: bool
@@ -195,21 +196,9 @@ class Storage:
             queries = qkv.query if balanced is None else balanced
             out = ops.decode(queries, store, scoring, starts=rows.starts, window=window).out
         # a capture seals whenever it must
-        if fixed or rows.sealing:
-            ops.seal_open(store._replace(sealed=rows.after, sealed_host=None), 1)
-        if rows.new > 1:
-            self._move_rests(rows, layer)
+        if fixed or rows.seals:
+            ops.seal_open(store._replace(sealed=rows.after, sealed_host=None), 1, moves=True)
         return out
-
-    def _move_rests(self, rows: StepRows, layer: int) -> None:
-        """Behind a block that was sealed, tokens begin anew."""
-        block, first = self.shape.block, self.shape.first
-        for row in rows.sealing:
-            behind = slice(first + block, self.shape.split(row.past)[1] + row.new)
-            to = slice(first, behind.stop - block)
-            k, v, k_scale, v_scale = (x[layer, row.slot] for x in self.opened)
-            for x in (k.transpose(1, 2), v, k_scale, v_scale):
-                x[..., to] = x[..., behind]
 
     def _past(self, prompts: Prompts, layer: int) -> KVStore | None:
         """What requests with chunks hold, their open tokens as copies; None: nothing."""
@@ -239,7 +228,8 @@ class Storage:
             *torch.empty(2, count, heads, block, device=self.device),
         )
         # entry 0 of a row of the table is its block, which is sealed if `sealed` counts it
-        store = self._view(layer, blocks.table, blocks.sealed, opened, blocks.open_len[layer])._replace(first=0)
+        store = self._view(layer, blocks.table, blocks.sealed, opened, blocks.open_len[layer])
+        store = store._replace(first=0, recent=0)
         ops, flag = self.ops[layer], self.nonfinite[layer : layer + 1]
         ops.append_tokens(k, v, store, nonfinite=flag, arrived=blocks.arrived, balance=self.balances[layer])
         k, v, k_scale, v_scale = (x[layer] for x in self.opened)
@@ -247,7 +237,10 @@ class Storage:
         if begin:
             front = blocks.front
             ops.exchange_open(opened, slots, blocks.front_slots, front, front, blocks.early)
-        ops.exchange_open(opened, slots, blocks.slots, blocks.begin, blocks.last, blocks.held, begin)
+        # the last part first: the row that the one before it takes then begins with what it held
+        for part in reversed(range(blocks.parts)):
+            rows = blocks.begin[part], blocks.last[part], blocks.held[part]
+            ops.exchange_open(opened, slots, blocks.slots, *rows, begin + part * block)
         if blocks.seals:
             ops.seal_open(store, 1)
 

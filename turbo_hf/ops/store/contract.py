@@ -117,16 +117,16 @@ class StoreOps(Choice):
         balance: torch.Tensor | None = None,
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Seal each row's open block if it is full, then append one token to each row; on a GPU in one launch.
+        """Seal each row's oldest open block if it is due, then append one token to each row; on a GPU in one launch.
 
         The tensors alone determine what it does, so the launch can be replayed: the host only has to write the page of
         a row's next block into the table.
 
         Args:
             k, v: float [B, Hkv, 1, D].
-            store: one layer's cache. A row has at most `first + block` open tokens; if it has that many, `table[row,
-                sealed[row]]` is a page of its own. The pages, the open tokens, their scales, sealed and open_len
-                change.
+            store: one layer's cache. A row has at most `first + block + recent` open tokens; if it has that many,
+                `table[row, sealed[row]]` is a page of its own. The pages, the open tokens, their scales, sealed and
+                open_len change.
             given_scale: float32 [B, Hkv, 2], as in `append_tokens`.
             noted: the index int16 [B, Hkv, places], with a place for every token of a row, and the buckets of the new
                 tokens int16 [B, Hkv, 1], which are written to their place in it. None: tokens have no buckets.
@@ -145,8 +145,9 @@ class StoreOps(Choice):
         """
         batch, heads, capacity, _ = store.k_open.shape
         _check_new(k, v, store, "1", 1)
-        if capacity < store.first + store.block:
-            raise ValueError(f"store must have room for {store.first + store.block} open tokens; it has {capacity}.")
+        needed = store.first + store.block + store.recent
+        if capacity < needed:
+            raise ValueError(f"store must have room for {needed} open tokens; it has {capacity}.")
         if store.k_open.dtype != torch.int8 and self.rotary_dim is None:
             raise ValueError(
                 f"store must have INT8 open tokens; got {store.k_open.dtype}. For 16-bit pages "
@@ -175,36 +176,40 @@ class StoreOps(Choice):
         reference_append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite)
         return None if queries is None else balanced_queries(queries, balance)
 
-    def seal_open(self, store: KVStore, blocks: int) -> None:
-        """Seal the whole blocks of open tokens, behind the `first` ones, into the pages that the table names; on a GPU
-        in one launch, without waiting.
+    def seal_open(self, store: KVStore, blocks: int, moves: bool = False) -> None:
+        """Seal the whole blocks of open tokens, between the `first` and the `recent` ones, into the pages that the
+        table names; on a GPU in one launch, without waiting.
 
         Args:
-            store: one layer's cache, whose table and `sealed` already count these blocks: the `(open_len - first) //
-                block` of row r are the last ones before entry `sealed[r]` of its row of the table; blocks that would
-                lie before entry 0 are left out. The pages change; `k_open` [B, Hkv, cap, D] and the other open tokens
-                do not.
+            store: one layer's cache, whose table and `sealed` already count these blocks: the `(open_len - first -
+                recent) // block` of row r are the last ones before entry `sealed[r]` of its row of the table; blocks
+                that would lie before entry 0 are left out. The pages change; `k_open` [B, Hkv, cap, D] and the other
+                open tokens do not, unless they move.
             blocks: the largest number of whole blocks of any row.
+            moves: whether the open tokens behind a block that is sealed take its place; of one block at most. open_len
+                stays.
 
         Returns:
             None.
 
         Raises:
-            ValueError: "triton" where no kernel runs.
+            ValueError: "triton" where no kernel runs; tokens that move behind more than one block.
 
         Source: TurboAttention eq. 5, 6, alg. 1, over tokens that are divided by their root mean square first; a
         channel's range is stored in whole units, its step is not rounded.
         """
+        if moves and blocks != 1:
+            raise ValueError(f"open tokens move behind one block; got blocks={blocks}.")
         if not self.store_kernels:
-            reference_seal_open(store, blocks)
+            reference_seal_open(store, blocks, moves)
         elif self.rotary_dim is not None:
             from turbo_hf.ops.store.launch_latent import launch_seal_latents  # noqa: PLC0415 - needs Triton
 
-            launch_seal_latents(store, blocks)
+            launch_seal_latents(store, blocks, moves)
         else:
             from turbo_hf.ops.store.launch import launch_seal_open  # noqa: PLC0415 - needs Triton
 
-            launch_seal_open(store, blocks)
+            launch_seal_open(store, blocks, moves)
 
     def exchange_open(
         self,
@@ -224,7 +229,7 @@ class StoreOps(Choice):
             slots: the same of S slots, with room for b tokens at least. Those of the requests change.
             slot, first, last: int64 [R], of each request its slot, and its first and last row among `blocks`. Requests
                 without tokens may share a slot and a row.
-            held: int64 [R], the tokens that the slot holds: b - 1 at most.
+            held: int64 [R], the tokens that the slot holds there: b at most.
             at: where these tokens begin in a slot.
 
         Returns:

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from turbo_hf.ops.kernel_common import slot_of_width
 from turbo_hf.ops.store.kernel_arguments import Block
-from turbo_hf.ops.store.kernel_seal import codes_of, scale_of, seal_block
+from turbo_hf.ops.store.kernel_seal import codes_of, move_forward, scale_of, seal_block
 
 QUERIES = tl.constexpr(4)
 """Query rows that a program balances."""
@@ -130,6 +130,7 @@ def _places(strides, row, head, n, d):
 def seal_open_kernel(
     paged,  # for each bit width (k, v, meta, size), as in `PagedHeads`
     opened,  # for each bit width (k, v, k_scale, v_scale, v's stride of a token, and of a channel)
+    moved,  # (k, v, k_scale, v_scale) of the open tokens, if what is behind the block takes its place, or None
     rows,  # `Rows`
     table_ptr,  # int64 [B, blocks]
     table_stride, cap,
@@ -141,7 +142,8 @@ def seal_open_kernel(
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.block
     row, slot = program // FORM.heads, program % FORM.heads
-    whole = (tl.load(rows.open_len + row) - FORM.first) // BLOCK
+    held = tl.load(rows.open_len + row)
+    whole = (held - FORM.first - FORM.recent) // BLOCK
     at = tl.load(rows.sealed + row) - whole + n
     # blocks that a row does not have, or that have left its window
     if (n < whole) & (at >= 0):
@@ -156,6 +158,9 @@ def seal_open_kernel(
                 v += pair * cap * D + begin * v_token
                 tokens = Block(k + first * D, v, k_scale + first, v_scale + first, v_token, v_channel)
                 seal_block(tokens, paged[g], page * FORM.slots[g] + own, g, FORM)
+        if moved is not None:
+            DP: tl.constexpr = FORM.padded_dim
+            move_forward(moved, pair, FORM.first, held, cap, BLOCK, D, D, DP, DP)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["nonfinite_ptr"])
@@ -204,7 +209,7 @@ def _append_step(
     k_open, v_open, k_scales, v_scales = cache.opened
     pair = row * HEADS + head
     FIRST: tl.constexpr = FORM.first
-    is_due = held == FIRST + BLOCK
+    is_due = held == FIRST + BLOCK + FORM.recent
     if is_due:
         page = tl.load(table_ptr + row * table_stride + sealed)
         for g in tl.static_range(len(FORM.slots)):
@@ -213,9 +218,9 @@ def _append_step(
                 at = pair * cap + FIRST
                 tokens = Block(k_open + at * D, v_open + pair * D * cap + FIRST, k_scales + at, v_scales + at, 1, cap)
                 seal_block(tokens, cache.paged[g], page * FORM.slots[g] + own, g, FORM)
-        # all threads have now read the place that the new token takes
-        tl.debug_barrier()
-    at = tl.where(is_due, FIRST, held)
+        # all threads have then read the place that the new token takes
+        move_forward(cache.opened, pair, FIRST, held, cap, BLOCK, D, D, FORM.padded_dim, FORM.padded_dim)
+    at = tl.where(is_due, held - BLOCK, held)
     d = tl.arange(0, FORM.padded_dim)
     inside = (d < D)[None, :]
     k_from = new.k + row * new.k_strides[0] + head * new.k_strides[1] + d[None, :] * new.k_strides[3]

@@ -49,7 +49,7 @@ class StoreForm(NamedTuple):
     heads: KV heads.
     dim, padded_dim: channels per head, and per tile.
     block: tokens per block.
-    first: open tokens before those that are sealed (`KVStore`).
+    first, recent: open tokens before and behind those that are sealed (`KVStore`).
     """
 
     slots: tuple[int, ...]
@@ -63,6 +63,7 @@ class StoreForm(NamedTuple):
     padded_dim: int
     block: int
     first: int
+    recent: int
 
 
 class Block(NamedTuple):

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.kernel_common import value_order
-from turbo_hf.ops.store.kernel_seal import codes_of, scale_of, seal_lines, seal_sizes
+from turbo_hf.ops.store.kernel_seal import codes_of, move_forward, scale_of, seal_lines, seal_sizes
 
 
 @triton.jit
@@ -82,15 +82,18 @@ def seal_latents_kernel(
     paged, opened,  # as in `latent_step_kernel`
     table_ptr, sealed_ptr, open_ptr,  # int64 [B, blocks], [B], [B]
     table_stride, cap,
-    RANK: tl.constexpr, ROTARY: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    RANK: tl.constexpr, ROTARY: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, MOVES: tl.constexpr,
 ):  # fmt: skip
-    """Seal the n-th whole block of open tokens of one row, which `sealed` counts already."""
+    """Seal the n-th whole block of open tokens of one row, which `sealed` counts already. MOVES: as in `seal_open`."""
     n, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    whole = tl.load(open_ptr + row) // BLOCK
+    held = tl.load(open_ptr + row)
+    whole = held // BLOCK
     entry = tl.load(sealed_ptr + row) - whole + n
     if (n < whole) & (entry >= 0):
         page = tl.load(table_ptr + row * table_stride + entry)
         _seal(paged, opened, page, row, n * BLOCK, cap, RANK, ROTARY, BITS, BLOCK)
+        if MOVES:
+            move_forward(opened, row, 0, held, cap, BLOCK, RANK, ROTARY, RANK, ROTARY)
 
 
 @triton.jit

@@ -8,6 +8,9 @@ from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, counted, value_
 
 EDGE = tl.constexpr(float(OUTERMOST))
 
+MOVED = tl.constexpr(16)
+"""Open tokens that a program moves at a time."""
+
 
 @triton.jit
 def rounded_up(x):
@@ -238,3 +241,30 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
             planes = _store_lane(
                 v_out, page, d[:, None], i[None, :], codes, inside, lane, planes, D, BLOCK, VALUE_BITS, LANES
             )
+
+
+@triton.jit
+def move_forward(
+    opened, pair, first, held, cap,
+    BLOCK: tl.constexpr, D: tl.constexpr, V: tl.constexpr, DP: tl.constexpr, VP: tl.constexpr,
+):  # fmt: skip
+    """Of the `held` open tokens of one row and head, those behind block [first, first + BLOCK) take its place.
+
+    opened: (k, v, k_scale, v_scale), as in `KVStore`. D, V: channels of keys and of values; DP, VP: padded.
+    """
+    k, v, k_scale, v_scale = opened
+    n, d, c = tl.arange(0, MOVED), tl.arange(0, DP), tl.arange(0, VP)
+    # the block has been read
+    tl.debug_barrier()
+    for at in tl.range(first + BLOCK, held, MOVED, num_stages=1):
+        here, token = at + n < held, pair * cap + at + n
+        k_from, v_from = k + token[:, None] * D + d[None, :], v + (pair * V + c)[:, None] * cap + (at + n)[None, :]
+        k_here, v_here = here[:, None] & (d < D)[None, :], (c < V)[:, None] & here[None, :]
+        keys, values = tl.load(k_from, mask=k_here, other=0), tl.load(v_from, mask=v_here, other=0)
+        k_size, v_size = tl.load(k_scale + token, mask=here), tl.load(v_scale + token, mask=here)
+        tl.store(k_from - BLOCK * D, keys, mask=k_here)
+        tl.store(v_from - BLOCK, values, mask=v_here)
+        tl.store(k_scale + token - BLOCK, k_size, mask=here)
+        tl.store(v_scale + token - BLOCK, v_size, mask=here)
+        # these places are the next to be taken
+        tl.debug_barrier()

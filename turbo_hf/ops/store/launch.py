@@ -49,17 +49,18 @@ def pairs_of(batch: int, heads: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _form(groups: tuple[tuple[int, int, int], ...], heads: int, dim: int, block: int, first: int) -> StoreForm:
-    """What a kernel that seals is compiled for. groups: KV heads, bits of keys and bits of values of each width."""
+def _form(groups: tuple[tuple[int, int, int], ...], heads: int, dim: int, *rest: int) -> StoreForm:
+    """What a kernel that seals is compiled for. groups: KV heads, bits of keys and bits of values of each width. rest:
+    block, first and recent, as in `KVStore`."""
     slots, bits, value_bits = zip(*groups, strict=True)
     lanes, value_lanes = (tuple(LANES[n] for n in each) for each in (bits, value_bits))
     padded = tuple(power_of_two(dim // n) for n in lanes)
-    return StoreForm(slots, bits, value_bits, lanes, padded, value_lanes, heads, dim, power_of_two(dim), block, first)
+    return StoreForm(slots, bits, value_bits, lanes, padded, value_lanes, heads, dim, power_of_two(dim), *rest)
 
 
 def _form_of(store: KVStore) -> StoreForm:
     groups = tuple((pages.k.shape[1], pages.bits, pages.value_bits) for pages in store.paged)
-    return _form(groups, *store.k_open.shape[1::2], store.block, store.first)
+    return _form(groups, *store.k_open.shape[1::2], store.block, store.first, store.recent)
 
 
 def launch_quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +138,7 @@ def _again(
     return again
 
 
-def launch_seal_open(store: KVStore, blocks: int) -> None:
+def launch_seal_open(store: KVStore, blocks: int, moves: bool = False) -> None:
     """`StoreOps.seal_open`."""
     batch, heads, cap, dim = store.k_open.shape
     bits = tuple(pages.bits for pages in store.paged)
@@ -151,6 +152,7 @@ def launch_seal_open(store: KVStore, blocks: int) -> None:
     launch(
         seal_open_kernel, store.k_open, (blocks, pairs_of(batch, heads)),
         tuple(pages[1:] for pages in store.paged), tuple(held if width == UNQUANTIZED else codes for width in bits),
+        held[:4] if moves else None,
         Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
         store.table.stride(0), cap,
         FORM=_form_of(store), enable_fp_fusion=False,

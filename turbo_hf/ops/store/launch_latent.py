@@ -28,7 +28,7 @@ def launch_append_latents(
     store.open_len.add_(tokens if starts is None else tokens - starts)
 
 
-def launch_seal_latents(store: KVStore, blocks: int) -> None:
+def launch_seal_latents(store: KVStore, blocks: int, moves: bool = False) -> None:
     """`StoreOps.seal_open` for latents."""
     (pages,) = store.paged
     batch, _, cap, rank = store.k_open.shape
@@ -37,7 +37,7 @@ def launch_seal_latents(store: KVStore, blocks: int) -> None:
             tuple(pages[1:]), (store.k_open, store.v_open, store.k_scale, store.v_scale),
             store.table, store.sealed, store.open_len,
             store.table.stride(0), cap,
-            RANK=rank, ROTARY=store.v_open.shape[2], BITS=pages.bits, BLOCK=store.block, num_warps=8,
+            RANK=rank, ROTARY=store.v_open.shape[2], BITS=pages.bits, BLOCK=store.block, MOVES=moves, num_warps=8,
             enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -69,16 +69,17 @@ def reference_append_step(
         index, buckets = noted
         place = store.sealed * store.block + store.open_len
         index.scatter_(2, place[:, None, None].expand_as(buckets), buckets)
-    full = store.open_len == store.first + store.block
+    full = store.open_len == store.first + store.recent + store.block
     store.sealed.add_(full)
-    reference_seal_open(store, 1)
-    store.open_len[full] = store.first
+    reference_seal_open(store, 1, moves=True)
+    store.open_len.sub_(full * store.block)
     reference_append_tokens(k, v, store, given_scale=given_scale, nonfinite=nonfinite)
 
 
-def reference_seal_open(store: KVStore, blocks: int) -> None:
+def reference_seal_open(store: KVStore, blocks: int, moves: bool = False) -> None:
     block, (_, heads, _, dim) = store.block, store.k_open.shape
-    whole, n = ((store.open_len - store.first) // block)[:, None], torch.arange(blocks, device=store.k_open.device)
+    whole = ((store.open_len - store.first - store.recent) // block)[:, None]
+    n = torch.arange(blocks, device=store.k_open.device)
     entry = store.sealed[:, None] - whole + n
     # blocks that a row does not have, or that have left its window
     row, n = ((n < whole) & (entry >= 0)).nonzero().unbind(-1)
@@ -94,6 +95,9 @@ def reference_seal_open(store: KVStore, blocks: int) -> None:
             for target, source in zip(pages[1:], sealed[1:], strict=True):
                 target[page[part]] = source
             slot += own.shape[1]
+    if moves:
+        for x in (store.k_open.mT, store.v_open, store.k_scale, store.v_scale):
+            x[row, ..., store.first : -block] = x[row, ..., store.first + block :]
 
 
 def _open_tokens(
