@@ -13,7 +13,7 @@ from stores import CODE_MAX, make_store, store_codes, tokens, unpack
 
 from turbo_hf.config.expected import FLOATS
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.layout import BITS, VALUE_ORDER, HeadGroups, KVStore, PagedHeads, Width
+from turbo_hf.layout import BITS, INSET, VALUE_ORDER, HeadGroups, KVStore, PagedHeads, Width
 from turbo_hf.ops.store.quantize import dequantize, head_scores
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 
@@ -103,13 +103,22 @@ def channels_of(shape: tuple[int, ...]) -> torch.Tensor:
     return (low + torch.rand(shape) * (high - low)).round().to(torch.int8)
 
 
-def assert_sizes(x: torch.Tensor, size: torch.Tensor) -> None:
-    """Sizes [b] of tokens x [b, D], float64, are their root mean squares in one unit, by which the largest number is
-    126 before sizes are rounded up to bfloat16."""
-    root = x.square().mean(-1).sqrt()
-    unit = (x.abs().amax(-1) / root.clamp(min=1e-30)).amax() / 126
-    assert bool((size >= root * unit * (1 - 4 * EPS)).all())
-    assert bool((size <= root * unit * (1 + 2.0**-7) * (1 + 4 * EPS)).all())
+def coded_sizes(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What INT8 tokens [..., b, D] with scales [..., b] are divided by: their root mean squares in one unit, by which
+    the largest number is 126, rounded up to bfloat16. float64 [..., b], by the roundings of float32."""
+    root = (codes.double().square().sum(-1).float() * (1 / codes.shape[-1])).double().sqrt().float()
+    most = codes.abs().amax(-1).float() / root.clamp(min=1)
+    unit = (most.amax(-1, keepdim=True).double() / 126).float()
+    exact = scale * (root * unit)
+    near = exact.bfloat16()
+    return torch.where(near.float() < exact, (near.view(torch.int16) + 1).view(torch.bfloat16), near).double()
+
+
+def assert_sizes(was: torch.Tensor, got: torch.Tensor, size: torch.Tensor) -> None:
+    """Tokens was, got [..., b, D], got in units of sizes [..., b]: by these, tokens are as long as before in their own
+    direction, as nearly as bfloat16 can say."""
+    own, now = was.square().sum(-1), (was * got).sum(-1) * size
+    assert bool(((now - own).abs() <= (2.0**-8 + 16 * EPS) * own).all())
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
@@ -125,18 +134,18 @@ def test_a_page_is_its_formula(bits: int, block: int, device: torch.device) -> N
         codes = [unpack(pages.k[page, slot], bits), unpack(pages.v[page, slot], bits)[:, time_order].T]
         lines = pages.meta[page, slot].cpu().double()
         for i in range(2):
-            size = pages.size[page, slot, i].cpu().double()
             token, own = (k, v)[i][page, slot].double(), scale[page, slot].double()
-            assert_sizes(token * own[:, None], size)
-            x = token * (own / size)[:, None]
+            x = token * (own / coded_sizes((k, v)[i][page, slot], scale[page, slot]))[:, None]
             zero, span = lines[2 * i], lines[2 * i + 1] % 256
+            got = zero + codes[i].double() * span / levels
+            assert_sizes(token * own[:, None], got, pages.size[page, slot, i].cpu().double())
             # quotients are rounded to float32, by which they may be below or above an integer
             near = 256 * 4 * EPS
-            assert bool(((x.amin(0) - near).floor() <= zero).all() & (zero <= (x.amin(0) + near).floor()).all())
-            assert bool(
-                ((x.amax(0) - near).ceil() <= zero + span).all() & (zero + span <= (x.amax(0) + near).ceil()).all()
-            )
-            want = (x - zero) * levels / span.clamp(min=1)
+            inset = (x.amax(0) - x.amin(0)) * INSET[bits]
+            low, high = x.amin(0) + inset, x.amax(0) - inset
+            assert bool(((low - near).floor() <= zero).all() & (zero <= (low + near).floor()).all())
+            assert bool(((high - near).ceil() <= zero + span).all() & (zero + span <= (high + near).ceil()).all())
+            want = ((x - zero) * levels / span.clamp(min=1)).clamp(0, levels)
             clear = (want - want.floor() - 0.5).abs() > levels * near
             assert torch.equal(codes[i][clear].double(), want.round()[clear])
 
@@ -173,12 +182,15 @@ def test_sealing_tokens_costs_half_a_step_of_their_channels(dim: int, bits: int,
     v, v_scale = quantize_tokens(7 * x.flip(-1))
     pages = seal_blocks(k, k_scale, v, v_scale, bits)
     for i, (want, scale) in enumerate(((x, k_scale), (7 * x.flip(-1), v_scale))):
-        size, bound = pages.size[:, :, i].double()[..., None], scale.double()[..., None] / 2
+        codes, got, bound = (k, v)[i], reference_unpack_blocks(pages)[i].double(), scale.double()[..., None] / 2
+        size = pages.size[:, :, i].double()
         if bits != 8:
+            assert_sizes((codes * scale[..., None]).double(), got, size)
+            # the stored size is one by which the token is as long as before, which is not the nearest to its numbers
+            size = coded_sizes(codes.cpu(), scale.cpu()).to(device)
             span = (pages.meta[:, :, 2 * i + 1].double() % 256)[:, :, None]
-            bound = bound + size * (span / (2 * (2**bits - 1)) + 256 * 4 * EPS)
-        got = reference_unpack_blocks(pages)[i].double() * size
-        assert bool(((got - want.double()).abs() <= bound + 4 * EPS * want.double().abs()).all())
+            bound = bound + size[..., None] * (span / (2 * (2**bits - 1)) + 256 * 4 * EPS)
+        assert bool(((got * size[..., None] - want.double()).abs() <= bound + 4 * EPS * want.double().abs()).all())
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)

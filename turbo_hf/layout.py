@@ -37,9 +37,11 @@ A page has two axes: each token has a size, and each channel a range. What a cod
     x[token, channel] = size[token] * (zero[channel] + code * span[channel] / (2^w - 1))     w below 8
     x[token, channel] = size[token] * code                                                  8 bit
 
-At 8 bit, codes and sizes are those of the open tokens. Below, a token's size is its root mean square, times a unit of
-the block in which every zero and every zero + span is an integer from -127 to 127. Sizes are rounded up, as scales of
-open tokens are, before codes are computed, so that their rounding costs nothing.
+At 8 bit, codes and sizes are those of the open tokens. Below, tokens are divided by their root mean squares, times a
+unit of the block in which every zero and every zero + span is an integer from -127 to 127. At both ends, a zero and
+a span leave out `INSET` of the range of their channel's numbers: the few out there lose half a step at most, all others
+less. The sizes that are stored are those by which each token is, in its own direction, as long as it was: queries that
+read a token most point there.
 
 VALUE_ORDER: within each group of 16 tokens, values are in the order in which a thread of an 8-bit tensor-core
 instruction holds the probabilities that it has just computed, so that P feeds P V without a shuffle.
@@ -77,6 +79,9 @@ CODE_MAX = 127
 
 EDGE = 126
 """The largest number of a block lies this many units from 0 before sizes are rounded: zeros and spans then fit."""
+
+INSET = {4: 1 / 64, 3: 1 / 32, 2: 1 / 8}
+"""By width: the share of a channel's range, at each end, that its zero and span leave out. Powers of two: exact."""
 
 FIRST = 16
 """First tokens of a row that are never sealed: a tile, so that what is behind them is aligned."""

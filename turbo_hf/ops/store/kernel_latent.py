@@ -108,12 +108,12 @@ def _seal(
     k_from, v_from = k_open + at_token * RANK, v_open + row * ROTARY * cap + first
     n, r = tl.arange(0, BLOCK), tl.arange(0, ROTARY)
     to = (page * ROTARY + r)[:, None] * BLOCK + n[None, :]
-    token, share = n, n
+    token, size, share, sizes = n, n, n, size_out
     if BITS < 16:
         token, sizes = value_order(n), size_out + page * (2 * BLOCK)
-        _, share, _ = seal_sizes(k_from, RANK, 1, k_scales + at_token, sizes, RANK, RANK, BLOCK, BITS)
+        _, size, share, _ = seal_sizes(k_from, RANK, 1, k_scales + at_token, sizes, RANK, RANK, BLOCK, BITS)
         tl.store(sizes + BLOCK + n, tl.load(v_scales + at_token + n).to(tl.bfloat16))
     LANES: tl.constexpr = 2 if BITS == 4 else 1
     meta = meta_out + page * 2 * RANK
-    seal_lines(k_from, RANK, 1, share, k_out, meta, page, RANK, BLOCK, BITS, LANES, RANK // LANES)
+    seal_lines(k_from, RANK, 1, size, share, k_out, meta, sizes, page, RANK, BLOCK, BITS, LANES, RANK // LANES)
     tl.store(v_out + to, tl.load(v_from + r[:, None] * cap + token[None, :]))

@@ -4,9 +4,11 @@ import triton
 import triton.language as tl
 
 from turbo_hf.layout import EDGE as OUTERMOST
+from turbo_hf.layout import INSET
 from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, counted, value_order
 
 EDGE = tl.constexpr(float(OUTERMOST))
+INSET_4, INSET_3, INSET_2 = (tl.constexpr(INSET[bits]) for bits in (4, 3, 2))
 
 MOVED = tl.constexpr(16)
 """Open tokens that a program moves at a time."""
@@ -74,13 +76,26 @@ def _sizes(codes, scale, unit, D: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
+def _fitted(own, stored, size, share, LEVELS: tl.constexpr):
+    """Sizes by which sealed tokens are as long in their own direction as before.
+
+    own, stored: int32, sums of products of a token's codes with themselves, and with what is stored (`_stored`).
+    """
+    own = own.to(tl.float32) * LEVELS * share
+    factor = tl.div_rn(own, tl.maximum(tl.maximum(stored.to(tl.float32), own * 0.5), 1.1754944e-38))
+    exact = size * factor
+    # the nearest number that bfloat16 can hold; NaN stays
+    return ((exact.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True) + exact * 0.0
+
+
+@triton.jit
 def seal_sizes(
     x_ptr, token, channel, scale_ptr, size_ptr,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Sizes of the tokens of a block [BLOCK, D] with strides `token` and `channel`, of 8 bits at most, to `size_ptr`.
+    """What tokens of a block [BLOCK, D] with strides `token` and `channel` are divided by. Stores sizes at 8 bit alone.
 
-    Returns tokens in units of sizes, their shares as in `_sizes`, and the block's unit: of no use at 8 bit.
+    Returns tokens in units of sizes, sizes and shares as in `_sizes`, and the block's unit: of no use at 8 bit.
     """
     n, d = tl.arange(0, BLOCK), tl.arange(0, DP)
     x = _numbers(x_ptr, n[:, None] * token + d[None, :] * channel, (n >= 0)[:, None] & (d < D)[None, :])
@@ -90,15 +105,19 @@ def seal_sizes(
     share = size
     if BITS < 8:
         size, share = _sizes(x, size, unit, D, 1)
-    tl.store(size_ptr + n, size.to(tl.bfloat16))
-    return x * share[:, None], share, unit
+    else:
+        tl.store(size_ptr + n, size.to(tl.bfloat16))
+    return x * share[:, None], size, share, unit
 
 
 @triton.jit
-def _seal_ranges(x, meta_ptr, d, inside, D: tl.constexpr):
+def _seal_ranges(x, meta_ptr, d, inside, D: tl.constexpr, BITS: tl.constexpr):
     """Zeros and spans of channels d of x [BLOCK, ...], in units of sizes; also to their lines of `meta`."""
-    zero = tl.floor(tl.min(x, 0))
-    span = tl.ceil(tl.max(x, 0)) - zero
+    OUT: tl.constexpr = INSET_4 if BITS == 4 else (INSET_3 if BITS == 3 else INSET_2)
+    low, high = tl.min(x, 0), tl.max(x, 0)
+    inset = (high - low) * OUT
+    zero = tl.floor(low + inset)
+    span = tl.ceil(high - inset) - zero
     tl.store(meta_ptr + d, zero.to(tl.int8), mask=inside)
     # an unsigned byte
     tl.store(meta_ptr + D + d, span.to(tl.int32).to(tl.int8), mask=inside)
@@ -110,6 +129,12 @@ def _codes(x, zero, span, LEVELS: tl.constexpr):
     codes = tl.div_rn((x - zero) * LEVELS, tl.broadcast_to(tl.maximum(span, 1.0), x.shape))
     codes = (codes + ROUND) - ROUND
     return tl.minimum(tl.maximum(codes, 0.0), LEVELS).to(tl.int32)
+
+
+@triton.jit
+def _stored(codes, zero, span, LEVELS: tl.constexpr):
+    """What codes stand for, in units of 1 / LEVELS of a size. int32."""
+    return zero.to(tl.int32) * LEVELS + codes * span.to(tl.int32)
 
 
 @triton.jit
@@ -168,18 +193,19 @@ def _store_lane(
 
 @triton.jit
 def seal_lines(
-    x_ptr, token, channel, share, out_ptr, meta_ptr, page,
+    x_ptr, token, channel, size, share, out_ptr, meta_ptr, size_ptr, page,
     D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, LANE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A block [BLOCK, D] with strides `token` and `channel` to lines of channels; zeros and spans to `meta_ptr`.
 
-    share: as in `_sizes`. From 8 bit on the block is copied.
+    size, share: as in `_sizes`. From 8 bit on the block is copied, and sizes are not stored.
     """
     LEVELS: tl.constexpr = 2.0**BITS - 1
     WIDTH: tl.constexpr = D // LANES
     n = tl.arange(0, BLOCK)
     j = tl.arange(0, LANE_WIDTH)
     planes = _no_planes(BLOCK, LANE_WIDTH, BITS)
+    own, stored = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     for lane in tl.static_range(LANES):
         run = lane * WIDTH + j
         inside = (j < WIDTH)[None, :] & (n >= 0)[:, None]
@@ -188,12 +214,17 @@ def seal_lines(
             to = out_ptr + page * BLOCK * D + n[:, None] * D + run[None, :]
             tl.store(to, tl.load(x_ptr + at, mask=inside), mask=inside)
         else:
-            x = _numbers(x_ptr, at, inside) * share[:, None]
-            zero, span = _seal_ranges(x, meta_ptr, run, j < WIDTH, D)
+            tokens = _numbers(x_ptr, at, inside)
+            x = tokens * share[:, None]
+            zero, span = _seal_ranges(x, meta_ptr, run, j < WIDTH, D, BITS)
             codes = _codes(x, zero[None, :], span[None, :], LEVELS)
+            own += tl.sum(tokens.to(tl.int32) * tokens.to(tl.int32), 1)
+            stored += tl.sum(tokens.to(tl.int32) * _stored(codes, zero[None, :], span[None, :], 2**BITS - 1), 1)
             planes = _store_lane(
                 out_ptr, page, n[:, None], j[None, :], codes, inside, lane, planes, BLOCK, D, BITS, LANES
             )
+    if BITS < 8:
+        tl.store(size_ptr + n, _fitted(own, stored, size, share, LEVELS).to(tl.bfloat16))
 
 
 @triton.jit
@@ -211,16 +242,16 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
     LINES: tl.constexpr = V_LINE + (2 if VALUE_BITS < 8 else 0)
     meta = meta_out + page * LINES * D
     d = tl.arange(0, DP)
-    share = d
+    size, share, sizes = d, d, size_out
     if BITS < 16:
-        sizes = size_out + page * (2 * BLOCK)
-        _, share, _ = seal_sizes(tokens.k, D, 1, tokens.k_scale, sizes, D, DP, BLOCK, BITS)
-        v, _, unit = seal_sizes(
+        sizes += page * (2 * BLOCK)
+        _, size, share, _ = seal_sizes(tokens.k, D, 1, tokens.k_scale, sizes, D, DP, BLOCK, BITS)
+        v, _, _, unit = seal_sizes(
             tokens.v, tokens.v_token, tokens.v_channel, tokens.v_scale, sizes + BLOCK, D, DP, BLOCK, VALUE_BITS
         )
-    seal_lines(tokens.k, D, 1, share, k_out, meta, page, D, BLOCK, BITS, FORM.lanes[G], FORM.lane_width[G])
+    seal_lines(tokens.k, D, 1, size, share, k_out, meta, sizes, page, D, BLOCK, BITS, FORM.lanes[G], FORM.lane_width[G])
     if VALUE_BITS < 8:
-        zero, span = _seal_ranges(v, meta + V_LINE * D, d, d < D, D)
+        zero, span = _seal_ranges(v, meta + V_LINE * D, d, d < D, D, VALUE_BITS)
     TOKENS: tl.constexpr = BLOCK // LANES
     i = tl.arange(0, TOKENS)
     planes = _no_planes(DP, TOKENS, VALUE_BITS)
@@ -236,8 +267,11 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
         else:
             # sizes are found again, of tokens in another order
             x = _numbers(tokens.v, at, inside)
-            _, share = _sizes(x, tl.load(tokens.v_scale + token), unit, D, 0)
+            size, share = _sizes(x, tl.load(tokens.v_scale + token), unit, D, 0)
             codes = _codes(x * share[None, :], zero[:, None], span[:, None], LEVELS)
+            own = tl.sum(x.to(tl.int32) * x.to(tl.int32), 0)
+            stored = tl.sum(x.to(tl.int32) * _stored(codes, zero[:, None], span[:, None], 2**VALUE_BITS - 1), 0)
+            tl.store(sizes + BLOCK + token, _fitted(own, stored, size, share, LEVELS).to(tl.bfloat16))
             planes = _store_lane(
                 v_out, page, d[:, None], i[None, :], codes, inside, lane, planes, D, BLOCK, VALUE_BITS, LANES
             )

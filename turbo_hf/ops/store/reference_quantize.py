@@ -9,6 +9,7 @@ import torch
 from turbo_hf.layout import (
     CODE_MAX,
     EDGE,
+    INSET,
     UNQUANTIZED,
     PagedHeads,
     Width,
@@ -38,6 +39,11 @@ def rounded_up(x: torch.Tensor) -> torch.Tensor:
     """float32 x >= 0 as float32 that bfloat16 can hold, not below x; NaN where x is not finite."""
     # the bits of a NaN may overflow
     return ((x.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32) + x * 0
+
+
+def _nearest(x: torch.Tensor) -> torch.Tensor:
+    """float32 x >= 0 to the nearest number that bfloat16 can hold, up from the middle; NaN where x is not finite."""
+    return ((x.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32) + x * 0
 
 
 def reference_seal_blocks(
@@ -72,8 +78,10 @@ def _packed(
     if bits == 8:
         return placed(codes), [], scale
     size, share = _sizes(codes, scale)
-    code, *lines = _by_channel(codes.float() * share[..., None], bits)
-    return half_split(placed(code), bits), lines, size
+    code, zero, span = _by_channel(codes.float() * share[..., None], bits)
+    size = _fitted(codes.int(), share, size, zero * (2**bits - 1) + code * span, bits)
+    lines = [zero.squeeze(-2).to(torch.int8), span.squeeze(-2).to(torch.uint8).view(torch.int8)]
+    return half_split(placed(code.to(torch.uint8)), bits), lines, size
 
 
 def _sizes(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,9 +97,25 @@ def _sizes(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _by_channel(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes of numbers x [..., b, D] from -127 to 127, and each channel's zero and span (TurboAttention eq. 5, 6)."""
+    """int32 codes of numbers x [..., b, D] from -127 to 127, and each channel's zero and span, which leave out `INSET`
+    at both ends (TurboAttention eq. 5, 6)."""
     levels = 2**bits - 1
-    zero, top = x.amin(-2, keepdim=True).floor(), x.amax(-2, keepdim=True).ceil()
+    low, high = x.amin(-2, keepdim=True), x.amax(-2, keepdim=True)
+    inset = (high - low) * INSET[bits]
+    zero, top = (low + inset).floor(), (high - inset).ceil()
     span = top - zero
     code = torch.round((x - zero) * levels / span.clamp(min=1)).clamp(0, levels)
-    return code.to(torch.uint8), zero.squeeze(-2).to(torch.int8), span.squeeze(-2).to(torch.uint8).view(torch.int8)
+    return code.int(), zero.int(), span.int()
+
+
+def _fitted(
+    codes: torch.Tensor, share: torch.Tensor, size: torch.Tensor, stored: torch.Tensor, bits: int
+) -> torch.Tensor:
+    """The sizes by which sealed tokens are as long in their own direction as before, at most twice as large as `size`.
+
+    codes, stored: int32 [..., b, D], what tokens were and are, in units of their scales and of 1 / levels of `size`.
+    """
+    # integers, so that the order of sums does not matter
+    own = (codes * codes).sum(-1).float() * (2**bits - 1) * share
+    factor = own / torch.maximum((codes * stored).sum(-1).float(), own / 2).clamp(min=torch.finfo(torch.float32).tiny)
+    return _nearest(size * factor)
