@@ -365,7 +365,7 @@ def require_spreadable(model: Any, config: TurboConfig, context: ContextRanks) -
         ),
         "sparse steps (TurboConfig.sparse)": config.sparse is not None,
         "TurboConfig.recent_tokens": config.recent_tokens > 0,
-        "compile=True": config.compile,
+        "compile=True": config.must_compile,
     }
     for reason, found in reasons.items():
         if found:

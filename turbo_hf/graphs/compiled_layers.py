@@ -1,0 +1,288 @@
+"""Decode steps whose layers are compiled by inductor, each as one graph, and captured like any other step.
+
+Layers that differ in their weights alone share their code, which is compiled once, in seconds. Between layers a step is
+the model's own. Attention is an opaque operator (`step_operator`). A layer is compiled without graph breaks or not at
+all: a model for which that fails runs uncompiled, and `Handle.report` says why.
+"""
+
+import copy
+import functools
+import sys
+import threading
+import time
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+
+from turbo_hf.attention.sparse_step import Source
+from turbo_hf.attention.step_operator import StepView, attending, nothing
+from turbo_hf.attention.turbo_attention import HANDED_ON, IN_LAYER, compressed
+from turbo_hf.cache.new_columns import NewQKV
+from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.errors import Unsupported, shortened, warn
+from turbo_hf.graphs.ahead import Ahead, job_of
+from turbo_hf.layout import Scoring
+from turbo_hf.models.versions import CACHE
+from turbo_hf.patches.layers import attention_layers
+
+BACKEND = "inductor"
+
+OPTIONS: dict[str, Any] = {
+    # the runner captures the step itself: caches move between captures, which torch's own graphs would not notice
+    "triton.cudagraphs": False,
+    # kept on disk, in TORCHINDUCTOR_CACHE_DIR
+    "fx_graph_cache": True,
+    # round where the model rounds, so that tokens differ at near ties alone
+    "emulate_precision_casts": True,
+}
+"""Options of inductor for these layers alone."""
+
+# products with one row as fused reductions, tiles tuned
+TUNED = {**OPTIONS, "coordinate_descent_tuning": True}
+
+EVERY = 64
+"""With "auto": steps at one batch size after which it is compiled ahead; how often it is asked whether that is done."""
+
+AFTER = 256
+"""With "auto": steps at one batch size after which compiled code is loaded, which takes a second or two: by then they
+have lost about as much, and who generates so many will generate more."""
+
+VIEW = StepView()
+
+
+class Region(NamedTuple):
+    """A layer that is compiled. number: its own. path: the names that lead from it to its attention module."""
+
+    number: int
+    layer: Any
+    path: tuple[str, ...]
+
+    @property
+    def attention(self) -> Any:
+        """Its attention module."""
+        return self.layer.get_submodule(".".join(self.path))
+
+
+def regions_of(model: Any) -> list[Region]:
+    """The layers of a model, each with its attention.
+
+    Raises:
+        Unsupported: one cannot be compiled by itself.
+    """
+    names, found = {module: name for name, module in model.named_modules()}, []
+    for at in attention_layers(model):
+        path = names[at.module].split(".")
+        ends = [place for place, name in enumerate(path, 1) if name.isdigit()]
+        if not ends:
+            raise Unsupported(f"the module of layer {at.index} is not in a list of layers")
+        found.append(Region(at.index, model.get_submodule(".".join(path[: ends[-1]])), tuple(path[ends[-1] :])))
+        if "forward" in vars(found[-1].layer) or "forward" in vars(at.module):
+            raise Unsupported(f"the forward method of layer {at.index} has been replaced")
+    if len({region.layer for region in found}) < len(found):
+        raise Unsupported("one of its layers has several attention modules")
+    return found
+
+
+def _twin(module: Any, path: tuple[str, ...], config: Any) -> Any:
+    """A layer as it is traced: the same weights, modules and settings, but for its attention, which has this config and
+    no hooks."""
+    twin = object.__new__(type(module))
+    # what hooks and names are kept in begins so
+    hooks = {name: type(kept)() for name, kept in vars(module).items() if name.startswith("_forward_")}
+    twin.__dict__ = {**vars(module), **hooks}
+    if path:
+        twin.__dict__["_modules"] = {**module._modules, path[0]: _twin(module._modules[path[0]], path[1:], config)}
+    else:
+        twin.__dict__["config"] = config
+    return twin
+
+
+def _forward(layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return layer.forward(*args, **kwargs)
+
+
+AttendOf = Callable[[Region, Any], Callable[..., torch.Tensor]]
+"""(layer, its rotary (cos, sin)) -> what attends in this call of it, an `Attend`."""
+
+
+def _call(thread: int, function: Any, twin: Any, attend: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of a layer's `forward`: its compiled code, in the thread whose step it is."""
+    if threading.get_ident() != thread:
+        return type(layer).forward(layer, *args, **kwargs)
+    given = {name: VIEW if isinstance(x, TurboCache) else x for name, x in kwargs.items() if name not in HANDED_ON}
+    with attending(attend(kwargs.get("position_embeddings"))):
+        return function(twin, [VIEW if isinstance(x, TurboCache) else x for x in args], given)
+
+
+class CompiledLayers:
+    """The layers of one patched model, compiled for decode steps. Threads share them.
+
+    Args:
+        asked: `TurboConfig.compile`. True, "tuned": compiled at the first step. "auto": compiled ahead, in a process of
+            its own, and loaded once steps have repaid it.
+
+    Attributes:
+        reason: why they are not compiled; None: no reason is known.
+        seconds: how long compilation, or loading, has taken so far.
+    """
+
+    def __init__(self, asked: Any = True) -> None:
+        self.asked = asked
+        self.reason: str | None = None
+        self.seconds = 0.0
+        self._lock = threading.RLock()
+        self._refused = False
+        self._ahead = Ahead()
+        # of each batch size, steps that were not compiled
+        self._steps: Counter[int] = Counter()
+        self._functions: dict[Any, tuple[Any, types.CodeType]] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        for _, code in self._functions.values():
+            # torch frees what it has compiled for a code together with it, and holds on to the code
+            with suppress(AttributeError):
+                dynamo: Any = torch._dynamo
+                dynamo.reset_code(code)
+        self._functions = {}
+        self._regions: list[Region] = []
+        self._known: set[Any] = set()
+        self._place: Any = None
+
+    def __reduce__(self) -> Any:
+        # a copy of the model compiles its own
+        return CompiledLayers, (self.asked,)
+
+    def words(self) -> str:
+        """How layers are compiled, for reports."""
+        if self.reason is not None:
+            return f"layers not compiled ({self.reason})"
+        if self._known:
+            return f"layers compiled ({self.seconds:.1f} s)"
+        if self.asked != "auto":
+            return "layers compiled at the first one"
+        return f"layers compiled after {AFTER} of one batch size{self._ahead.words()}"
+
+    def refuse(self, reason: str, lasting: bool = True) -> None:
+        """Layers are not compiled; unless that is "auto", warn once for each reason. lasting: nor will they be."""
+        if reason != self.reason and self.asked != "auto":
+            warn(
+                f"turbo_hf: compile={self.asked!r}: layers are not compiled: {reason}. TurboConfig(compile=False) is "
+                "silent."
+            )
+        self.reason = reason
+        if lasting:
+            self.remove()
+
+    def remove(self) -> None:
+        """Forget all compiled code, and compile no more."""
+        self._refused = True
+        self._ahead.stop()
+        self._forget()
+
+    def counts(self, rows: int) -> bool:
+        """Count a step that is not compiled; whether it is time to ask `ready` again."""
+        self._steps[rows] += 1
+        return self._steps[rows] % EVERY == 0
+
+    def ready(self, model: Any, inputs: dict[str, Any], dry: Callable[[], Any]) -> bool:
+        """Whether the layers of a step over such inputs are compiled. If it is time for that, they are compiled here.
+
+        inputs: keywords of the model, with a TurboCache and without a mask. dry: runs the step, within `calling`.
+        """
+        cache: TurboCache = inputs[CACHE]
+        if self._refused or cache.decompressed:
+            return False
+        place, rows = (model.device, model.dtype), len(inputs["input_ids"])
+        key = (torch.is_inference_mode_enabled(), *((name, _kind(value)) for name, value in inputs.items()))
+        with self._lock:
+            if place != self._place:
+                # the model has been moved
+                self._forget()
+                self._place = place
+            if key in self._known:
+                self.reason = None
+            else:
+                try:
+                    self._regions = self._regions or regions_of(model)
+                    if self.asked != "auto" or self._loads(model, rows):
+                        self._compile(rows, dry)
+                        self._known.add(key)
+                except Exception as error:
+                    self.refuse(str(error) if isinstance(error, Unsupported) else shortened(error))
+            return key in self._known
+
+    def _loads(self, model: Any, rows: int) -> bool:
+        """With "auto": whether code for this batch size is loaded now. Before, it is compiled ahead."""
+        if self._steps[rows] < EVERY:
+            return False
+        layers = [region.layer for region in self._regions]
+        return self._ahead.done(job_of(model, layers, rows)) and self._steps[rows] >= AFTER
+
+    def _compile(self, rows: int, dry: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        if self.asked != "auto":
+            # seconds of compilation shall not look like a hang
+            sys.stderr.write(f"turbo_hf: compiling a layer for decode steps of batch size {rows} ...\n")
+        # in all layers, before the first one stores anything
+        with self.calling(rows, lambda *args: nothing):
+            dry()
+        seconds = time.perf_counter() - start
+        if self.asked != "auto":
+            sys.stderr.write(f"turbo_hf: compiled in {seconds:.1f} s\n")
+        self.seconds += seconds
+        self.reason = None
+
+    def _function(self, rows: int) -> Any:
+        """What is compiled at this batch size, for each kind of layers that it is called with."""
+        key = (rows, torch.is_inference_mode_enabled())
+        if key not in self._functions:
+            # a code object of its own, so that its recompilations are counted apart, and it can be reset
+            code = _forward.__code__.replace()
+            options = (TUNED if self.asked == "tuned" else OPTIONS) if BACKEND == "inductor" else None
+            # sizes are constants, as in the process that compiles ahead
+            given: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": BACKEND, "options": options}
+            self._functions[key] = torch.compile(types.FunctionType(code, globals()), **given), code
+        return self._functions[key][0]
+
+    def steps(self, inputs: dict[str, Any]) -> Any:
+        """A context: inside, the model's layers run compiled in this thread. After `ready` returned True."""
+        cache: TurboCache = inputs[CACHE]
+
+        def attend(region: Region, rotary: Any) -> Any:
+            def of_layer(query: Any, key: Any, value: Any, scoring: Scoring) -> torch.Tensor:
+                layer: Any = cache.layers[region.number]
+                source = Source(region.attention, rotary)
+                return compressed(cache, layer, source, NewQKV(query, key, value), None, scoring)
+
+            return of_layer
+
+        return self.calling(len(inputs["input_ids"]), attend)
+
+    @contextmanager
+    def calling(self, rows: int, attend: AttendOf) -> Iterator[None]:
+        """Inside, the model's layers run compiled in this thread; other threads wait for their own."""
+        with self._lock:
+            function = self._function(rows)
+            config = copy.copy(self._regions[0].attention.config)
+            config._attn_implementation = IN_LAYER
+            try:
+                for region in self._regions:
+                    twin = _twin(region.layer, region.path, config)
+                    given = (function, twin, functools.partial(attend, region), region.layer)
+                    region.layer.__dict__["forward"] = functools.partial(_call, threading.get_ident(), *given)
+                yield
+            finally:
+                for region in self._regions:
+                    region.layer.__dict__.pop("forward", None)
+
+
+def _kind(value: Any) -> Any:
+    """The properties of an input that compiled code depends on."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.dtype)
+    return value if isinstance(value, int) else type(value)
