@@ -4,12 +4,15 @@ import json
 import sys
 from pathlib import Path
 
-job = json.loads(sys.stdin.readline())
-if job["rows"] == 1:
-    Path(job["mark"]).touch()
-elif job["rows"] == 2:
-    sys.stdout.write("two are too many\n")
-    sys.exit(1)
-else:
-    # until the other process has ended, or this one is ended
-    sys.stdin.read()
+
+def main() -> None:
+    """As `compile_ahead.main`."""
+    job = json.loads(sys.stdin.readline())
+    if job["rows"] == 1:
+        Path(job["mark"]).touch()
+    elif job["rows"] == 2:
+        sys.stdout.write("two are too many\n")
+        sys.exit(1)
+    else:
+        # until the other process has ended, or this one is ended
+        sys.stdin.read()

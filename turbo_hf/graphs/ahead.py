@@ -7,7 +7,6 @@ this process, however that ends: it waits at the end of a pipe.
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import weakref
@@ -126,12 +125,11 @@ class Ahead:
         return job["device"].startswith("cuda") and torch.cuda.mem_get_info(job["device"])[0] < SPARE
 
     def _start(self, job: Job) -> None:
-        own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        pipe: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        # packages are looked for where this process looks for them
+        program = f"import sys; sys.path[:] = {sys.path!r}; from {PROGRAM} import main; main()"
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         # in a session of its own, so that Ctrl-C is for this process alone
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", PROGRAM], **pipe, env={**os.environ, **own}, text=True, start_new_session=True
-        )
+        process = subprocess.Popen([sys.executable, "-c", program], **pipes, text=True, start_new_session=True)
         self._process, self._end = process, weakref.finalize(self, _end, process)
         assert process.stdin is not None
         process.stdin.write(json.dumps(job) + "\n")

@@ -1,4 +1,4 @@
-"""`python -m turbo_hf.graphs.compile_ahead`: compile layers for another process (`ahead`), which sends a job as a line.
+"""The process that compiles layers for another one (`ahead`), which sends a job as a line.
 
 Its standard output is one line that says why that failed, or nothing.
 """
@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import torch
+from torch._inductor import config as inductor_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from turbo_hf.attention.registration import register, switch_attention
@@ -55,6 +56,8 @@ def compile_ahead(job: Job) -> None:
 def main() -> None:
     """Compile what the line on standard input says."""
     os.nice(10)
+    # no processes of its own
+    inductor_config.compile_threads = 1
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_the_other, daemon=True).start()
     try:
@@ -66,7 +69,3 @@ def main() -> None:
         os._exit(1)
     # threads of torch's compiler are not waited for
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
