@@ -27,8 +27,8 @@ PROGRAM = "turbo_hf.graphs.compile_ahead"
 DEVICES = ("cuda",)
 """Kinds of devices for which layers are compiled ahead."""
 
-SPARE = 4 << 30
-"""Bytes that must be free on a GPU: some 0.6 GB of them the process takes, and 3 times the layers' weights."""
+SPARE = 3 << 30
+"""Bytes that must be free on a GPU beside the layers' weights; the process takes some 0.6 GB for CUDA itself."""
 
 Job = dict[str, Any]
 
@@ -54,13 +54,14 @@ def job_of(model: Any, layers: Sequence[torch.nn.Module], rows: int) -> Job:
     # embeddings are not compiled
     config |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "_name_or_path"))
     config |= {"num_hidden_layers": count, "vocab_size": 64}
-    weight = next(layers[0].parameters())
+    weights = [x for layer in layers[:count] for x in layer.parameters()]
     return {
         "config": config,
         "layers": identity(layers[:count]),
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "gradients": weight.requires_grad,
+        "gradients": weights[0].requires_grad,
+        "bytes": sum(x.nbytes for x in weights),
         "rows": rows,
         "inference": torch.is_inference_mode_enabled(),
         "precision": torch.get_float32_matmul_precision(),
@@ -80,10 +81,13 @@ class Ahead:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._end: Any = None
+        self._crowded = False
 
     def words(self) -> str:
-        """For reports."""
-        return "" if self._process is None else ", being compiled in a process of its own"
+        """What is done now, for reports."""
+        if self._process is not None:
+            return ", being compiled in a process of its own"
+        return f", once {SPARE / 2**30:g} GiB of the GPU are free" if self._crowded else ""
 
     def stop(self) -> None:
         """End the process."""
@@ -106,7 +110,8 @@ class Ahead:
             try:
                 mark = mark_of(job)
                 there = mark.exists()
-                if not (there or self._crowded(job)):
+                self._crowded = not there and _is_crowded(job)
+                if not (there or self._crowded):
                     mark.parent.mkdir(exist_ok=True)
                     self._start({**job, "mark": str(mark)})
             except OSError as error:
@@ -121,9 +126,6 @@ class Ahead:
             raise Unsupported(f"compiled ahead, they failed: {said or f'the process ended with {code}'}")
         return mark_of(job).exists()
 
-    def _crowded(self, job: Job) -> bool:
-        return job["device"].startswith("cuda") and torch.cuda.mem_get_info(job["device"])[0] < SPARE
-
     def _start(self, job: Job) -> None:
         # packages are looked for where this process looks for them
         program = f"import sys; sys.path[:] = {sys.path!r}; from {PROGRAM} import main; main()"
@@ -134,6 +136,11 @@ class Ahead:
         assert process.stdin is not None
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
+
+
+def _is_crowded(job: Job) -> bool:
+    device = torch.device(job["device"])
+    return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < SPARE + job["bytes"]
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

@@ -24,7 +24,7 @@ from turbo_hf.attention.turbo_attention import HANDED_ON, IN_LAYER, compressed
 from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Unsupported, shortened, warn
-from turbo_hf.graphs.ahead import Ahead, job_of
+from turbo_hf.graphs.ahead import Ahead, Job, job_of
 from turbo_hf.layout import Scoring
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.layers import attention_layers
@@ -150,6 +150,7 @@ class CompiledLayers:
                 dynamo.reset_code(code)
         self._functions = {}
         self._regions: list[Region] = []
+        self._jobs: dict[Any, Job] = {}
         self._known: set[Any] = set()
         self._place: Any = None
 
@@ -206,22 +207,22 @@ class CompiledLayers:
                 self._place = place
             if key in self._known:
                 self.reason = None
-            else:
+            elif self.asked != "auto" or self._steps[rows] >= EVERY:
                 try:
                     self._regions = self._regions or regions_of(model)
-                    if self.asked != "auto" or self._loads(model, rows):
+                    if self.asked != "auto" or (self._is_ahead(model, rows) and self._steps[rows] >= AFTER):
                         self._compile(rows, dry)
                         self._known.add(key)
                 except Exception as error:
                     self.refuse(str(error) if isinstance(error, Unsupported) else shortened(error))
             return key in self._known
 
-    def _loads(self, model: Any, rows: int) -> bool:
-        """With "auto": whether code for this batch size is loaded now. Before, it is compiled ahead."""
-        if self._steps[rows] < EVERY:
-            return False
-        layers = [region.layer for region in self._regions]
-        return self._ahead.done(job_of(model, layers, rows)) and self._steps[rows] >= AFTER
+    def _is_ahead(self, model: Any, rows: int) -> bool:
+        """Whether code for this batch size is on disk; it is compiled ahead if not."""
+        key = (rows, torch.is_inference_mode_enabled())
+        if key not in self._jobs:
+            self._jobs[key] = job_of(model, [region.layer for region in self._regions], rows)
+        return self._ahead.done(self._jobs[key])
 
     def _compile(self, rows: int, dry: Callable[[], Any]) -> None:
         start = time.perf_counter()
