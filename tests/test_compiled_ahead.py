@@ -71,14 +71,21 @@ def compilations() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+def on(device: torch.device) -> dict[str, Any]:
+    return {name: x.to(device) for name, x in ragged([40]).items()}
+
+
 def job(model: Any, rows: int = 1) -> dict[str, Any]:
     return job_of(model, [region.layer for region in regions_of(model)], rows)
 
 
 def test_steps_take_over_when_it_pays(
-    quick: list["subprocess.Popen[str]"], runners: list[StepRunner], capfd: pytest.CaptureFixture[str]
+    quick: list["subprocess.Popen[str]"],
+    runners: list[StepRunner],
+    capfd: pytest.CaptureFixture[str],
+    device: torch.device,
 ) -> None:
-    model, given = tiny_llama(), ragged([40])
+    model, given = tiny_llama().to(device), on(device)
     want = answer(model, PLAIN, **given, max_new_tokens=40)
     with warnings.catch_warnings(), turbo_hf.patch(model, AUTO) as handle:
         warnings.simplefilter("error")
@@ -219,7 +226,10 @@ def test_a_job_describes_the_first_layer_of_each_kind() -> None:
 
 
 def test_what_was_compiled_ahead_is_loaded_from_disk(
-    quick: list["subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch, runners: list[StepRunner]
+    quick: list["subprocess.Popen[str]"],
+    monkeypatch: pytest.MonkeyPatch,
+    runners: list[StepRunner],
+    device: torch.device,
 ) -> None:
     """By inductor, in a process of its own; here nothing is compiled but what is found on disk."""
     monkeypatch.setattr(compiled_layers, "BACKEND", "inductor")
@@ -227,7 +237,7 @@ def test_what_was_compiled_ahead_is_loaded_from_disk(
     # what a CPU can do is tried out for ten seconds in each process
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
     monkeypatch.setattr(inductor_config.cpp, "vec_isa_ok", False)
-    model, given = tiny_llama(), ragged([40])
+    model, given = tiny_llama().to(device), on(device)
     want = answer(model, PLAIN, **given, max_new_tokens=40)
     with turbo_hf.patch(model, AUTO) as handle:
         model.generate(**given, max_new_tokens=8, do_sample=False)
