@@ -175,7 +175,7 @@ def test_a_process_ends_with_the_one_that_began_it() -> None:
         "ahead.DEVICES, ahead.PROGRAM = ('cpu',), 'ahead_stub'\n"
         "held = ahead.Ahead()\n"
         "held.done({'device': 'cpu', 'rows': 3})\n"
-        "os.write(1, str(held._process.pid).encode())\n"
+        "os.write(1, str(held.process.pid).encode())\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

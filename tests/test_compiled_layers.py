@@ -99,9 +99,8 @@ def test_the_single_steps_of_drafts_are_compiled(runners: list[StepRunner], devi
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_padded_batch_that_seals_blocks(
-    backend: str, runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
-    device: torch.device,
-) -> None:  # fmt: skip
+    backend: str, runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     monkeypatch.setattr(compiled_layers, "BACKEND", backend)
     model = tiny_llama(num_hidden_layers=1).to(device)
     want = answer(model, PLAIN, **ragged())
@@ -110,9 +109,6 @@ def test_a_padded_batch_that_seals_blocks(
     assert same.float().mean() > 0.9 if backend == "inductor" else same.all()
     assert compilations() == 1
     assert all(runner.captures for runner in runners)
-    told = capfd.readouterr().err
-    assert "turbo_hf: compiling a layer for decode steps of batch size 3" in told
-    assert "turbo_hf: compiled in " in told
 
 
 @pytest.mark.parametrize(
@@ -298,7 +294,7 @@ def test_a_mask_or_keyword_of_their_own_ends_the_attempt() -> None:
 
 def test_layers_of_a_kind_that_is_not_known() -> None:
     model = tiny_llama()
-    assert [region.path for region in regions_of(model)] == [("self_attn",)] * 2
+    assert [region.path for region in regions_of(model)] == [["self_attn"]] * 2
     layer = model.model.layers[1]
     layer.forward = functools.partial(type(layer).forward, layer)
     with pytest.raises(Unsupported, match="the forward method of layer 1 has been replaced"):

@@ -43,11 +43,6 @@ def attending(attend: Attend) -> Iterator[None]:
         _now.attend = None
 
 
-def nothing(query: torch.Tensor, *args: Any) -> torch.Tensor:
-    """An `Attend` that touches no cache, for a first run that only compiles."""
-    return torch.zeros_like(query)
-
-
 @torch.library.custom_op("turbo_hf::step_attention", mutates_args=())
 def step_attention(
     query: torch.Tensor,

@@ -27,21 +27,16 @@ PROGRAM = "turbo_hf.graphs.compile_ahead"
 DEVICES = ("cuda",)
 """Kinds of devices for which layers are compiled ahead."""
 
-SPARE = 3 << 30
-"""Bytes that must be free on a GPU beside the layers' weights; the process takes some 0.6 GB for CUDA itself."""
+SPARE = 3
+"""GiB that must be free on a GPU: 0.6 for CUDA itself, and for layers with their weights."""
 
 Job = dict[str, Any]
 
 
 def described(layer: torch.nn.Module) -> str:
-    """What compiled code depends on of a layer: its modules, and the kinds of its weights."""
+    """A word for what compiled code depends on of a layer: its modules, and the kinds of its weights."""
     kinds = [(name, type(x.data), x.dtype, *x.shape, x.requires_grad) for name, x in layer.named_parameters()]
-    return f"{layer!r} {kinds}"
-
-
-def identity(layers: Sequence[torch.nn.Module]) -> str:
-    """A short word for these layers."""
-    return hashlib.sha256("\n".join(map(described, layers)).encode()).hexdigest()
+    return hashlib.sha256(f"{layer!r} {kinds}".encode()).hexdigest()
 
 
 def job_of(model: Any, layers: Sequence[torch.nn.Module], rows: int) -> Job:
@@ -54,14 +49,12 @@ def job_of(model: Any, layers: Sequence[torch.nn.Module], rows: int) -> Job:
     # embeddings are not compiled
     config |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "_name_or_path"))
     config |= {"num_hidden_layers": count, "vocab_size": 64}
-    weights = [x for layer in layers[:count] for x in layer.parameters()]
     return {
         "config": config,
-        "layers": identity(layers[:count]),
+        "layers": kinds[:count],
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "gradients": weights[0].requires_grad,
-        "bytes": sum(x.nbytes for x in weights),
+        "gradients": next(layers[0].parameters()).requires_grad,
         "rows": rows,
         "inference": torch.is_inference_mode_enabled(),
         "precision": torch.get_float32_matmul_precision(),
@@ -76,24 +69,20 @@ def mark_of(job: Job) -> Path:
 
 
 class Ahead:
-    """The process that compiles ahead for one model, at most one at a time."""
+    """The process that compiles ahead for one model, at most one at a time.
+
+    process: the one that does now.
+    """
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | None = None
         self._end: Any = None
-        self._crowded = False
-
-    def words(self) -> str:
-        """What is done now, for reports."""
-        if self._process is not None:
-            return ", being compiled in a process of its own"
-        return f", once {SPARE / 2**30:g} GiB of the GPU are free" if self._crowded else ""
 
     def stop(self) -> None:
         """End the process."""
         if self._end is not None:
             self._end()
-        self._process = None
+        self.process = None
 
     def done(self, job: Job) -> bool:
         """Whether the code of this job is on disk. If not, a process begins to compile it, unless one is at work.
@@ -101,17 +90,19 @@ class Ahead:
         Raises:
             Unsupported: it cannot be compiled ahead; the message says why.
         """
-        process = self._process
+        process = self.process
         if process is None:
-            if job["device"].split(":")[0] not in DEVICES:
+            kind = torch.device(job["device"]).type
+            if kind not in DEVICES:
                 raise Unsupported(f"the model is on {job['device']}")
             if inductor_config.force_disable_caches:
                 raise Unsupported("torch's caches on disk are off")
             try:
                 mark = mark_of(job)
                 there = mark.exists()
-                self._crowded = not there and _is_crowded(job)
-                if not (there or self._crowded):
+                if not there:
+                    if kind == "cuda" and torch.cuda.mem_get_info(job["device"])[0] < SPARE << 30:
+                        raise Unsupported(f"less than {SPARE} GiB of {job['device']} are free")
                     mark.parent.mkdir(exist_ok=True)
                     self._start({**job, "mark": str(mark)})
             except OSError as error:
@@ -132,15 +123,10 @@ class Ahead:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         # in a session of its own, so that Ctrl-C is for this process alone
         process = subprocess.Popen([sys.executable, "-c", program], **pipes, text=True, start_new_session=True)
-        self._process, self._end = process, weakref.finalize(self, _end, process)
+        self.process, self._end = process, weakref.finalize(self, _end, process)
         assert process.stdin is not None
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
-
-
-def _is_crowded(job: Job) -> bool:
-    device = torch.device(job["device"])
-    return device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < SPARE + job["bytes"]
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

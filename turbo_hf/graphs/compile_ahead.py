@@ -18,7 +18,7 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, shortened
-from turbo_hf.graphs.ahead import Job, identity
+from turbo_hf.graphs.ahead import Job, described
 from turbo_hf.graphs.compiled_layers import CompiledLayers, regions_of
 from turbo_hf.models.versions import CACHE
 
@@ -41,7 +41,7 @@ def compile_ahead(job: Job) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, job["dtype"])).eval()
         ids = torch.zeros(job["rows"], 1, dtype=torch.int64)
     model.requires_grad_(job["gradients"])
-    if identity([region.layer for region in regions_of(model)]) != job["layers"]:
+    if [described(region.layer) for region in regions_of(model)] != job["layers"]:
         raise Unsupported("its layers are not those of its config alone; compile=True compiles them")
     register()
     switch_attention(model, NAME)

@@ -7,7 +7,6 @@ all: a model for which that fails runs uncompiled, and `Handle.report` says why.
 
 import copy
 import functools
-import sys
 import threading
 import time
 import types
@@ -19,13 +18,12 @@ from typing import Any, NamedTuple
 import torch
 
 from turbo_hf.attention.sparse_step import Source
-from turbo_hf.attention.step_operator import StepView, attending, nothing
+from turbo_hf.attention.step_operator import StepView, attending
 from turbo_hf.attention.turbo_attention import HANDED_ON, IN_LAYER, compressed
 from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Unsupported, shortened, warn
 from turbo_hf.graphs.ahead import Ahead, Job, job_of
-from turbo_hf.layout import Scoring
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.layers import attention_layers
 
@@ -59,12 +57,8 @@ class Region(NamedTuple):
 
     number: int
     layer: Any
-    path: tuple[str, ...]
-
-    @property
-    def attention(self) -> Any:
-        """Its attention module."""
-        return self.layer.get_submodule(".".join(self.path))
+    path: list[str]
+    attention: Any
 
 
 def regions_of(model: Any) -> list[Region]:
@@ -79,15 +73,16 @@ def regions_of(model: Any) -> list[Region]:
         ends = [place for place, name in enumerate(path, 1) if name.isdigit()]
         if not ends:
             raise Unsupported(f"the module of layer {at.index} is not in a list of layers")
-        found.append(Region(at.index, model.get_submodule(".".join(path[: ends[-1]])), tuple(path[ends[-1] :])))
-        if "forward" in vars(found[-1].layer) or "forward" in vars(at.module):
+        layer = model.get_submodule(".".join(path[: ends[-1]]))
+        found.append(Region(at.index, layer, path[ends[-1] :], at.module))
+        if "forward" in vars(layer) or "forward" in vars(at.module):
             raise Unsupported(f"the forward method of layer {at.index} has been replaced")
     if len({region.layer for region in found}) < len(found):
         raise Unsupported("one of its layers has several attention modules")
     return found
 
 
-def _twin(module: Any, path: tuple[str, ...], config: Any) -> Any:
+def _twin(module: Any, path: list[str], config: Any) -> Any:
     """A layer as it is traced: the same weights, modules and settings, but for its attention, which has this config and
     no hooks."""
     twin = object.__new__(type(module))
@@ -105,17 +100,25 @@ def _forward(layer: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return layer.forward(*args, **kwargs)
 
 
-AttendOf = Callable[[Region, Any], Callable[..., torch.Tensor]]
-"""(layer, its rotary (cos, sin)) -> what attends in this call of it, an `Attend`."""
-
-
 def _call(thread: int, function: Any, twin: Any, attend: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of a layer's `forward`: its compiled code, in the thread whose step it is."""
     if threading.get_ident() != thread:
         return type(layer).forward(layer, *args, **kwargs)
     given = {name: VIEW if isinstance(x, TurboCache) else x for name, x in kwargs.items() if name not in HANDED_ON}
-    with attending(attend(kwargs.get("position_embeddings"))):
+    with attending(functools.partial(attend, kwargs.get("position_embeddings"))):
         return function(twin, [VIEW if isinstance(x, TurboCache) else x for x in args], given)
+
+
+def _nothing(region: Region, rotary: Any, query: torch.Tensor, *args: Any) -> torch.Tensor:
+    """As `_attend`, for a first run that only compiles."""
+    return torch.zeros_like(query)
+
+
+def _attend(cache: TurboCache, region: Region, rotary: Any, *qkv_and_scoring: Any) -> torch.Tensor:
+    """Attention of a layer, for `calling`."""
+    *qkv, scoring = qkv_and_scoring
+    layer: Any = cache.layers[region.number]
+    return compressed(cache, layer, Source(region.attention, rotary), NewQKV(*qkv), None, scoring)
 
 
 class CompiledLayers:
@@ -166,7 +169,8 @@ class CompiledLayers:
             return f"layers compiled ({self.seconds:.1f} s)"
         if self.asked != "auto":
             return "layers compiled at the first one"
-        return f"layers compiled after {AFTER} of one batch size{self._ahead.words()}"
+        now = "" if self._ahead.process is None else ", being compiled in a process of its own"
+        return f"layers compiled after {AFTER} of one batch size{now}"
 
     def refuse(self, reason: str, lasting: bool = True) -> None:
         """Layers are not compiled; unless that is "auto", warn once for each reason. lasting: nor will they be."""
@@ -185,10 +189,10 @@ class CompiledLayers:
         self._ahead.stop()
         self._forget()
 
-    def counts(self, rows: int) -> bool:
-        """Count a step that is not compiled; whether it is time to ask `ready` again."""
-        self._steps[rows] += 1
-        return self._steps[rows] % EVERY == 0
+    def asks(self, rows: int, captured: bool) -> bool:
+        """Whether it is time to ask `ready`: before a capture, and at times after one without compiled layers."""
+        self._steps[rows] += captured
+        return not captured or self._steps[rows] % EVERY == 0
 
     def ready(self, model: Any, inputs: dict[str, Any], dry: Callable[[], Any]) -> bool:
         """Whether the layers of a step over such inputs are compiled. If it is time for that, they are compiled here.
@@ -226,16 +230,10 @@ class CompiledLayers:
 
     def _compile(self, rows: int, dry: Callable[[], Any]) -> None:
         start = time.perf_counter()
-        if self.asked != "auto":
-            # seconds of compilation shall not look like a hang
-            sys.stderr.write(f"turbo_hf: compiling a layer for decode steps of batch size {rows} ...\n")
         # in all layers, before the first one stores anything
-        with self.calling(rows, lambda *args: nothing):
+        with self.calling(rows, _nothing):
             dry()
-        seconds = time.perf_counter() - start
-        if self.asked != "auto":
-            sys.stderr.write(f"turbo_hf: compiled in {seconds:.1f} s\n")
-        self.seconds += seconds
+        self.seconds += time.perf_counter() - start
         self.reason = None
 
     def _function(self, rows: int) -> Any:
@@ -251,22 +249,15 @@ class CompiledLayers:
         return self._functions[key][0]
 
     def steps(self, inputs: dict[str, Any]) -> Any:
-        """A context: inside, the model's layers run compiled in this thread. After `ready` returned True."""
-        cache: TurboCache = inputs[CACHE]
-
-        def attend(region: Region, rotary: Any) -> Any:
-            def of_layer(query: Any, key: Any, value: Any, scoring: Scoring) -> torch.Tensor:
-                layer: Any = cache.layers[region.number]
-                source = Source(region.attention, rotary)
-                return compressed(cache, layer, source, NewQKV(query, key, value), None, scoring)
-
-            return of_layer
-
-        return self.calling(len(inputs["input_ids"]), attend)
+        """As `calling`, over the cache of a step. After `ready` returned True."""
+        return self.calling(len(inputs["input_ids"]), functools.partial(_attend, inputs[CACHE]))
 
     @contextmanager
-    def calling(self, rows: int, attend: AttendOf) -> Iterator[None]:
-        """Inside, the model's layers run compiled in this thread; other threads wait for their own."""
+    def calling(self, rows: int, attend: Any) -> Iterator[None]:
+        """Inside, the model's layers run compiled in this thread; other threads wait for their own.
+
+        attend: (layer, its rotary (cos, sin), *arguments of an `Attend`), and returns as that.
+        """
         with self._lock:
             function = self._function(rows)
             config = copy.copy(self._regions[0].attention.config)
@@ -274,8 +265,8 @@ class CompiledLayers:
             try:
                 for region in self._regions:
                     twin = _twin(region.layer, region.path, config)
-                    given = (function, twin, functools.partial(attend, region), region.layer)
-                    region.layer.__dict__["forward"] = functools.partial(_call, threading.get_ident(), *given)
+                    own = threading.get_ident(), function, twin, functools.partial(attend, region), region.layer
+                    region.layer.__dict__["forward"] = functools.partial(_call, *own)
                 yield
             finally:
                 for region in self._regions:

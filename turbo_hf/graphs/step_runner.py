@@ -102,8 +102,9 @@ class StepRunner(Runner):
         if not steady and steps.needs_pages():
             # captures use the current pages
             self.drop(*self.kinds)
-        if size == 1 and self._compiled is not None and self._asks(self._compiled, len(inputs["input_ids"])):
-            self._fused = self._compiles(self._compiled, steps, inputs, autocast)
+        compiled, fused = self._compiled if size == 1 else None, self._fused and self.captured(size)
+        if compiled is not None and not fused and compiled.asks(len(inputs["input_ids"]), self.captured(size)):
+            self._fused = self._compiles(compiled, steps, inputs, autocast)
             if self._fused and self.captured(size):
                 self.drop(size)
         steps.mark_unfinished()
@@ -230,10 +231,6 @@ class StepRunner(Runner):
         kind = kwargs["input_ids"].device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return self.take(size, given, size, autocast), autocast
-
-    def _asks(self, compiled: CompiledLayers, rows: int) -> bool:
-        """Whether it is time to ask if the layers are compiled: before a capture, and at times after one without."""
-        return not self.captured(1) or (not self._fused and compiled.counts(rows))
 
     def _compiles(
         self, compiled: CompiledLayers, steps: ReplayableSteps, inputs: dict[str, Any], autocast: torch.dtype | None
