@@ -4,7 +4,6 @@ Without a GPU the backends "eager" and "aot_eager" trace as inductor would; indu
 """
 
 import copy
-import functools
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +35,7 @@ FEW = {"max_new_tokens": 6}
 VISITS: dict[str, Any] = {"probes": 3, "window_tokens": 12, "read_all_layers": (0,)}
 WINDOWED = {"sliding_window": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_neox": {}, "gpt_bigcode": {"n_positions": 128}, "granite": {},
     "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": WINDOWED, "gemma2": WINDOWED, "gemma3_text": WINDOWED,
     "phi3": {}, "olmo2": {}, "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -296,10 +296,6 @@ def test_layers_of_a_kind_that_is_not_known() -> None:
     model = tiny_llama()
     assert [region.path for region in regions_of(model)] == [["self_attn"]] * 2
     layer = model.model.layers[1]
-    layer.forward = functools.partial(type(layer).forward, layer)
-    with pytest.raises(Unsupported, match="the forward method of layer 1 has been replaced"):
-        regions_of(model)
-    del layer.forward
     layer.self_attn, model.model.layers[0].other = torch.nn.Identity(), layer.self_attn
     with pytest.raises(Unsupported, match="several attention modules"):
         regions_of(model)
@@ -340,6 +336,25 @@ def test_a_step_that_breaks_off_leaves_its_mark(monkeypatch: pytest.MonkeyPatch)
             model(ids[:, :1], **{CACHE: cache})
         cache.reset()
         assert torch.equal(model.generate(ids, **{CACHE: cache}, max_new_tokens=6, do_sample=False), want)
+
+
+def test_a_layer_whose_forward_is_replaced_later() -> None:
+    """Then its own is called in every step, and stays."""
+    model, ids = tiny_llama(), prompts(1, 40)
+    layer, called = model.model.layers[1], list[int]()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        called.append(1)
+        return type(layer).forward(layer, *args, **kwargs)
+
+    with turbo_hf.patch(model, COMPILED) as handle:
+        want = model.generate(ids, max_new_tokens=6, do_sample=False)
+        layer.forward = forward
+        with pytest.warns(UserWarning, match="the forward method of a layer has been replaced"):
+            assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), want)
+        assert "layers not compiled (the forward method" in handle.report().steps
+    assert len(called) == 6
+    assert layer.forward is forward
 
 
 def test_other_threads_and_the_model_keep_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,6 @@ def regions_of(model: Any) -> list[Region]:
             raise Unsupported(f"the module of layer {at.index} is not in a list of layers")
         layer = model.get_submodule(".".join(path[: ends[-1]]))
         found.append(Region(at.index, layer, path[ends[-1] :], at.module))
-        if "forward" in vars(layer) or "forward" in vars(at.module):
-            raise Unsupported(f"the forward method of layer {at.index} has been replaced")
     if len({region.layer for region in found}) < len(found):
         raise Unsupported("one of its layers has several attention modules")
     return found
@@ -209,11 +207,15 @@ class CompiledLayers:
                 # the model has been moved
                 self._forget()
                 self._place = place
-            if key in self._known:
-                self.reason = None
-            elif self.asked != "auto" or self._steps[rows] >= EVERY:
+            self.reason = None
+            if self.asked != "auto" or self._steps[rows] >= EVERY:
                 try:
                     self._regions = self._regions or regions_of(model)
+                    # also since it has been compiled
+                    if any("forward" in vars(x) for at in self._regions for x in (at.layer, at.attention)):
+                        raise Unsupported("the forward method of a layer has been replaced")
+                    if key in self._known:
+                        return True
                     if self.asked != "auto" or (self._is_ahead(model, rows) and self._steps[rows] >= AFTER):
                         self._compile(rows, dry)
                         self._known.add(key)
@@ -234,7 +236,6 @@ class CompiledLayers:
         with self.calling(rows, _nothing):
             dry()
         self.seconds += time.perf_counter() - start
-        self.reason = None
 
     def _function(self, rows: int) -> Any:
         """What is compiled at this batch size, for each kind of layers that it is called with."""
