@@ -236,10 +236,9 @@ def test_what_was_compiled_ahead_is_loaded_from_disk(
     monkeypatch.setattr(ahead, "PROGRAM", "turbo_hf.graphs.compile_ahead")
     # what a CPU can do is tried out for ten seconds in each process
     monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
-    monkeypatch.setattr(inductor_config.cpp, "vec_isa_ok", False)
     model, given = tiny_llama().to(device), on(device)
     want = answer(model, PLAIN, **given, max_new_tokens=40)
-    with turbo_hf.patch(model, AUTO) as handle:
+    with inductor_config.patch({"cpp.vec_isa_ok": False}), turbo_hf.patch(model, AUTO) as handle:
         model.generate(**given, max_new_tokens=8, do_sample=False)
         assert quick, handle.report().steps
         quick[0].wait()
