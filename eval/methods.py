@@ -4,7 +4,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 import torch
@@ -207,6 +207,11 @@ def _sparse_value(field: str, text: str) -> object:
     return int(text)
 
 
+def reproducible(config: TurboConfig, compiled: bool = False) -> TurboConfig:
+    """The config; with compile="auto", where it would depend on the time which steps are compiled: all or none."""
+    return replace(config, compile=compiled) if config.compile == "auto" else config
+
+
 @contextmanager
 def applied(model: Any, method: Method, calibration: Calibration | str | None = "auto") -> Iterator[Handle | None]:
     """The model under that method inside the `with`, and unchanged after it; yields the patch's handle, if any.
@@ -216,7 +221,7 @@ def applied(model: Any, method: Method, calibration: Calibration | str | None = 
     if method.config is not None:
         # what a config does not use may be refused beside it
         used = calibration if uses_calibration(method.config) else None
-        with patch(model, method.config, calibration=used) as handle:
+        with patch(model, reproducible(method.config), calibration=used) as handle:
             yield handle
         return
     before = model.config.get_text_config(decoder=True)._attn_implementation

@@ -39,7 +39,10 @@ if not torch.cuda.is_available():
     with suppress(ImportError):
         quicken()
 
-LONGEST = ("test_ranks.py", "test_context_group.py", "test_families_table.py", "test_compiled_models.py")
+LONGEST = (
+    "test_ranks.py", "test_context_group.py", "test_families_table.py", "test_compiled_models.py",
+    "test_compiled_ahead.py",
+)  # fmt: skip
 """Files with tests and fixtures of ten seconds and more: they begin a run, so that no process waits for one at its end,
 and a fixture that its tests share is made by one process."""
 
@@ -123,6 +126,13 @@ def backend(request: pytest.FixtureRequest) -> str:
 def seed() -> None:
     """The same random numbers whichever tests run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU no test begins a process that compiles ahead, but those of that."""
+    if torch.cuda.is_available():
+        monkeypatch.setattr("turbo_hf.graphs.ahead.DEVICES", ())
 
 
 @pytest.fixture

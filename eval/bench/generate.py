@@ -24,7 +24,7 @@ from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_mo
 from turbo_hf.eval.bench.runner import figure
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import free_memory
-from turbo_hf.eval.methods import BACKENDS, installed
+from turbo_hf.eval.methods import BACKENDS, installed, reproducible
 from turbo_hf.patching.patch_model import patch
 from turbo_hf.ranks import ranks_of
 
@@ -303,8 +303,9 @@ def generate_command(
             runner.one_of("decoding", name, DECODINGS)
             for name in decoding or DECODINGS[: 1 if processes()[1] > 1 else len(DECODINGS)]
         ]
-        configs = _configs(preset or [DEFAULT_PRESET], modes, cuda_graphs)
         where = runner.find_device(device)
+        compiled = cuda_graphs and where.type == "cuda" and processes()[1] == 1
+        configs = _configs(preset or [DEFAULT_PRESET], modes, cuda_graphs, compiled)
         runner.require_choice(
             where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command"
         )
@@ -338,9 +339,10 @@ def generate_command(
     bench.finish(json_line, failures)
 
 
-def _configs(presets: Sequence[str], modes: Sequence[str], cuda_graphs: bool) -> dict[str, TurboConfig]:
-    """Configs by the name of their row. ValueError: an unknown preset."""
-    found = {name: resolve_config(name) for name in presets}
+def _configs(presets: Sequence[str], modes: Sequence[str], cuda_graphs: bool, compiled: bool) -> dict[str, TurboConfig]:
+    """Configs by the name of their row. ValueError: an unknown preset. compiled: whether the first, untimed round
+    compiles what would be compiled in time."""
+    found = {name: reproducible(resolve_config(name), compiled) for name in presets}
     if not cuda_graphs:
         found = {name: replace(config, cuda_graphs=False) for name, config in found.items()}
     if not modes:

@@ -24,6 +24,7 @@ from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_mo
 from turbo_hf.eval.bench.runner import figure
 from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.bench.timing import free_memory
+from turbo_hf.eval.methods import reproducible
 from turbo_hf.models.versions import version_of
 from turbo_hf.patching.continuous_batching import SINCE
 from turbo_hf.patching.patch_model import patch
@@ -256,7 +257,7 @@ def serve_command(
         workloads = [runner.one_of("workload", name, WORKLOADS) for name in workload or WORKLOADS]
         require_one_model(shape, model_place, layers, tiny)
         shape = runner.one_of("shape", shape or "llama3-8b", KINDS)
-        configs = {name: resolve_config(name) for name in preset or [DEFAULT_PRESET]}
+        configs = {name: reproducible(resolve_config(name)) for name in preset or [DEFAULT_PRESET]}
         where = runner.find_device(device)
         runner.require_choice(
             where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command"

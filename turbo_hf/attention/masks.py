@@ -68,9 +68,6 @@ def turbo_mask(
     """
     if in_packed_pass():
         return None
-    if attention_mask is None and q_length == 1 and kv_length == 1:
-        # one token that sees itself; also a compiled step, whose mask cannot be read
-        return None
     return _mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
 
 

@@ -4,13 +4,14 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from turbo_hf.attention.masks import turbo_mask
-from turbo_hf.attention.turbo_attention import NAME, turbo_attention
+from turbo_hf.attention.turbo_attention import IN_LAYER, NAME, compiled_attention, turbo_attention
 from turbo_hf.errors import Unsupported
 
 
 def register() -> None:
-    """Register the attention and its masks with Transformers under `NAME`. A second call changes nothing."""
+    """Register the attention and its masks with Transformers. A second call changes nothing."""
     AttentionInterface.register(NAME, turbo_attention)
+    AttentionInterface.register(IN_LAYER, compiled_attention)
     AttentionMaskInterface.register(NAME, turbo_mask)
 
 

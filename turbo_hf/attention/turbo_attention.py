@@ -14,7 +14,7 @@ from turbo_hf.attention.latent import latent_prompt, latent_step, require_plain
 from turbo_hf.attention.packed import PACKED_KEYWORDS, packed_cache
 from turbo_hf.attention.prompt import attend_prompt
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets_and_logits
-from turbo_hf.attention.step_operator import StepCall, step_attention
+from turbo_hf.attention.step_operator import step_attention
 from turbo_hf.cache.claimed_cache import ClaimedCache
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.layer import TurboLayer
@@ -28,6 +28,9 @@ from turbo_hf.patches.latent import expanded, keeps_latent
 
 NAME = "turbo_hf"
 """The value of `config._attn_implementation` on a patched model."""
+
+IN_LAYER = f"{NAME}_in_layer"
+"""The same in a layer that is compiled."""
 
 HANDED_ON = frozenset({"tokenizer", "assistant_tokenizer"})
 """Keywords of `generate` that Transformers passes on to each forward pass, where nothing reads them."""
@@ -81,36 +84,12 @@ class TurboCall(NamedTuple):
     rotary: Rotary | None = None
 
 
-def turbo_attention(
+def compiled_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    turbo: Any = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention over the compressed cache; over full-precision keys and values if there is none.
-
-    query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens. turbo: a
-    TurboCall, a StepCall, or None. Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
-
-    Raises:
-        Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
-            "raise", a call that the compressed cache cannot serve.
-    """
-    # a StepCall; a TurboCall is a tuple too, but of a class of its own
-    if type(turbo) is tuple:
-        return _in_step(query, key, value, attention_mask, turbo, **options), None
-    return _attention(module, query, key, value, attention_mask, turbo=turbo, **options)
-
-
-def _in_step(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    call: StepCall,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -118,22 +97,24 @@ def _in_step(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     **kwargs: Any,
-) -> torch.Tensor:
-    """Attention in a compiled step: the operator, if the call has no argument that it does not know."""
+) -> tuple[torch.Tensor, None]:
+    """As `turbo_attention`, in a compiled layer: the operator.
+
+    Raises:
+        Unsupported: the call has an argument that the operator does not know.
+    """
     known = attention_mask is None and is_causal in (None, True)
     for name, given in kwargs.items():
         known = known and (given is None or name in HARMLESS)
     if not known:
         raise Unsupported("its steps pass a mask or a keyword to their attention that is not known here")
-    mark, layer, rotary = call
-    cos, sin = (None, None) if rotary is None else rotary
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out: torch.Tensor = step_attention(query, key, value, mark, layer, scale, softcap, s_aux, cos, sin)
-    return out
+    out: torch.Tensor = step_attention(query, key, value, scale, softcap, s_aux)
+    return out, None
 
 
 @untraced
-def _attention(
+def turbo_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -148,7 +129,15 @@ def _attention(
     turbo: TurboCall | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`turbo_attention` outside of compiled steps."""
+    """Attention over the compressed cache; over full-precision keys and values if there is none.
+
+    query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens. Returns
+    [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
+
+    Raises:
+        Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
+            "raise", a call that the compressed cache cannot serve.
+    """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if turbo is None:

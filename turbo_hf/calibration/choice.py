@@ -164,7 +164,7 @@ def _with_widths(heads: HeadChoice, notices: Notices) -> HeadChoice:
 
 def _storing(config: TurboConfig) -> TurboConfig:
     """Without the options that only say how it is computed."""
-    return with_options(config, backend="auto", cuda_graphs="auto", compile=False)
+    return with_options(config, backend="auto", cuda_graphs="auto", compile="auto")
 
 
 def _note(notices: Notices, *sentences: str | None) -> None:

@@ -23,7 +23,7 @@ from turbo_hf.cache.pass_mark import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import CALIBRATED, TurboConfig
 from turbo_hf.errors import warn
-from turbo_hf.graphs.compiled_step import CompiledStep
+from turbo_hf.graphs.compiled_layers import CompiledLayers
 from turbo_hf.graphs.devices import only_moves
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_never_replayed, why_no_replay, why_no_replay_under
 from turbo_hf.graphs.runner import NotCaptured, Runner
@@ -56,7 +56,7 @@ class StepRunner(Runner):
         device: as in `Runner`.
         demanded: if True, a cache whose steps can never be replayed, and a step that cannot be captured, are errors;
             else the model runs normally, after a warning if a capture failed.
-        compiled: the compiled step; None: steps are not compiled. The first step, whose mask is checked, never is.
+        compiled: the compiled layers; None: none are. Those of the first step, whose mask is checked, never are.
         forward: the model's `forward`, if it is called from within the model's call, behind its hooks (beam search,
             assisted decoding); None: it takes the place of that call.
         why_not: as in `Runner`.
@@ -68,7 +68,7 @@ class StepRunner(Runner):
         limit: int | None,
         device: Any,
         demanded: bool = False,
-        compiled: CompiledStep | None = None,
+        compiled: CompiledLayers | None = None,
         forward: Callable[..., Any] | None = None,
         why_not: Callable[[], str | None] | None = None,
     ):
@@ -79,7 +79,7 @@ class StepRunner(Runner):
         self._depth = STEP if forward is None else STEP + 1
         self._model, self._limit, self._compiled = model, limit, compiled
         self._steps: ReplayableSteps | None = None
-        # whether the step over one token is the compiled one
+        # whether layers of the step over one token are the compiled ones
         self._fused = False
         # the mask that has been read, or what `generate` has made of it since, and the version of that tensor
         self._mask: tuple[torch.Tensor, int] | None = None
@@ -102,8 +102,11 @@ class StepRunner(Runner):
         if not steady and steps.needs_pages():
             # captures use the current pages
             self.drop(*self.kinds)
-        if size == 1 and not self.captured(size):
-            self._fused = self._compiles(inputs, autocast)
+        compiled, fused = self._compiled if size == 1 else None, self._fused and self.captured(size)
+        if compiled is not None and not fused and compiled.asks(len(inputs["input_ids"]), self.captured(size)):
+            self._fused = self._compiles(compiled, steps, inputs, autocast)
+            if self._fused and self.captured(size):
+                self.drop(size)
         steps.mark_unfinished()
         if not steady:
             steps.begin(size)
@@ -229,14 +232,24 @@ class StepRunner(Runner):
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return self.take(size, given, size, autocast), autocast
 
-    def _compiles(self, inputs: dict[str, Any], autocast: torch.dtype | None) -> bool:
-        """Whether the step over one token is the compiled one."""
-        if self._compiled is None:
-            return False
+    def _compiles(
+        self, compiled: CompiledLayers, steps: ReplayableSteps, inputs: dict[str, Any], autocast: torch.dtype | None
+    ) -> bool:
+        """Whether the layers of the step over one token are the compiled ones."""
         if autocast is not None:
-            self._compiled.refuse("autocast is on", lasting=False)
+            compiled.refuse("autocast is on", lasting=False)
             return False
-        return self._compiled.ready(self._model, inputs, self.device.warm)
+
+        def dry() -> None:
+            steps.mark_unfinished()
+            try:
+                with steps.running():
+                    self.device.warm(functools.partial(self._pass, attention_mask=None, **inputs))
+            finally:
+                # nothing has been stored
+                steps.cancel()
+
+        return compiled.ready(self._model, inputs, dry)
 
     def _step(self, inputs: dict[str, Any], size: int, autocast: torch.dtype | None) -> Any:
         """The step itself."""
@@ -245,9 +258,8 @@ class StepRunner(Runner):
         if autocast is not None:
             # weights that autocast keeps in another type are not kept for the graph: it casts them itself
             casts = torch.autocast(inputs["input_ids"].device.type, autocast, cache_enabled=False)
-        with self._steps.running(size), casts:
-            if size == 1 and self._fused and self._compiled is not None:
-                return self._compiled(self._model, inputs)
+        compiled = self._compiled if self._fused and size == 1 else None
+        with self._steps.running(size), casts, nullcontext() if compiled is None else compiled.steps(inputs):
             # no mask: no new token is padding, and the cache knows its own padding
             return self._pass(attention_mask=None, **inputs)
 
@@ -391,7 +403,7 @@ class HandOff(threading.local):
     demanded, compiled: as in `StepRunner`. ranks: those that share the model, and capture its steps together.
     """
 
-    def __init__(self, demanded: bool, compiled: CompiledStep | None = None, ranks: Ranks = ALONE):
+    def __init__(self, demanded: bool, compiled: CompiledLayers | None = None, ranks: Ranks = ALONE):
         self.demanded, self.compiled, self.ranks = demanded, compiled, ranks
         self._runner: StepRunner | None = None
         self._taken: weakref.ref[StepRunner] | None = None

@@ -366,7 +366,7 @@ def require_spreadable(model: Any, config: TurboConfig, context: ContextRanks) -
             model.device.type != context.device.type
         ),
         "sparse steps (TurboConfig.sparse)": config.sparse is not None,
-        "compile=True": config.compile,
+        "compile=True": config.must_compile,
     }
     for reason, found in reasons.items():
         if found:

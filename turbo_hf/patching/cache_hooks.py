@@ -12,8 +12,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
-from turbo_hf.attention.step_operator import outside_of_steps
 from turbo_hf.attention.turbo_attention import NAME
+from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, complain, warn
 from turbo_hf.models.versions import CACHE
@@ -68,7 +68,7 @@ def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: C
     )
 
 
-@outside_of_steps(-1)
+@untraced
 def _bring_cache(
     maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -81,7 +81,7 @@ def _bring_cache(
     return (), {**given, CACHE: maker.make(model.config)}
 
 
-@outside_of_steps(-1)
+@untraced
 def _tell_uncompressed(maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the model and of models in it: warn, once per cache, where one is not compressed."""
     cache = by_name(type(model).forward, args, kwargs).get(CACHE)
@@ -95,7 +95,7 @@ def _tell_uncompressed(maker: CacheMaker, model: Any, args: tuple[Any, ...], kwa
         )
 
 
-@outside_of_steps(-2)
+@untraced
 def _watch_cache(
     maker: CacheMaker, strict: Strict, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:

@@ -17,7 +17,7 @@ from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.graphs.compiled_step import CompiledStep
+from turbo_hf.graphs.compiled_layers import CompiledLayers
 from turbo_hf.graphs.step_runner import hooked_module
 from turbo_hf.layout import HeadGroups, in_words
 from turbo_hf.parallel.context import spread
@@ -291,7 +291,7 @@ class Handle:
     _hooks: list[RemovableHandle]
     _replaced: list[tuple[torch.nn.Module, str, Any]]
     _previous: str | dict[str, str]
-    _compiled: CompiledStep | None = None
+    _compiled: CompiledLayers | None = None
     _active: bool = field(default=True)
 
     def __repr__(self) -> str:

@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from turbo_hf.attention.masks import forget_windows, require_window
-from turbo_hf.attention.step_operator import outside_of_steps, step_view
 from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
 from turbo_hf.cache.claimed_cache import claimed
 from turbo_hf.cache.guards import untraced
@@ -104,7 +103,7 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TurboCache | Non
     return next((x for x in (given_cache(kwargs), *args) if isinstance(x, TurboCache)), None)
 
 
-@outside_of_steps(-1)
+@untraced
 def _begin_pass(depth: int, ranks: Ranks, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a module that calls all layers: refuse a cache in which an earlier pass broke off."""
     cache = _cache_of(args, kwargs)
@@ -119,7 +118,7 @@ def _begin_pass(depth: int, ranks: Ranks, module: Any, args: tuple[Any, ...], kw
         context_of(ranks).begin(cache, begin, given)
 
 
-@outside_of_steps(-2)
+@untraced
 def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of a module that calls all layers: the pass of the outermost one has ended.
 
@@ -132,7 +131,7 @@ def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[st
         cache.mark.end()
 
 
-@outside_of_steps(-2)
+@untraced
 def _drop_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of a module that calls all layers, before `_finish_pass`: forget a pass that has stored nothing."""
     cache = _cache_of(args, kwargs)
@@ -140,20 +139,11 @@ def _drop_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str,
         cache.mark.drop(depth)
 
 
+@untraced
 def _bring_layer(
     spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of an attention module: claim the cache layer and pass it to the attention function."""
-    view = step_view(kwargs)
-    if view is None:
-        return _claim_layer(spec, module, args, kwargs)
-    return args, {**kwargs, "turbo": view.call_of(spec.layer, kwargs.get("position_embeddings"))}
-
-
-@untraced
-def _claim_layer(
-    spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     cache = given_cache(kwargs)
     now = cache.mark.now if isinstance(cache, TurboCache) else None
     if now is None or now.config is not module.config:
@@ -195,7 +185,7 @@ def _claim_layer(
     return args, kwargs
 
 
-@outside_of_steps(-2)
+@untraced
 def _report_nonfinite(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of the last attention module: as `_finish_pass`, where no module has announced the pass."""
     cache = given_cache(kwargs)

@@ -1,6 +1,6 @@
 """`patch()`: put a model on a compressed KV cache, with a handle that undoes it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
 from turbo_hf.calibration.choice import HeadChoice, choose_selectors, load_calibration
 from turbo_hf.config.turbo_config import ConfigLike, TurboConfig
 from turbo_hf.errors import Notices, Strict
-from turbo_hf.graphs.compiled_step import CompiledStep
+from turbo_hf.graphs.compiled_layers import CompiledLayers
 from turbo_hf.graphs.step_runner import HandOff, describe, is_dispatched, why_no_replay_over
 from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
@@ -240,8 +240,8 @@ def _plan(
     if config.cuda_graphs is True and no_graphs is not None:
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
     graphs = config.cuda_graphs is not False and no_graphs is None
-    if config.compile and not graphs:
-        notices.note(f"compile={config.compile!r}: {no_graphs}, so that decode steps are not compiled.")
+    if config.must_compile and not graphs:
+        notices.note(f"compile={config.compile!r}: {no_graphs}, so that layers are not compiled.")
     sizes = {HeadSizes(dim) for dim in dims} | {latent_sizes(module) for module in latents}
     no_serving = continuous_batching.why_not_served(model, layers, config, sizes)
     if sharing is not ranks:
@@ -275,11 +275,14 @@ def _plan(
         why_not_served=no_serving,
         why_not_captured=no_graphs or ("cuda_graphs=False" if config.cuda_graphs is False else None),
     )
-    return _Planned(report, modules, family, maker, _hand_off(config, ranks) if graphs else None, digest)
+    return _Planned(report, modules, family, maker, _hand_off(config, ranks, latents) if graphs else None, digest)
 
 
-def _hand_off(config: TurboConfig, ranks: Ranks) -> HandOff:
-    compiled = CompiledStep(config.compile == "tuned") if config.compile else None
+def _hand_off(config: TurboConfig, ranks: Ranks, latents: Collection[Any]) -> HandOff:
+    compiled = CompiledLayers(config.compile) if config.compile else None
+    if compiled is not None and (latents or isinstance(ranks, ContextRanks)):
+        # "auto": else they have been refused
+        compiled.refuse("latent attention" if latents else "its context lies on several GPUs")
     return HandOff(config.cuda_graphs is True, compiled, ranks)
 
 

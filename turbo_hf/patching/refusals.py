@@ -247,7 +247,7 @@ def refuse_latent_options(layers: list[LayerReport], config: TurboConfig, shared
         "smooth_k": config.expert.smooth_k,
         "buffer_scale='universal'": config.expert.buffer_scale != "token",
         "recent_tokens": bool(config.recent_tokens),
-        "compile": config.compile,
+        "compile": config.must_compile,
     }
     named = [name for name, given in wrong.items() if given]
     if named:

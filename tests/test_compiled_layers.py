@@ -1,10 +1,11 @@
-"""Captured steps that `TurboConfig(compile=True)` compiles as one graph: the same tokens, few compilations.
+"""Captured steps whose layers `TurboConfig(compile=True)` compiles: the same tokens, few compilations.
 
 Without a GPU the backends "eager" and "aot_eager" trace as inductor would; inductor itself is tried once.
 """
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,11 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
-from turbo_hf.attention.step_operator import StepView
-from turbo_hf.attention.turbo_attention import compressed, turbo_attention
+from turbo_hf.attention.turbo_attention import compiled_attention, compressed
 from turbo_hf.config.turbo_config import with_options
 from turbo_hf.errors import Unsupported
-from turbo_hf.graphs import compiled_step
+from turbo_hf.graphs import compiled_layers
+from turbo_hf.graphs.compiled_layers import regions_of
 from turbo_hf.graphs.step_runner import StepRunner
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods as generation
@@ -34,6 +35,7 @@ FEW = {"max_new_tokens": 6}
 VISITS: dict[str, Any] = {"probes": 3, "window_tokens": 12, "read_all_layers": (0,)}
 WINDOWED = {"sliding_window": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_neox": {}, "gpt_bigcode": {"n_positions": 128}, "granite": {},
     "llama": {}, "qwen2": {}, "qwen3": {}, "mistral": WINDOWED, "gemma2": WINDOWED, "gemma3_text": WINDOWED,
     "phi3": {}, "olmo2": {}, "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -43,7 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch: pytest.MonkeyPatch, runners: list[StepRunner]) -> Iterator[None]:
     """Without inductor; what one test has compiled is not another's."""
-    monkeypatch.setattr(compiled_step, "BACKEND", "eager")
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     yield
@@ -74,7 +76,7 @@ def test_families(name: str, runners: list[StepRunner], device: torch.device) ->
     want = answer(model, PLAIN, **ragged([40]), **FEW)
     got, report = answer_and_report(model, COMPILED, None, **ragged([40]), **FEW)
     assert torch.equal(got, want)
-    assert "; compiled as one graph (" in report.steps
+    assert "; layers compiled (" in report.steps
     assert [runner.captures for runner in runners] == [1, 1]
     assert compilations() == 1
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -89,7 +91,7 @@ def test_the_single_steps_of_drafts_are_compiled(runners: list[StepRunner], devi
             found.append(answer(model, config, **ragged([40]), assistant_model=drafter))
             steps = handle.report().steps
     assert torch.equal(*found)
-    assert "; compiled as one graph (" in steps
+    assert "; layers compiled (" in steps
     assert all(runner.captures for runner in runners)
     # the passes over drafts are captured as they are
     assert compilations() == 1
@@ -97,10 +99,9 @@ def test_the_single_steps_of_drafts_are_compiled(runners: list[StepRunner], devi
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_padded_batch_that_seals_blocks(
-    backend: str, runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
-    device: torch.device,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(compiled_step, "BACKEND", backend)
+    backend: str, runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(compiled_layers, "BACKEND", backend)
     model = tiny_llama(num_hidden_layers=1).to(device)
     want = answer(model, PLAIN, **ragged())
     same = answer(model, COMPILED, **ragged()) == want
@@ -108,9 +109,6 @@ def test_a_padded_batch_that_seals_blocks(
     assert same.float().mean() > 0.9 if backend == "inductor" else same.all()
     assert compilations() == 1
     assert all(runner.captures for runner in runners)
-    told = capfd.readouterr().err
-    assert "turbo_hf: compiling the decode step for batch size 3" in told
-    assert "turbo_hf: compiled in " in told
 
 
 @pytest.mark.parametrize(
@@ -134,7 +132,7 @@ def test_what_is_compiled_besides(
     got, other = answer_and_report(model, with_options(COMPILED, **config), index, **ragged([56, 25]), **call)
     assert torch.equal(got, want)
     assert other.selectivity == one.selectivity
-    assert "; compiled as one graph (" in other.steps
+    assert "; layers compiled (" in other.steps
     assert compilations() == 1
     assert runners[-1].captures
 
@@ -146,16 +144,14 @@ def test_compiled_once_for_all_steps_and_caches() -> None:
     model = tiny_llama()
     with turbo_hf.patch(model, COMPILED):
         counts = []
-        for lengths in ([40], [60], [40, 9], [33], [40, 9, 7], [9, 7, 6, 5, 4]):
+        for lengths in ([40], [60], [40, 9], [33], [9, 7, 6, 5, 4], [40, 7]):
             model.generate(**ragged(lengths), max_new_tokens=5, do_sample=False)
             counts.append(compilations())
         with torch.inference_mode():
             model.generate(**ragged([40]), max_new_tokens=5, do_sample=False)
-    # a batch of one, of one size, and of any; the second is any at once where one came before
-    assert counts[:2] == [1, 1]
-    assert counts[-2:] == [counts[-1]] * 2
-    assert counts[-1] <= 3
-    assert compilations() <= counts[-1] + 1
+    # each batch size
+    assert counts == [1, 1, 2, 2, 3, 3]
+    assert compilations() == 4
 
 
 @pytest.mark.parametrize("asked", [True, "tuned"])
@@ -167,12 +163,12 @@ def test_tiles_are_tuned_where_that_is_asked(asked: Any, monkeypatch: pytest.Mon
         return function
 
     model = tiny_llama(num_hidden_layers=1)
-    monkeypatch.setattr(compiled_step, "BACKEND", "inductor")
+    monkeypatch.setattr(compiled_layers, "BACKEND", "inductor")
     monkeypatch.setattr(torch, "compile", compile_)
     with turbo_hf.patch(model, TurboConfig(compile=asked)) as handle:
         model.generate(**ragged([40]), max_new_tokens=3, do_sample=False)
         assert handle._compiled is not None
-        assert copy.deepcopy(handle._compiled).tuned == (asked == "tuned")
+        assert copy.deepcopy(handle._compiled).asked is asked
     assert [given.get("coordinate_descent_tuning", False) for given in options] == [asked == "tuned"]
 
 
@@ -182,7 +178,8 @@ def test_two_models_and_two_patches_are_compiled_apart() -> None:
         with turbo_hf.patch(model, COMPILED) as handle:
             model.generate(**ragged([40]), max_new_tokens=5, do_sample=False)
             assert compilations() == count
-            code = handle._compiled._code if handle._compiled is not None else None
+            assert handle._compiled is not None
+            ((_, code),) = handle._compiled._functions.values()
             assert held(code)
         assert not held(code)
 
@@ -190,23 +187,24 @@ def test_two_models_and_two_patches_are_compiled_apart() -> None:
 # --- what is not compiled ------------------------------------------------------------------------------------------
 
 
-def breaks(model: Any) -> Callable[[Tensor], Tensor]:
-    forward = type(model.model.norm).forward
-    return lambda x: forward(model.model.norm, x) * (1 if bool(x.sum() > -1e9) else 2)
+def breaks(norm: Any) -> Callable[[Tensor], Tensor]:
+    forward = type(norm).forward
+    return lambda x: forward(norm, x) * (1 if bool(x.sum() > -1e9) else 2)
 
 
-@pytest.mark.parametrize(("asked", "said"), [(True, "compile=True: "), ("tuned", 'compile="tuned": ')])
+@pytest.mark.parametrize(("asked", "said"), [(True, "compile=True: "), ("tuned", "compile='tuned': ")])
 def test_a_model_that_cannot_be_compiled(asked: Any, said: str, runners: list[StepRunner]) -> None:
     model = tiny_llama()
-    model.model.norm.forward = breaks(model)
+    norm = model.model.layers[1].input_layernorm
+    norm.forward = breaks(norm)
     want, before = answer(model, PLAIN, **ragged()), dict(vars(model))
     with turbo_hf.patch(model, replace(COMPILED, compile=asked)) as handle:
-        with pytest.warns(UserWarning, match=f"{said}steps are not compiled: "):
+        with pytest.warns(UserWarning, match=f"{said}layers are not compiled: "):
             got = model.generate(**ragged(), max_new_tokens=NEW, do_sample=False)
         assert torch.equal(got, want)
         # said once, tried once
         assert torch.equal(model.generate(**ragged(), max_new_tokens=NEW, do_sample=False), want)
-        assert "; not compiled (" in handle.report().steps
+        assert "; layers not compiled (" in handle.report().steps
     assert vars(model) == before
     assert all(runner.captures for runner in runners)
 
@@ -228,7 +226,7 @@ def test_a_step_whose_capture_fails_is_captured_as_it_is(
     with pytest.warns(UserWarning, match="cannot be captured in a CUDA graph: an operation is not permitted"):
         got, report = answer_and_report(model, COMPILED, None, **ragged())
     assert torch.equal(got, want)
-    assert "not compiled (it cannot be captured" in report.steps
+    assert "layers not compiled (it cannot be captured" in report.steps
     assert runners[-1].captures
 
 
@@ -241,9 +239,9 @@ def test_a_hook_of_the_user_is_called_in_every_step() -> None:
             model.generate(prompts(1, 40), max_new_tokens=10, do_sample=False)
         hook.remove()
         assert len(called) == 10
-        assert "not compiled (model.layers.0.mlp has hooks" in handle.report().steps
+        assert "layers not compiled (model.layers.0.mlp has hooks" in handle.report().steps
         model.generate(prompts(1, 40), max_new_tokens=10, do_sample=False)
-        assert "compiled as one graph" in handle.report().steps
+        assert "layers compiled (" in handle.report().steps
     assert len(called) == 10
 
 
@@ -254,9 +252,9 @@ def test_steps_that_are_not_captured_are_not_compiled(monkeypatch: pytest.Monkey
     want = answer(model, PLAIN, input_ids=ids, **FEW)
     monkeypatch.undo()
     with turbo_hf.patch(model, COMPILED) as handle:
-        with pytest.warns(UserWarning, match="compile=True: steps are not compiled: the model is on cpu"):
+        with pytest.warns(UserWarning, match="compile=True: layers are not compiled: the model is on cpu"):
             assert torch.equal(model.generate(ids, do_sample=False, **FEW), want)
-        assert "; not compiled (the model is on cpu)" in handle.report().steps
+        assert "; layers not compiled (the model is on cpu)" in handle.report().steps
     assert not compilations()
 
 
@@ -266,7 +264,7 @@ def test_uncompressed_layers() -> None:
     with pytest.warns(UserWarning, match="compile=True: layer 1 is dense"):
         handle = turbo_hf.patch(model, COMPILED, strict="warn")
     with handle:
-        assert "layer 1 is dense, so that decode steps are not compiled" in str(handle.report())
+        assert "layer 1 is dense, so that layers are not compiled" in str(handle.report())
         model.generate(prompts(1, 40), max_new_tokens=4, do_sample=False)
     assert not compilations()
 
@@ -285,14 +283,22 @@ def test_a_cache_that_was_read_dequantized_is_not_compiled_over() -> None:
 
 def test_a_mask_or_keyword_of_their_own_ends_the_attempt() -> None:
     q, k = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 1, 16)
-    view = StepView([(None, False)], torch.device("cpu"))
     module: Any = None
     for more in ({"attention_mask": torch.ones(1, 1)}, {"position_bias": k}, {"is_causal": False}):
         options: dict[str, Any] = {"attention_mask": None, **more}
         with pytest.raises(Unsupported, match="a mask or a keyword"):
-            turbo_attention(module, q, k, k, turbo=view.call_of(0, None), **options)
-    with pytest.raises(RuntimeError, match="outside of a compiled step"):
-        turbo_attention(module, q, k, k, None, turbo=view.call_of(0, None))
+            compiled_attention(module, q, k, k, **options)
+    with pytest.raises(RuntimeError, match="outside of a compiled layer"):
+        compiled_attention(module, q, k, k, None)
+
+
+def test_layers_of_a_kind_that_is_not_known() -> None:
+    model = tiny_llama()
+    assert [region.path for region in regions_of(model)] == [["self_attn"]] * 2
+    layer = model.model.layers[1]
+    layer.self_attn, model.model.layers[0].other = torch.nn.Identity(), layer.self_attn
+    with pytest.raises(Unsupported, match="several attention modules"):
+        regions_of(model)
 
 
 # --- what is left behind -------------------------------------------------------------------------------------------
@@ -322,14 +328,62 @@ def test_a_step_that_breaks_off_leaves_its_mark(monkeypatch: pytest.MonkeyPatch)
             return attend(*args)
 
         # in the second layer of the second step that is compiled
-        monkeypatch.setattr(compiled_step, "compressed", fails)
+        monkeypatch.setattr(compiled_layers, "compressed", fails)
         with pytest.raises(KeyboardInterrupt):
             model.generate(ids, **{CACHE: cache}, max_new_tokens=6, do_sample=False)
-        monkeypatch.setattr(compiled_step, "compressed", attend)
+        monkeypatch.setattr(compiled_layers, "compressed", attend)
         with pytest.raises(ValueError, match="broke off"):
             model(ids[:, :1], **{CACHE: cache})
         cache.reset()
         assert torch.equal(model.generate(ids, **{CACHE: cache}, max_new_tokens=6, do_sample=False), want)
+
+
+def test_a_layer_whose_forward_is_replaced_later() -> None:
+    """Then its own is called in every step, and stays."""
+    model, ids = tiny_llama(), prompts(1, 40)
+    layer, called = model.model.layers[1], list[int]()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        called.append(1)
+        return type(layer).forward(layer, *args, **kwargs)
+
+    with turbo_hf.patch(model, COMPILED) as handle:
+        want = model.generate(ids, max_new_tokens=6, do_sample=False)
+        layer.forward = forward
+        with pytest.warns(UserWarning, match="the forward method of a layer has been replaced"):
+            assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), want)
+        assert "layers not compiled (the forward method" in handle.report().steps
+    assert len(called) == 6
+    assert layer.forward is forward
+
+
+def test_other_threads_and_the_model_keep_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one thread's steps call compiled layers, another one's pass stores its tokens in its own cache."""
+    model, ids = tiny_llama(), prompts(1, 40)
+    before = [dict(vars(module)) for module in model.modules()]
+    lengths: list[int] = []
+
+    def passes(handle: Any) -> None:
+        cache = handle.new_cache()
+        with torch.no_grad():
+            model(ids, **{CACHE: cache})
+        lengths.append(cache.get_seq_length())
+
+    with turbo_hf.patch(model, COMPILED) as handle:
+        want = model.generate(ids, max_new_tokens=6, do_sample=False)
+
+        def attends(*args: Any) -> Tensor:
+            if not lengths:
+                other = threading.Thread(target=passes, args=(handle,))
+                other.start()
+                other.join()
+            return compressed(*args)
+
+        monkeypatch.setattr(compiled_layers, "compressed", attends)
+        assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), want)
+        assert not any("forward" in vars(layer) for layer in model.model.layers)
+    assert lengths == [40]
+    assert [dict(vars(module)) for module in model.modules()] == before
 
 
 # --- on a GPU ------------------------------------------------------------------------------------------------------
@@ -373,11 +427,11 @@ def test_a_tie_is_told_from_another_answer() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss"])
 def test_on_a_gpu_by_inductor(name: str, runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_step, "BACKEND", "inductor")
+    monkeypatch.setattr(compiled_layers, "BACKEND", "inductor")
     model, given = family(name).cuda(), ragged()
     want = answer(model, PLAIN, max_new_tokens=300, **given)
     got, report = answer_and_report(model, COMPILED, None, max_new_tokens=300, **given)
-    assert "; compiled as one graph (" in report.steps, report.steps
+    assert "; layers compiled (" in report.steps, report.steps
     require_ties(model, PLAIN, want, got, (given["attention_mask"] == 0).sum(1).tolist())
     assert 1 <= runners[-1].captures <= 8
     assert compilations() == 1
@@ -385,7 +439,7 @@ def test_on_a_gpu_by_inductor(name: str, runners: list[StepRunner], monkeypatch:
 
 @pytest.mark.gpu
 def test_on_a_gpu_steps_are_compiled_once(runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_step, "BACKEND", "inductor")
+    monkeypatch.setattr(compiled_layers, "BACKEND", "inductor")
     model = tiny_llama(attn_implementation="sdpa").to("cuda", torch.bfloat16)
     ids = prompts(1, 40).cuda()
     with turbo_hf.patch(model, COMPILED) as handle:
