@@ -39,11 +39,11 @@ def test_a_replayed_step_waits_for_nothing_but_the_mask(sparse: Any, runners: li
     config = replace(SMALL, sparse=sparse)
     with turbo_hf.patch(model, config, calibration=an_index(model)) as handle, torch.no_grad():
         cache = handle.new_cache()
-        ids = prompts(3, 40).cuda()
+        ids = prompts(3, 72).cuda()
         model(ids, **{CACHE: cache}, use_cache=True)
         runner = StepRunner(model, None, CudaDevice(model.device))
         new = ids[:, :1].contiguous()
-        at = torch.full((3, 1), 40, device="cuda")
+        at = torch.full((3, 1), 72, device="cuda")
 
         def step() -> None:
             runner(input_ids=new, position_ids=at, **{CACHE: cache}, use_cache=True, return_dict=True)
