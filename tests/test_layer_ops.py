@@ -36,7 +36,7 @@ def test_steps_do_not_choose(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(30):
         step(layer, 1)
     assert len(asked) == 2
-    assert layer.state.sealed == [3]
+    assert layer.state.sealed == [2]
 
 
 def test_another_dtype_chooses_anew() -> None:

@@ -59,6 +59,14 @@ def test_tokens_are_those_of_static_batches(preset: Any, kind: str, passes: Any)
         assert {at.storage for at in handle.report().layers} == {"latent 4 bit", "latent 8 bit"}
 
 
+@pytest.mark.parametrize(("recent", "block"), [(0, 64), (128, 64), (96, 32)])
+def test_other_numbers_of_recent_tokens(recent: int, block: int, passes: Any) -> None:
+    model, inputs = MODELS["llama"](), requests((5, 300, 150))
+    with turbo_hf.patch(model, flat_config(recent_tokens=recent, block_size=block)) as handle:
+        outputs = model.generate_batch(inputs, max_new_tokens=30, continuous_batching_config=options(40))
+        check_same(model, handle, inputs, outputs, passes)
+
+
 @pytest.mark.parametrize("family", ["axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu"])
 def test_other_families_with_latents(family: str, passes: Any) -> None:
     model: Any = mistral4() if family == "mistral4" else build(family)
