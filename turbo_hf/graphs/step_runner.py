@@ -89,7 +89,7 @@ class StepRunner(Runner):
         tokens = 0 if self.off else self._tokens_of(kwargs)
         # here and not before the prompt, which would wait for it
         reason = self.look_for_hooks() if tokens else None
-        if reason is not None and self._compiled is not None:
+        if reason is not None and self._compiled is not None and self._compiled.asked != "auto":
             self._compiled.refuse(reason, lasting=False)
         if not tokens or self.off:
             return self._pass(**kwargs)
