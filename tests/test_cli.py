@@ -231,13 +231,13 @@ def test_demo_takes_a_config_file(mine: Path) -> None:
 def test_bench_takes_a_config_file(mine: Path) -> None:
     words = ("--layers", "2", "--tiny", "--config", str(mine), "--rounds", "1", "--decoding", "greedy")
     found = command("bench", "generate", *words, "--context", "40", "--new", "2")
-    options = TurboConfig(bits=2, dense_layers=(0,), attention="native").to_dict()
+    options = TurboConfig(bits=2, dense_layers=(0,), attention="native", compile=False).to_dict()
     assert found["options"]["configs"] == {str(mine): options}
     assert str(mine) in {row["method"] for row in found["rows"]}
     mine.write_text("bits: 2\nattention: native\n")
     # the first token alone, in the file's attention
     found = command("bench", "generate", *words, "--context", "64", "--new", "1")
-    assert found["options"]["configs"] == {str(mine): TurboConfig(bits=2, attention="native").to_dict()}
+    assert found["options"]["configs"] == {str(mine): TurboConfig(bits=2, attention="native", compile=False).to_dict()}
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_a_run_of_a_file_is_of_what_the_file_said(mine: Path, tmp_path: Path) ->
     words += ["--out", str(tmp_path / "out"), "--methods", str(mine)]
     found = command(*words)
     assert set(found["serving"]) == {"fp16", "fp16 again", str(mine)}
-    want = TurboConfig(bits=2, dense_layers=(0,), attention="native").to_dict()
+    want = TurboConfig(bits=2, dense_layers=(0,), attention="native", compile=False).to_dict()
     assert found["meta"]["configs"] == {str(mine): want}
     # the same options in other words, and another method beside it
     mine.write_text("bits: 2\nattention: native\ndense_layers: [0]\n")

@@ -172,7 +172,7 @@ def test_a_process_ends_with_the_one_that_began_it() -> None:
     program = (
         "import os, signal\n"
         "from turbo_hf.graphs import ahead\n"
-        "ahead.DEVICES, ahead.PROGRAM = ('cpu',), 'ahead_stub'\n"
+        "ahead.DEVICES, ahead.PROGRAM = ('cpu',), 'ahead_sleeps'\n"
         "held = ahead.Ahead()\n"
         "held.done({'device': 'cpu', 'rows': 3})\n"
         "os.write(1, str(held.process.pid).encode())\n"

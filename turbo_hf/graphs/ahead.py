@@ -53,6 +53,8 @@ def job_of(model: Any, layers: Sequence[torch.nn.Module], rows: int) -> Job:
         "config": config,
         "layers": kinds[:count],
         "device": str(model.device),
+        # a part of the keys of torch's caches, as is the precision
+        "current": torch.cuda.current_device() if model.device.type == "cuda" else -1,
         "dtype": str(model.dtype).removeprefix("torch."),
         "gradients": next(layers[0].parameters()).requires_grad,
         "rows": rows,

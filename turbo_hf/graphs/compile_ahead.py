@@ -36,6 +36,8 @@ def compile_ahead(job: Job) -> None:
         Unsupported: its config describes other layers, or they cannot be compiled.
     """
     torch.set_float32_matmul_precision(job["precision"])
+    # which does nothing for a negative number
+    torch.cuda.set_device(job["current"])
     config = AutoConfig.for_model(**job["config"])
     with torch.device(job["device"]):
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, job["dtype"])).eval()
