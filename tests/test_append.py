@@ -290,7 +290,10 @@ def test_a_step_seals_what_is_full_and_then_appends(
             assert torch.equal(codes[row, :, held : held + 1], want_codes)
             assert torch.equal(scale[row, :, held : held + 1], want_scale)
     # what is behind the block takes its place
-    assert_same_tokens(store._replace(open_len=torch.tensor([stay, stay + 6, stay, 3], device=store.open_len.device)), moved(before, [0, 2]))
+    assert_same_tokens(
+        store._replace(open_len=torch.tensor([stay, stay + 6, stay, 3], device=store.open_len.device)),
+        moved(before, [0, 2]),
+    )
 
 
 def moved(store: KVStore, rows: list[int]) -> KVStore:

@@ -141,7 +141,8 @@ def test_a_threshold_that_falls_is_captured_anew(
     model, config = tiny_llama().to(device), flat_config(sas=True, block_size=32)
     want = answer(model, replace(config, cuda_graphs=False), **ragged([50]))
     assert torch.equal(answer(model, config, **ragged([50])), want)
-    assert runners[-1].captures == 2
+    # the plan of a GPU's attention is another one from the first sealed block on
+    assert runners[-1].captures == (3 if device.type == "cuda" else 2)
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])

@@ -334,12 +334,12 @@ def test_nan_ends_the_manager_and_says_why() -> None:
         (TurboConfig(layer_bits=(4, (8, 4))), "llama", "8/4 bit"),
     ],
 )
-def test_what_has_not_been_checked_on_a_gpu_is_refused_there(
+def test_what_gave_other_tokens_on_a_gpu_is_refused_there(
     preset: Any, kind: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = MODELS[kind]()
     with turbo_hf.patch(model, preset):
         # moved since the patch
         monkeypatch.setattr(type(model), "device", torch.device("cuda", 0))
-        with pytest.raises(Unsupported, match=f"have not been checked on a GPU at {found}. Choose"):
+        with pytest.raises(Unsupported, match=rf"found \({found}\). Use generate"):
             model.generate_batch(requests())

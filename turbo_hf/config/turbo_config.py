@@ -429,8 +429,8 @@ def not_recommended(config: TurboConfig) -> str | None:
         return None
     # `eval/results/fidelity-log.md`
     return (
-        "2 bit is not like 16 bit on real checkpoints: on SmolLM2-135M the mean KL is 0.015 nats with 2-bit values "
-        "(turbo-k4v2), 0.091 with unranked heads at 2 bit (turbo-mixed), 0.18 with all (turbo2); 0.005 at 4 bit "
+        "2 bit is not like 16 bit on real checkpoints: on SmolLM2-135M the mean KL is 0.007 nats with 2-bit values "
+        "(turbo-k4v2), 0.045 at 2 bit (turbo2; 0.19 on a 1.5B model), 0.0035 at 4 bit "
         f"({DEFAULT_PRESET}). Evaluate on your tasks, and see turbo-hf fidelity."
     )
 
