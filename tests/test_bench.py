@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_support import CPU, check_refused
+from cli_support import check_refused
 from stores import tokens
 
 from turbo_hf.eval.bench.oracle import attend
@@ -43,7 +43,7 @@ def test_work_is_counted_as_the_papers_count_it() -> None:
 def test_every_call_runs_in_every_round_and_none_always_first() -> None:
     order: list[str] = []
     calls: dict[str, Call] = {name: partial(order.append, name) for name in "abc"}
-    times = side_by_side(calls, Stopwatch(CPU), seconds=0)
+    times = side_by_side(calls, Stopwatch(torch.device("cpu")), seconds=0)
     (rounds,) = {len(own) for own in times.values()}
     timed = order[-3 * rounds :]
     assert [sorted(timed[i : i + 3]) for i in range(0, len(timed), 3)] == [["a", "b", "c"]] * rounds
@@ -109,7 +109,7 @@ def test_the_oracle_is_a_loop_over_keys(options: dict[str, Any], monkeypatch: py
     ],
 )
 def test_mistakes_get_one_sentence_and_exit_1(words: str, message: str) -> None:
-    check_refused(message, *words.split())
+    check_refused(message, "bench", *words.split())
 
 
 def test_json_has_no_nan() -> None:
@@ -118,4 +118,4 @@ def test_json_has_no_nan() -> None:
 
 @pytest.mark.parametrize("words", [["prefill"], ["decode"], ["decode", "--selector", "saap"], ["generate"]])
 def test_a_cpu_does_not_run_what_is_sized_for_a_gpu(words: list[str]) -> None:
-    check_refused("the defaults are sized for a GPU, and this is a CPU. Choose", *words, "--device", "cpu")
+    check_refused("the defaults are sized for a GPU, and this is a CPU. Choose", "bench", *words, "--device", "cpu")

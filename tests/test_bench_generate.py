@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_support import CPU, check_refused, complaint, last_json, run
+from cli_support import check_refused, last_json, run
 from models import LAB_MODEL
 
 from turbo_hf import TurboConfig
@@ -17,7 +17,7 @@ from turbo_hf.eval.bench.generate import GenerateMethod, Work, compare
 from turbo_hf.eval.bench.random_models import KINDS, random_model
 
 PLAIN: Any = {"mode": "native", "backend": "reference"}
-TINY = ["generate", "--device", "cpu", "--tiny", "--rounds", "1", "--new", "3"]
+TINY = ["bench", "generate", "--device", "cpu", "--tiny", "--rounds", "1", "--new", "3"]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_first_token_alone_by_mode_of_attention() -> None:
 
 
 def test_a_model_of_ones_own() -> None:
-    words = ["generate", "--model", str(LAB_MODEL), "--context", "100", *TINY[1:3], *TINY[4:]]
+    words = [*TINY[:4], "--model", str(LAB_MODEL), "--context", "100", *TINY[5:]]
     words += ["--decoding", "greedy", "--decoding", "beams"]
     rows = [row for row in last_json(run(*words, "--json"))["rows"] if row["tokens_s"]]
     assert {row["shape"] for row in rows} == {"lab-llama-4m"}
@@ -91,7 +91,7 @@ def test_logits_that_are_not_the_model_s_get_no_figure(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(clock.Clock, "__call__", wrong)
     result = run(*TINY, "--context", "20", "--decoding", "greedy", "--json", code=1)
-    assert "SDPA on llama3-8b, 20 tokens: failed: its logits are off by" in complaint(result)
+    assert "SDPA on llama3-8b, 20 tokens: failed: its logits are off by" in " ".join(result.stderr.split())
     assert not any(row["tokens_s"] for row in last_json(result)["rows"])
 
 
@@ -111,7 +111,7 @@ def test_a_batch_that_does_not_fit_gets_a_line(monkeypatch: pytest.MonkeyPatch) 
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(generate, "_generate", full)
-    model, work = random_model("llama3-8b", 1, CPU, tiny=True), Work(20, 4, 1, None, 0)
+    model, work = random_model("llama3-8b", 1, torch.device("cpu"), tiny=True), Work(20, 4, 1, None, 0)
     (row,) = compare(model, "llama3-8b", [GenerateMethod("SDPA")], work, 64)
     assert (row.batch, row.tokens_s, row.note) == (64, None, "does not fit the memory")
 
@@ -125,7 +125,7 @@ def test_a_patched_model_that_fails_is_named_and_the_others_stay(monkeypatch: py
     base, _, ours = last_json(result)["rows"][:3]
     assert base["tokens_s"] > 0
     assert ours["note"] == "failed: ValueError: no such family"
-    assert "turbo4 on llama3-8b, 20 tokens: failed" in complaint(result)
+    assert "turbo4 on llama3-8b, 20 tokens: failed" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("graphs", [True, False])

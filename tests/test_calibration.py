@@ -1,7 +1,6 @@
 """Calibration: runs from the texts to the result, what is refused before one, which windows judge it; the command."""
 
 import copy
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
-from calibration_support import HEADS, MIXED, SMALL, TEXTS, command, lab, same
+from calibration_support import HEADS, MIXED, PROSE_FILE, SMALL, TEXTS, lab, same
+from cli_support import check_refused, last_json
+from cli_support import run as run_command
 from families_support import build
-from models import lab_model, tiny_llama, tiny_mistral
+from models import LAB_MODEL, lab_model, tiny_llama, tiny_mistral
 from transformers import BloomConfig, BloomForCausalLM, T5Config, T5Model
 
 import turbo_hf
@@ -189,16 +190,18 @@ def test_sinks_take_no_part_in_the_clusters(monkeypatch: pytest.MonkeyPatch) -> 
 
 # --- `turbo-hf calibrate` --------------------------------------------------------------------------------------------
 
+CALIBRATE = ("calibrate", str(LAB_MODEL), "--texts", str(PROSE_FILE), "--device", "cpu")
+
 
 def test_the_command_writes_what_patch_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "fast", replace(SMALL, steps=4))
-    printed = command(tmp_path, "--window", "256", "--json")
-    facts = json.loads(printed.strip().splitlines()[-1])
+    result = run_command(*CALIBRATE, "--out", str(tmp_path / "out"), "--window", "256", "--json")
+    facts = last_json(result)
     assert facts["tokens"] == 768
     assert len(facts["layers"]) == 6
     found = Calibration.from_pretrained(tmp_path / "out")
     assert found.layers[0].centroids is not None
-    assert "recall: long-range attention mass in 4 % of the keys" in " ".join(printed.split())
+    assert "recall: long-range attention mass in 4 % of the keys" in " ".join(result.output.split())
     with turbo_hf.patch(lab_model()[0], MIXED, calibration=tmp_path / "out") as handle:
         assert "by calibration" in handle.report().heads
 
@@ -211,6 +214,4 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_mistakes_get_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:
-    printed = " ".join(command(tmp_path, *words, code=1).split())
-    assert message in printed
-    assert "Traceback" not in printed
+    check_refused(message, *CALIBRATE, "--out", str(tmp_path / "out"), *words)

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+from cli_support import output_of
 from models import LAB_MODEL, lab_model
-from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
 pytest.importorskip("datasets", reason='datasets is not installed: pip install -e ".[eval]"')
@@ -17,7 +17,6 @@ pytest.importorskip("datasets", reason='datasets is not installed: pip install -
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import hash_args
 
-from turbo_hf.cli.main import app
 from turbo_hf.config.whole_files import InUse, one_writer
 from turbo_hf.eval.answers import AnsweredLM, Answers, Batch
 from turbo_hf.eval.eval_command import LOCK
@@ -176,9 +175,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.M
 
 def command(folder: Path, code: int) -> str:
     words = ["eval", str(LAB_MODEL), "--task", "prose", "--limit", "1", "--longest", "512", "--device", "cpu"]
-    result = CliRunner().invoke(app, [*words, "--out", str(folder)])
-    assert result.exit_code == code, result.output
-    return " ".join(result.output.split())
+    return output_of(*words, "--out", str(folder), code=code)
 
 
 def interrupt_before(*_: Any, **__: Any) -> NoReturn:

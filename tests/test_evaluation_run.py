@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 from calibration_support import lab
+from cli_support import check_refused, last_json
+from cli_support import run as run_command
 from models import LAB_MODEL, lab_model
-from typer.testing import CliRunner
 
 pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
 pytest.importorskip("datasets", reason='datasets is not installed: pip install -e ".[eval]"')
 
 from turbo_hf import TurboConfig
 from turbo_hf.calibration.widths import Widths
-from turbo_hf.cli.main import app
 from turbo_hf.eval.eval_command import _calibration
 from turbo_hf.eval.evaluate import Outcome, answers_of, load_tasks, quiet, run_method
 from turbo_hf.eval.methods import AGAIN, BASELINE, method_named
@@ -139,14 +139,10 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.setattr("turbo_hf.eval.tasks.carried_prose", lambda texts, sentences: carried_prose(texts, 12))
 
-    def command(*more: str, code: int = 0, methods: str = "turbo4") -> Any:
-        words = ["eval", str(LAB_MODEL), "--methods", methods, "--limit", "1", "--longest", "512", "--device", "cpu"]
-        result = CliRunner().invoke(app, [*words, "--out", str(tmp_path), *more])
-        assert result.exit_code == code, result.output
-        return result
-
-    result = command("--json")
-    found = json.loads(result.stdout.strip().splitlines()[-1])
+    words = ["eval", str(LAB_MODEL), "--limit", "1", "--longest", "512", "--device", "cpu", "--out", str(tmp_path)]
+    words += ["--json", "--methods"]
+    result = run_command(*words, "turbo4")
+    found = last_json(result)
     assert "LIMITED to 1 items a task: a smoke test, not a result." in result.stdout
     assert found["meta"]["calibration"] is None
     assert found["meta"]["configs"] == {"turbo4": TurboConfig().to_dict()}
@@ -166,13 +162,11 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
         raise AssertionError("everything was answered before")
 
     monkeypatch.setattr(TurboLM, "_model_generate", never)
-    again = json.loads(command("--json").stdout.strip().splitlines()[-1])
-    assert again["accuracy"] == found["accuracy"]
-    stopped = command(methods="turbo4,turbo4+low_heads=0.25", code=1)
-    assert isinstance(stopped.exception, AssertionError)
+    assert last_json(run_command(*words, "turbo4"))["accuracy"] == found["accuracy"]
+    with pytest.raises(AssertionError, match="everything was answered before"):
+        run_command(*words, "turbo4,turbo4+low_heads=0.25")
     partial = json.loads((tmp_path / "report.json").read_text())
     assert partial["notes"][0] == "UNFINISHED: turbo4+low_heads=0.25 still to run; the same command goes on."
     assert partial["accuracy"] == found["accuracy"]
     assert "UNFINISHED" in (tmp_path / "report.md").read_text()
-    refused = command("--batch", "2", code=1)
-    assert "batch was 8, now 2" in " ".join(refused.output.split())
+    check_refused("batch was 8, now 2", *words, "turbo4", "--batch", "2")

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from cli_support import check_refused, last_json, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from turbo_hf.cli.main import LATER, app, load_command
 
@@ -56,12 +56,6 @@ def write(path: Path, architecture: str) -> None:
     writer.close()
 
 
-def run(*words: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, [*words])
-    assert result.exit_code == code, result.output
-    return result
-
-
 def commands(found: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Each command below `found`, by its whole name."""
     if hasattr(found, "list_commands"):
@@ -87,14 +81,14 @@ def test_generate_answers_as_the_model_that_transformers_loads(folder: str, tmp_
     exact = tmp_path / "exact.json"
     exact.write_text(json.dumps({"bits": 16, "attention": "native"}))
     options = ("--gguf-file", NAME, "--config", str(exact), "--max-new-tokens", "6", "--json")
-    facts = json.loads(run("generate", folder, "abcd", *options).stdout.splitlines()[-1])
+    facts = last_json(run("generate", folder, "abcd", *options))
     assert facts["dtype"] == "torch.float32"
     assert facts["reply"]["text"] == want.removesuffix("</s>")
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
 def test_plan_and_doctor_read_it(command: str, folder: str) -> None:
-    facts = json.loads(run(command, folder, "--gguf-file", NAME, "--json").stdout.splitlines()[-1])
+    facts = last_json(run(command, folder, "--gguf-file", NAME, "--json"))
     if command == "doctor":
         assert facts["model"]["refusal"] is None
         assert facts["model"]["checks"]["turbo4"]["positions"]
@@ -108,29 +102,26 @@ def test_plan_and_doctor_read_it(command: str, folder: str) -> None:
 def test_a_gguf_file_that_is_not_named_is_told(command: str, folder: str) -> None:
     words = ["hello"] if command == "generate" else []
     for place in (folder, f"{folder}/{NAME}"):
-        said = " ".join(run(command, place, *words, code=1).stderr.split())
-        assert f"{NAME} is a GGUF file: pass its folder, and name it by --gguf-file {NAME}." in said
+        check_refused(f"{NAME} is a GGUF file: pass its folder, and name it by --gguf-file", command, place, *words)
 
 
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "message"),
     [
-        pytest.param("other.gguf", "there is no file 'other.gguf' in the folder", id="none"),
-        pytest.param("damaged.gguf", "damaged.gguf'", id="damaged"),
-        pytest.param("unknown.gguf", "architecture mystery is not supported", id="unknown-architecture"),
+        ("other.gguf", "there is no file 'other.gguf' in the folder"),
+        ("damaged.gguf", "damaged.gguf'"),
+        ("unknown.gguf", "architecture mystery is not supported"),
     ],
 )
 @pytest.mark.parametrize("command", ["plan", "generate"])
-def test_a_file_that_is_none_ends_in_a_sentence(command: str, file: str, said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_none_ends_in_a_sentence(command: str, file: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF, but no more of it")
     write(tmp_path / "unknown.gguf", "mystery")
     words = ["hello"] if command == "generate" else []
-    result = run(command, str(tmp_path), *words, "--gguf-file", file, code=1)
-    assert said in " ".join(result.stderr.split())
-    assert isinstance(result.exception, SystemExit)
+    check_refused(message, command, str(tmp_path), *words, "--gguf-file", file)
 
 
 def test_without_its_package_or_a_model_it_says_so(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--gguf-file is of a model" in run("doctor", "--gguf-file", NAME, code=1).stderr
+    check_refused("--gguf-file is of a model", "doctor", "--gguf-file", NAME)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install gguf" in run("plan", folder, "--gguf-file", NAME, code=1).stderr
+    check_refused("pip install gguf", "plan", folder, "--gguf-file", NAME)

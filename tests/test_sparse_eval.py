@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from calibration_support import SMALL, lab
 from choices import flat_config
+from cli_support import check_refused, output_of, run
 from models import LAB_MODEL
-from typer.testing import CliRunner
 
 from turbo_hf import SparseConfig, TurboConfig
-from turbo_hf.cli.main import app
 from turbo_hf.eval.methods import method_named
 
 CHOSEN = SparseConfig(probes=16, read_all_layers=(0, 2))
@@ -56,15 +55,11 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     words = ["eval", str(LAB_MODEL), "--out", str(tmp_path / "out"), "--limit", "2"]
     words += ["--shortest", "500", "--longest", "600", "--task", "needle", "--device", "cpu"]
     words += [word for method in methods for word in ("--methods", method)]
-    missing = CliRunner().invoke(app, words)
-    assert missing.exit_code == 1
-    assert 'selector "saap" needs a calibration of this model' in " ".join(missing.output.split())
+    check_refused('selector "saap" needs a calibration of this model', *words)
     # the folder may begin with methods that take no calibration: one is compared with that of the same method alone
-    began = CliRunner().invoke(app, words[:-4])
-    assert began.exit_code == 0, began.output
-    assert "fp16 (1 of" in began.output
-    result = CliRunner().invoke(app, [*words, "--calibration", str(tmp_path / "index")])
-    assert result.exit_code == 0, result.output
+    assert "fp16 (1 of" in run(*words[:-4]).output
+    words += ["--calibration", str(tmp_path / "index")]
+    run(*words)
 
     def calibrated(method: str) -> Any:
         first = (tmp_path / "out" / method / "answers.jsonl").read_text("utf-8").splitlines()[0]
@@ -73,8 +68,7 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     index = calibrated(methods[1])
     assert index is not None
     assert [calibrated(method) for method in ("fp16", "turbo4", methods[2])] == [None] * 3
-    again = CliRunner().invoke(app, [*words, "--calibration", str(tmp_path / "index")])
-    assert again.exit_code == 0, again.output
+    run(*words)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [(row["task"], row["items"]) for row in report["accuracy"]] == [("needle", 2)]
     assert list(report["reading"]) == methods[1:]
@@ -85,10 +79,9 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     # answers under one calibration are not merged with those under another
     other = lab(settings=replace(SMALL, seed=1))
     other.save_pretrained(tmp_path / "index")
-    again = CliRunner().invoke(app, [*words, "--calibration", str(tmp_path / "index")])
-    assert again.exit_code == 1
-    assert f"calibration was {index!r}, now " in " ".join(again.output.split())
-    assert "fp16 (1 of" not in again.output, "refused before the first method runs"
+    again = output_of(*words, code=1)
+    assert f"calibration was {index!r}, now " in again
+    assert "fp16 (1 of" not in again, "refused before the first method runs"
 
 
 @pytest.mark.parametrize(
@@ -101,14 +94,9 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_choices_of_a_run_get_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:
-    command = ["eval", str(LAB_MODEL), *words, "--out", str(tmp_path / "out"), "--device", "cpu"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 1
-    assert message in " ".join(result.output.split())
+    check_refused(message, "eval", str(LAB_MODEL), *words, "--out", str(tmp_path / "out"), "--device", "cpu")
 
 
 def test_a_preset_without_its_calibration_says_so() -> None:
     words = ["demo", "--method", "saap", "--prompts", "1", "--shortest", "100", "--longest", "120", "--device", "cpu"]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 1
-    assert 'selector "saap" needs a calibration of this model' in " ".join(result.output.split())
+    check_refused('selector "saap" needs a calibration of this model', *words)
