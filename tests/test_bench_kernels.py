@@ -19,12 +19,10 @@ from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.prefill import inputs
 from turbo_hf.eval.bench.random_cache import packed_stores
 from turbo_hf.eval.bench.shapes import (
-    DECODE_SHAPES,
     SHAPES,
     WIDTHS,
     Case,
     PromptCase,
-    choose_cases,
     groups_of,
     make_case,
 )
@@ -51,28 +49,6 @@ def a_query(case: Case) -> torch.Tensor:
 
 
 # --- cases and caches -----------------------------------------------------------------------------------------------
-
-
-def test_the_default_cases() -> None:
-    cases = choose_cases([], [], False, 0)
-    assert len(cases) == len(set(map(str, [(case.shape, case.lengths) for case in cases]))) == 44
-    assert {case.shape for case in cases} == set(DECODE_SHAPES)
-    assert {128, 136, 160} <= {case.outputs for case in cases if case.lengths[0] == 8192}
-    assert {(1 << 20,), (16384,) * 64} <= {case.lengths for case in cases}
-    assert all(case.ragged for case in choose_cases([], [], True, 0))
-    assert [str(case) for case in choose_cases(["lean-16"], ["2x100"], True, 0)] == ["2x100 ragged"]
-    with pytest.raises(ValueError, match="one length here; leave out --ragged"):
-        choose_cases(["deepseek-v2-lite"], [], True, 0)
-
-
-def test_ragged_rows_are_drawn_once_and_within_bounds() -> None:
-    case = toy("32x8k")
-    assert case == toy("32x8k")
-    assert case.lengths != make_case("qwen2.5-0.5b", "32x8k", True, 1).lengths
-    assert max(case.lengths) == 8192
-    assert min(case.lengths) >= 1024
-    assert len(set(case.lengths)) > 16
-    assert toy("1x100").lengths == (100,)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -339,19 +339,6 @@ def test_a_steady_plan_follows_its_rows_in_place(device: torch.device) -> None:
     assert len(address) == 1
 
 
-def test_float64_is_refused_by_the_kernel_and_served_without_it(device: torch.device) -> None:
-    store, q = random_store([70], 2, 64, device), torch.randn(1, 2, 1, 64, dtype=torch.float64, device=device)
-    with pytest.raises(ValueError, match='backend "triton" cannot run here: float64 has no kernel'):
-        decode(q, store, scaling=1.0, backend="triton")
-    assert decode(q, store, scaling=1.0).out.dtype == torch.float64
-
-
-def test_head_dims_above_256_are_refused_by_the_kernel(device: torch.device) -> None:
-    store, q = random_store([3], 1, 272, device), torch.randn(1, 1, 1, 272, device=device)
-    with pytest.raises(ValueError, match="head dim 272 is above 256"):
-        decode(q, store, scaling=1.0, backend="triton")
-
-
 def test_blocks_that_do_not_fit_in_float32_are_refused(device: torch.device) -> None:
     store, q = random_store([3], 1, 128, device, block=128), torch.randn(1, 1, 1, 128, device=device)
     with pytest.raises(ValueError, match="blocks of 128 tokens of 128 channels do not fit in float32"):

@@ -1,4 +1,4 @@
-"""Evaluation: a run and what it leaves, a killed one that goes on, and the command."""
+"""Evaluation: a run and what it leaves, a killed one that goes on, the command; the report of given verdicts."""
 
 import json
 from dataclasses import replace
@@ -16,14 +16,15 @@ pytest.importorskip("datasets", reason='datasets is not installed: pip install -
 
 from turbo_hf import TurboConfig
 from turbo_hf.calibration.widths import Widths
+from turbo_hf.eval.answers import Batch
 from turbo_hf.eval.eval_command import _calibration
 from turbo_hf.eval.evaluate import Outcome, answers_of, load_tasks, quiet, run_method
 from turbo_hf.eval.methods import AGAIN, BASELINE, method_named
 from turbo_hf.eval.model import TurboLM
 from turbo_hf.eval.output import EvalReport, markdown
 from turbo_hf.eval.plots import accuracy_plot, needle_map
-from turbo_hf.eval.report import noise, report, stamps, tables
-from turbo_hf.eval.scorers import needle_cells, worst
+from turbo_hf.eval.report import length_class, noise, report, stamps, tables
+from turbo_hf.eval.scorers import OWN, Scorer, needle_cells, worst
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec, carried_prose, needle_task, prose_task
 
@@ -170,3 +171,77 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
     assert partial["accuracy"] == found["accuracy"]
     assert "UNFINISHED" in (tmp_path / "report.md").read_text()
     check_refused("batch was 8, now 2", *words, "turbo4", "--batch", "2")
+
+
+# --- the report, of verdicts that are written down here --------------------------------------------------------------
+
+
+def outcome(*tasks: list[int], one_length: tuple[int, ...] = ()) -> Outcome:
+    """Verdicts of tasks t0, t1, ..., whose items have 100, 200, 400, ... tokens, or all of them 100."""
+    samples = {
+        f"t{i}": [
+            {"doc_id": n, "doc": {"length": 100 if i in one_length else 100 << n}, "filter": "none", "right": right}
+            for n, right in enumerate(own)
+        ]
+        for i, own in enumerate(tasks)
+    }
+    return Outcome({"results": {}}, samples, [Batch(4, 8, 2.0, 100, 10)])
+
+
+def test_no_table_shows_dashes_alone() -> None:
+    specs = [Spec("t0", {}, OWN)]
+    silent = replace(outcome([1]), batches=[])
+    # log-likelihoods alone: no cache was measured, nothing was generated
+    shown = tables(report(specs, {BASELINE: silent, "x": silent}))
+    assert "memory and speed of generation" not in [table.title for table in shown]
+    # a run of which one method is still to generate
+    *_, memory = tables(report(specs, {BASELINE: outcome([1]), "x": outcome([1]), "y": silent}))
+    assert [row[0] for row in memory.rows] == [BASELINE, "x"]
+
+
+def test_means_leave_out_what_the_baseline_cannot_do() -> None:
+    good, bad = [1, 1, 1, 1, 0], [1, 0, 0, 0, 0]
+    specs = [Spec("t0", {}, OWN), Spec("t1", {}, (Scorer("other", metric="right"), *OWN))]
+    found = report(specs, {BASELINE: outcome(good, bad), "x": outcome([1, 1, 0, 0, 1], bad)})
+    every, sure = found["means"]
+    assert (every["tasks"], every["items"], sure["tasks"], sure["items"]) == (2, 10, 1, 5)
+    assert every["methods"]["x"]["accuracy"] == pytest.approx(0.4)
+    assert (sure["methods"]["x"]["lost"], sure["methods"]["x"]["gained"]) == (2, 1)
+    assert sure["methods"]["x"]["p"] == 1.0
+    # lengths 100, 200, ... in classes of powers of two, both tasks together
+    assert [(row["up_to"], row["items"]) for row in found["lengths"]] == [(128 << n, 2) for n in range(5)]
+    assert [row["methods"]["x"]["right"] for row in found["lengths"]] == [2, 1, 0, 0, 1]
+    # of five pairs -1 -1 +1: variance (3 - 5 * 0.2 ** 2) / 4, and the other task has no difference
+    error = pytest.approx(100 * (0.7 / 5) ** 0.5 / 2)
+    assert found["differences"] == [{"method": "x", "mean": -10.0, "stderr": error, "worst_task": "t0", "worst": -20.0}]
+    assert found["needles"] == {}
+    # one item has no error, nor has a mean that it is part of
+    single = report(specs[:1], {BASELINE: outcome([1]), "x": outcome([0])})
+    assert single["means"][0]["methods"]["x"]["stderr"] is single["differences"][0]["stderr"] is None
+    titled = {title: rows for title, _, rows in tables(single)}
+    assert titled["points of accuracy against fp16 ± standard error of the pairs"][0][1] == "-100.00"
+    figures = {"simulated": False, "prompts": 4, "kv_bytes_per_token": 10, "compression": 1.0, "tokens_per_s": 4.0}
+    assert found["serving"]["x"] == figures
+
+
+def test_the_standard_error_of_a_share_is_that_of_a_sample() -> None:
+    """sqrt(p (1 - p) / (n - 1)): of 4 right of 5, sqrt(0.8 * 0.2 / 4)."""
+    found = report([Spec("t0", {}, OWN)], {BASELINE: outcome([1, 1, 1, 1, 0]), "x": outcome([1, 0, 0, 0, 0])})
+    error = pytest.approx((0.8 * 0.2 / 4) ** 0.5)
+    for row in (found["accuracy"][0], found["means"][0]):
+        assert row["methods"][BASELINE]["stderr"] == error
+        assert row["methods"]["x"]["stderr"] == error
+
+
+def test_a_length_belongs_to_the_power_of_two_that_it_does_not_exceed() -> None:
+    lengths = {1: 1, 1023: 1024, 1024: 1024, 1025: 2048, 0: 0}
+    assert {n: length_class({"length": n}) for n in lengths} == lengths
+    assert length_class({}) == 0
+
+
+def test_a_task_of_one_length_tells_nothing_of_lengths() -> None:
+    specs = [Spec("t0", {}, OWN), Spec("t1", {}, OWN)]
+    several, one = [1, 1, 0], [1, 1, 1, 0]
+    found = report(specs, {BASELINE: outcome(several, one, one_length=(1,))})
+    assert [(row["up_to"], row["items"]) for row in found["lengths"]] == [(128, 1), (256, 1), (512, 1)]
+    assert report(specs[1:], {BASELINE: outcome(several, one, one_length=(1,))})["lengths"] == []

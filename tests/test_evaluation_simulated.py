@@ -41,20 +41,6 @@ def test_rounding_takes_the_nearest_level() -> None:
     assert torch.equal(rounded(torch.full((1, 8), 3.5), 2, -1), torch.full((1, 8), 3.5))
 
 
-def test_groups_are_of_tokens_for_keys_and_of_channels_for_values() -> None:
-    x = torch.randn(1, 2, 8, 6)
-    keys, values = by_channel(x, 2, 4), by_token(x, 2, 3)
-    for head in range(2):
-        for channel in range(6):
-            for at in (0, 4):
-                group = x[0, head, at : at + 4, channel].double()
-                torch.testing.assert_close(keys[0, head, at : at + 4, channel], nearest(group, 2).float())
-        for token in range(8):
-            for at in (0, 3):
-                group = x[0, head, token, at : at + 3].double()
-                torch.testing.assert_close(values[0, head, token, at : at + 3], nearest(group, 2).float())
-
-
 def kivi_directly(x: torch.Tensor, bits: int, *, values: bool) -> torch.Tensor:
     """KIVI's algorithm 1 for one head's tokens [T, D], fed one after the other: what it holds at the end."""
     stored: list[torch.Tensor] = []

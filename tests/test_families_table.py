@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import families_table
 import pytest
 import torch
 import transformers
@@ -15,11 +14,9 @@ from families_table import (
     REFUSED,
     WORKS,
     WRONG,
-    Row,
     examine,
     examine_multimodal,
     half_cache,
-    main,
     page,
     prompts,
     record,
@@ -121,34 +118,3 @@ def test_a_verdict_notices_what_is_dropped(mode: str, fault: str | None) -> None
     with turbo_hf.patch(other, CONFIG):
         found = verdict(MODES[mode](other, inputs), plain, half)
     assert found.startswith("WRONG: off by" if fault else "yes"), found
-
-
-def test_what_a_patch_leaves_behind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    remove = turbo_hf.Handle.remove
-
-    def forgetful(handle: turbo_hf.Handle) -> None:
-        remove(handle)
-        vars(handle._model)["left_behind"] = True
-
-    monkeypatch.setattr(turbo_hf.Handle, "remove", forgetful)
-    row = examine("llama")
-    assert row.outcome == WRONG
-    assert "1 attributes have changed, such as .left_behind" in row.sentence
-
-
-def test_a_cache_that_the_model_drops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turbo_hf.patching.patch_model, "replace_methods", lambda *args: [])
-    row = examine("llama")
-    assert row.outcome == WRONG
-    assert "the answer's cache is a DynamicCache" in row.sentence
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families_table, "run", lambda names, more: iter([Row(name, outcome=WRONG) for name in names]))
-    out, written = tmp_path / "results" / "families.json", tmp_path / "docs" / "models.md"
-    assert main(["--only", "gemma,llama", "--out", str(out), "--page", str(written)]) == 1
-    assert written.read_text() == page(json.loads(out.read_text()))
-    assert "| `gemma`, `llama` |" in written.read_text()
-    with pytest.raises(SystemExit):
-        main(["--only", "lama"])
-    assert "unknown families: lama" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from choices import flat_config
-from layer_support import HEADS, NaiveRow, assert_layer, assert_same_rows, feed, filled, random_kv
+from layer_support import HEADS, NaiveRow, assert_layer, feed, filled, random_kv
 from op_calls import quantize_tokens
 from torch import Tensor
 
@@ -58,15 +58,6 @@ def test_first_tokens_stay_at_8_bit_as_a_row_grows(config: TurboConfig) -> None:
     assert all(count >= FIRST for count in layer.state.open)
 
 
-def test_first_tokens_do_not_widen_a_block() -> None:
-    k, v = outliers(1, FIRST + 64)
-    plain_k, plain_v = (torch.cat((x[:, :, FIRST : 2 * FIRST], x[:, :, FIRST:]), 2) for x in (k, v))
-    behind, plain = filled(TurboConfig(), k, v), filled(TurboConfig(), plain_k, plain_v)
-    assert behind.state.sealed == plain.state.sealed == [1]
-    for x, y in zip(behind.dequantized(64), plain.dequantized(64), strict=True):
-        assert torch.equal(x, y)
-
-
 @pytest.mark.parametrize("config", ROUNDED)
 @pytest.mark.parametrize("left", [0, 3, FIRST, FIRST + 1, FIRST + 40, FIRST + 64, 150])
 def test_crop_and_refill(config: TurboConfig, left: int) -> None:
@@ -86,18 +77,6 @@ def test_crop_and_refill(config: TurboConfig, left: int) -> None:
     assert_layer(layer, naive)
     first = layer.dequantized(200)[0][:, :, :FIRST]
     assert torch.equal(first, at_8_bit(k[:, :, :FIRST]))
-
-
-def test_beams_have_their_own() -> None:
-    config = TurboConfig()
-    k, v = outliers(2, 100)
-    layer = filled(config, k, v)
-    layer.reorder_cache(torch.tensor([1, 1]))
-    tail = random_kv(2, 60, seed=1)
-    feed(layer, *tail)
-    for row in range(2):
-        own_k, own_v = (torch.cat((x[1:], y[row : row + 1]), 2) for x, y in zip((k, v), tail, strict=True))
-        assert_same_rows(layer, row, filled(config, own_k, own_v), 0)
 
 
 def sparse_layer() -> TurboLayer:

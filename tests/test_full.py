@@ -196,23 +196,3 @@ def test_nan_and_what_float16_cannot_hold_are_refused(tokens_at_once: int, backe
 
     with pytest.raises(ValueError, match="keys or values hold NaN or Inf"):
         store()
-
-
-# --- end to end -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        (
-            {"attention": "turbo"},
-            'attention must be "auto" or "native" with bits=16, which rounds nothing; got \'turbo\'',
-        ),
-        ({"smooth_k": True}, "smooth_k prepares keys for rounding; bits=16 rounds none"),
-        ({"buffer_scale": "universal"}, "buffer_scale is of INT8 open tokens, which bits=16 does not have"),
-        ({"low_bits": 16, "low_heads": 0.5}, "low_bits must be one of 8, 4, 3, 2; got 16"),
-    ],
-)
-def test_16_bit_pages_refuse_options_that_round(choices: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        flat_config(bits=16, **choices)

@@ -13,7 +13,7 @@ from stores import CODE_MAX, make_store, store_codes, tokens, unpack
 
 from turbo_hf.config.expected import FLOATS
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.layout import BITS, VALUE_ORDER, HeadGroups, KVStore, PagedHeads, Width
+from turbo_hf.layout import BITS, VALUE_ORDER, KVStore, PagedHeads, Width
 from turbo_hf.ops.store.quantize import dequantize, head_scores
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 
@@ -252,8 +252,13 @@ def test_kernel_shows_what_is_not_finite(value: float, device: torch.device) -> 
     assert (~scale.isfinite()).nonzero().tolist() == [[0, 0, 5]]
 
 
-@pytest.mark.parametrize(("dim", "block"), [(16, 128), (80, 32), (80, 64), (128, 64), (128, 128)])
-@pytest.mark.parametrize("width", BITS)
+@pytest.mark.parametrize(
+    ("dim", "block", "width"),
+    [
+        *((*size, bits) for size in ((16, 128), (80, 64), (128, 64), (128, 128)) for bits in BITS),
+        *((80, 32, pair) for pair in permutations(BITS, 2)),
+    ],
+)
 def test_kernel_gives_the_references_pages(dim: int, block: int, width: Width, device: torch.device) -> None:
     k, v = (tokens(2, 2, block, dim, device=device) for _ in range(2))
     v[0, 0] = 0
@@ -261,11 +266,6 @@ def test_kernel_gives_the_references_pages(dim: int, block: int, width: Width, d
     got, want = (seal_blocks(*parts, width, backend=backend) for backend in ("triton", "reference"))
     for a, b in zip(got[1:], want[1:], strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("width", [*permutations(BITS, 2)])
-def test_kernel_gives_the_references_pages_of_a_pair(width: Width, device: torch.device) -> None:
-    test_kernel_gives_the_references_pages(80, 32, width, device)
 
 
 # --- a cache read back ----------------------------------------------------------------------------------------------
@@ -315,15 +315,6 @@ def test_values_at_the_end_of_the_range_stay_finite(bits: int, device: torch.dev
         x[:, :, ::2] *= -1
         for y in dequantize(make_store(x, -x, [64], groups=((bits, 1),)), dtype):
             assert bool(y.isfinite().all())
-
-
-@pytest.mark.parametrize(
-    "groups", [((8, 1), (4, 1), (3, 1), (2, 1)), (((4, 2), 2), ((8, 3), 1), ((3, 2), 1)), (((2, 8), 1), (4, 3))]
-)
-def test_dequantize_heads_in_any_order(groups: HeadGroups, device: torch.device) -> None:
-    k, v = tokens(3, 4, 130, 32, device=device), tokens(3, 4, 130, 32, device=device)
-    order = torch.stack([torch.randperm(4) for _ in range(3)])
-    assert_dequantized(make_store(k, v, [130, 64, 90], groups=groups, order=order), torch.float32)
 
 
 @given(data=st.data())

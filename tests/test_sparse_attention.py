@@ -7,7 +7,7 @@ import torch
 from budgets import check_turbo
 from hypothesis import given
 from hypothesis import strategies as st
-from op_calls import sparse_decode, visit
+from op_calls import sparse_decode
 from oracle import Codes
 from prefill_support import step_queries
 from sas_support import check_sas
@@ -163,11 +163,6 @@ def test_sparse_decode_refuses_lengths_that_are_not_the_caches() -> None:
     index, visited = random_index(store, 1, 4, 0.5)
     with pytest.raises(ValueError, match=r"store.open_len must be \[1\] on cpu; got torch.int64 \[3\]"):
         sparse_decode(torch.zeros(1, 4, 1, 32), store, index, visited, **CHOICE)
-
-
-def test_the_kernel_says_what_it_does_not_take() -> None:
-    with pytest.raises(ValueError, match="float64 has no kernel"):
-        visit(torch.zeros(1, 1, 1, 9, dtype=torch.float64), probes=1, backend="triton")
 
 
 @pytest.mark.parametrize(("ctas", "blocks", "scan"), [(3, 1, 2), (16, 2, 1), (50, 4, 4), (1, 2, 8), (90, 1, 16)])

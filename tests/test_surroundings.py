@@ -37,12 +37,10 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.memory import Memory
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.calibration.run import calibrate
-from turbo_hf.config.turbo_config import PRESETS
 from turbo_hf.layout import Rounding, Scoring
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.layer_ops import LayerOps
 from turbo_hf.patching import other_threads
-from turbo_hf.patching.doctor import diagnose
 
 PLAIN = flat_config(bits=16, block_size=32, attention="native")
 
@@ -120,12 +118,6 @@ def test_attentions_that_are_not_there_are_told() -> None:
         pytest.warns(UserWarning, match="output_attentions=True: attention over"),
     ):
         model(prompts(1, 20), **{CACHE: handle.new_cache()}, output_attentions=True)
-
-
-def test_the_doctors_report_is_of_the_default() -> None:
-    found = diagnose(tiny_llama())
-    assert found.report is not None
-    assert found.report.config == PRESETS["turbo4"]
 
 
 def test_low_heads_of_less_than_one_head_are_told() -> None:
