@@ -24,7 +24,7 @@ from turbo_hf.eval.published import (
 from turbo_hf.eval.reading import cache_size
 from turbo_hf.models.versions import CACHE
 
-HEADS, DIM = 2, 64
+HEADS, DIM, GROUP = 2, 64, 32
 
 
 def nearest(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -48,8 +48,8 @@ def kivi_directly(x: torch.Tensor, bits: int, *, values: bool) -> torch.Tensor:
     for token in x.double():
         residual.append(token)
         if values and len(residual) > 64:
-            stored.append(nearest(residual.pop(0), bits))
-        elif not values and len(residual) == 64:
+            stored.append(torch.cat([nearest(part, bits) for part in residual.pop(0).split(GROUP)]))
+        elif not values and len(residual) == GROUP:
             block = torch.stack(residual)
             stored += torch.stack([nearest(channel, bits) for channel in block.T], -1).unbind(0)
             residual = []
@@ -60,7 +60,7 @@ def kivi_directly(x: torch.Tensor, bits: int, *, values: bool) -> torch.Tensor:
 def test_kivi_is_its_algorithm(bits: int) -> None:
     lengths = [200, 131, 64, 40]
     keys, values = torch.randn(2, len(lengths), HEADS, 200, DIM).unbind(0)
-    layer = CompressedLayer(Kivi(bits, bits), [200 - n for n in lengths])
+    layer = CompressedLayer(Kivi(bits, bits, GROUP), [200 - n for n in lengths])
     read = layer.update(keys[:, :, :120], values[:, :, :120])
     # the prompt reads itself in full precision
     assert torch.equal(read[0], keys[:, :, :120])
