@@ -98,6 +98,7 @@ def test_doctor_on_the_carried_model() -> None:
     assert torch.__version__.startswith(report["machine"]["versions"]["torch"])
     assert set(report["model"]["checks"]) == set(EVERY_PRESET) - {"saap"}
     assert report["model"]["refusal"] is None
+    assert ": 2 x 4 bit" in result.stdout, "the default preset"
     moved = [report["model"]["checks"][name]["kl"] for name in ("int8", "turbo4", "turbo2")]
     assert moved == sorted(moved)
     assert "Llama" in result.stdout
