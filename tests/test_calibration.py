@@ -145,9 +145,7 @@ def test_bad_input() -> None:
         calibrate(tiny_llama(), tokenizer, TEXTS, settings=HEADS)
     with pytest.raises(ValueError, match=r"no layer of LlamaForCausalLM can be calibrated: .*24"):
         make_plan(build("llama", head_dim=24), SMALL)
-    with pytest.raises(
-        ValueError, match=r"in training mode, in which dropout changes what it sees. Call model.eval\(\)"
-    ):
+    with pytest.raises(ValueError, match=r"in training mode, .* Call model.eval\(\)"):
         make_plan(tiny_llama().train(), SMALL)
     small: dict[str, Any] = {"vocab_size": 100, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     with pytest.raises(ValueError, match="T5Model is an encoder-decoder; only decoder-only models can be calibrated"):
@@ -233,10 +231,7 @@ def test_mistakes_get_one_sentence(words: list[str], message: str, tmp_path: Pat
         ([PROSE[:200], Path("book.txt")], "texts must hold strings; number 1 is Posix"),
         (PROSE, r"a string names a .txt file.*characters. Pass a text as \[text\]"),
         ("two\nlines", r"this one has 9 characters. Pass a text as \[text\]"),
-        (
-            [str(LAB_MODEL.parents[1] / "eval" / "haystack.txt")],
-            "number 0, .*haystack.txt', names a file. Strings are te",
-        ),
+        ([str(LAB_MODEL.parents[1] / "eval" / "haystack.txt")], "number 0, .*haystack.txt', names a file"),
         ({"a": PROSE}, "texts must be .*; got dict"),
         (b"text", "texts must be .*; got bytes"),
         ("", r"this one has 0 characters. Pass a text as \[text\]"),

@@ -66,12 +66,8 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"layer_bits": (4,), "value_bits": 2}, r"layer_bits does not go with value_bits", id="depths-v"),
         pytest.param({"layer_bits": (4,), "low_heads": 0.5}, r"layer_bits does not go with low_heads", id="depths-low"),
         pytest.param({"recent_tokens": 1088}, r"recent_tokens must be .* from 0 to 1024; got 1088", id="most-recent"),
-        pytest.param(
-            {"recent_tokens": 64, "bits": 16}, r"recent_tokens does not go with bits=16.*Leave", id="recent-16"
-        ),
-        pytest.param(
-            {"recent_tokens": 64, "sparse": SparseConfig()}, "recent_tokens does not go with sparse", id="r-sp"
-        ),
+        pytest.param({"recent_tokens": 64, "bits": 16}, r"recent_tokens does not go with bits=16", id="recent-16"),
+        pytest.param({"recent_tokens": 64, "sparse": SparseConfig()}, "_tokens does not go with sparse", id="r-sp"),
         pytest.param({"attention": "flash"}, r"attention must be one of 'auto', .*; got 'flash'", id="attention"),
         pytest.param({"cuda_graphs": 1}, r"cuda_graphs must be one of 'auto', True, False; got 1", id="graphs"),
         pytest.param({"low_heads": 1.5}, r"low_heads must be a share from 0 to 1; got 1.5", id="low_heads"),

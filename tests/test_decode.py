@@ -385,10 +385,7 @@ def test_options_that_leave_nothing_to_attend_to(options: dict[str, Any], messag
     ("change", "message"),
     [
         ({"sealed_host": (2,)}, r"store.sealed_host must hold the numbers in store.sealed, \(1,\); got \(2,\)"),
-        (
-            {"sealed": torch.tensor([3])},
-            r"store.sealed must give 1 rows of 0 to 1 blocks, as the table has; got \(3,\)",
-        ),
+        ({"sealed": torch.tensor([3])}, r"store.sealed must give 1 rows of 0 to 1 blocks, .*; got \(3,\)"),
         ({"sealed": torch.tensor([1, 1])}, r"store.sealed must be \[1\] on cpu; got torch.int64 \[2\]"),
         ({"open_len": torch.tensor([1, 1])}, r"store.open_len must be \[1\] on cpu; got torch.int64 \[2\]"),
         ({"table": torch.zeros(2, 1, dtype=torch.int64)}, r"store.table must be \[1, blocks\] on cpu; got .* \[2, 1\]"),

@@ -4,24 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import families_table as table
 import pytest
 import torch
 import transformers
-from families_table import (
-    CONFIG,
-    MODES,
-    NOT_TRIED,
-    REFUSED,
-    WORKS,
-    WRONG,
-    examine,
-    examine_multimodal,
-    half_cache,
-    page,
-    prompts,
-    record,
-    verdict,
-)
 from tiny_families import VARIANTS, build, families
 from tiny_multimodal import MODELS
 
@@ -56,10 +42,10 @@ def newest() -> bool:
 def test_rows_are_those_of_the_page(family: str, variant: str) -> None:
     if family not in families()[0]:
         pytest.skip(f"Transformers {transformers.__version__} has no {family}")
-    row = examine(family, variant)
-    assert row.outcome != WRONG, row.sentence
+    row = table.examine(family, variant)
+    assert row.outcome != table.WRONG, row.sentence
     if newest():
-        assert record([row], {}, [])["families"] == [FAMILIES[row.name]]
+        assert table.record([row], {}, [])["families"] == [FAMILIES[row.name]]
 
 
 @pytest.mark.parametrize(
@@ -68,12 +54,12 @@ def test_rows_are_those_of_the_page(family: str, variant: str) -> None:
 def test_multimodal_rows_are_those_of_the_page(family: str) -> None:
     if family not in MODELS:
         pytest.skip(f"Transformers {transformers.__version__} has no {family}")
-    row = examine_multimodal(family)
-    assert row.outcome in (WORKS, REFUSED), row.sentence
+    row = table.examine_multimodal(family)
+    assert row.outcome in (table.WORKS, table.REFUSED), row.sentence
     assert row.medium == ("audio" if family == "voxtral" else "image")
     assert ('With `strict="warn"` it works' in row.sentence) == (family in ("gemma3", "gemma4"))
     if newest():
-        assert record([], {}, [row])["multimodal"] == [MULTIMODAL[row.model]]
+        assert table.record([], {}, [row])["multimodal"] == [MULTIMODAL[row.model]]
 
 
 def test_the_page_has_every_multimodal_class() -> None:
@@ -93,10 +79,10 @@ def test_the_page_has_every_family() -> None:
 
 def test_the_page_is_made_of_the_record() -> None:
     text = PAGE.read_text()
-    assert text == page(SEEN)
+    assert text == table.page(SEEN)
     assert "## Wrong" not in text
     for row in (*SEEN["families"], *SEEN["multimodal"]):
-        assert row["outcome"] == NOT_TRIED or f"`{row.get('family', row.get('model'))}`" in text
+        assert row["outcome"] == table.NOT_TRIED or f"`{row.get('family', row.get('model'))}`" in text
 
 
 def names_of(found: dict[str, Any]) -> list[str]:
@@ -104,17 +90,17 @@ def names_of(found: dict[str, Any]) -> list[str]:
     return [family for family in found if family in families()[0]]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", table.MODES)
 @pytest.mark.parametrize("fault", [None, "padding", "window"])
 def test_a_verdict_notices_what_is_dropped(mode: str, fault: str | None) -> None:
     model: Any = build("mistral")
-    inputs = prompts(model)
-    plain = MODES[mode](model, inputs)
-    with half_cache(range(4)):
-        half = MODES[mode](model, inputs)
+    inputs = table.prompts(model)
+    plain = table.MODES[mode](model, inputs)
+    with table.half_cache(range(4)):
+        half = table.MODES[mode](model, inputs)
     if fault == "padding":
         inputs = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
     other: Any = build("mistral", "no window") if fault == "window" else model
-    with turbo_hf.patch(other, CONFIG):
-        found = verdict(MODES[mode](other, inputs), plain, half)
+    with turbo_hf.patch(other, table.CONFIG):
+        found = table.verdict(table.MODES[mode](other, inputs), plain, half)
     assert found.startswith("WRONG: off by" if fault else "yes"), found

@@ -197,10 +197,7 @@ def test_multimodal_models_are_weighed_with_all_parts() -> None:
     [
         ({"model_type": "t5"}, "t5 is an encoder-decoder; only decoder-only models"),
         ({"model_type": "clip"}, "clip is no language model: Transformers has no class"),
-        (
-            {"model_type": "llama", **SMALL, "num_hidden_layers": -1},
-            "num_hidden_layers must be a number of layers; the config has -1",
-        ),
+        ({"model_type": "llama", **SMALL, "num_hidden_layers": -1}, "must be a number of layers; the config has -1"),
         ({"model_type": "mamba", "num_hidden_layers": 2}, "no layer of MambaForCausalLM"),
         (
             {**SMALL, "model_type": "gemma4_text", "layer_types": ["sliding_attention", FULL], "global_head_dim": 24},

@@ -139,14 +139,11 @@ def test_any_choice_of_keys(lengths: list[int], share: float, queries: int, sink
         ({"softcap": -1.0}, "softcap must be above 0"),
         (
             {"spans": torch.zeros(1, 1, 3, 2, dtype=torch.int16)},
-            r"spans must be torch.int16 \[1, 2, n, 2\] on cpu; got .* \[1, 1, 3, 2\]",
+            r"spans must .*\[1, 2, n, 2\].* got .*\[1, 1, 3, 2\]",
         ),
         ({"spans": torch.zeros(1, 2, 3, 2)}, "spans must be torch.int16 .* got torch.float32"),
         ({"buckets": torch.zeros(1, 2, 100, dtype=torch.int64)}, "buckets must be torch.int16 .* got torch.int64"),
-        (
-            {"buckets": torch.zeros(1, 2, 63, dtype=torch.int16)},
-            "buckets must have cap >= 64, the tokens sealed in the longest row; got 63",
-        ),
+        ({"buckets": torch.zeros(1, 2, 63, dtype=torch.int16)}, "buckets must have cap >= 64, .*; got 63"),
         ({"visited": torch.zeros(1, 2, 1, 4)}, "visited must be torch.bool .* got torch.float32"),
     ],
 )

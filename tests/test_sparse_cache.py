@@ -135,9 +135,7 @@ def test_a_calibration_is_needed_and_must_fit(llama: Any, indexed: Calibration) 
     with pytest.raises(ValueError, match="does not fit this model: it was made for a model with"):
         turbo_hf.patch(llama, "saap", calibration=indexed)
     model, _ = lab_model()
-    with pytest.raises(
-        ValueError, match=r"at most the 16 buckets of a head; it is 32 unless it is given\. Take fewer, or"
-    ):
+    with pytest.raises(ValueError, match=r"at most the 16 buckets of a head; it is 32 unless it is given"):
         turbo_hf.patch(model, "saap", calibration=indexed)
     with pytest.raises(ValueError, match="probes must be at most the 16 buckets of a head; got 17"):
         turbo_hf.patch(model, sparse("saap", probes=17), calibration=indexed)
