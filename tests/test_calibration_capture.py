@@ -147,11 +147,8 @@ def test_priorities_are_the_mean_over_blocks() -> None:
     ("layer", "projection", "name", "bad"),
     [
         (0, "q_proj", "queries", torch.nan),
-        (1, "q_proj", "queries", torch.inf),
-        (1, "k_proj", "keys", torch.nan),
-        (0, "k_proj", "keys", torch.inf),
+        (1, "k_proj", "keys", torch.inf),
         (1, "v_proj", "values", torch.nan),
-        (0, "v_proj", "values", torch.inf),
     ],
 )
 def test_nan_activations_are_refused(layer: int, projection: str, name: str, bad: float) -> None:

@@ -210,23 +210,6 @@ def test_files_that_are_wrong_get_one_sentence(words: tuple[str, ...], tmp_path:
     check_refused(f"error: the config file {path}: TurboConfig has no option bit; options are", *words, str(path))
 
 
-def test_a_run_of_a_file_is_of_what_the_file_said(mine: Path, tmp_path: Path) -> None:
-    for package in ("lm_eval", "datasets", "matplotlib"):
-        pytest.importorskip(package, reason=f'{package} is not installed: pip install -e ".[eval]"')
-    words = ["eval", LAB, "--task", "prose", "--limit", "1", "--longest", "512"]
-    words += ["--out", str(tmp_path / "out"), "--methods", str(mine)]
-    found = command(*words)
-    assert set(found["serving"]) == {"fp16", "fp16 again", str(mine)}
-    want = TurboConfig(bits=2, dense_layers=(0,), attention="native").to_dict()
-    assert found["meta"]["configs"] == {str(mine): want}
-    # the same options in other words, and another method beside it
-    mine.write_text("bits: 2\nattention: native\ndense_layers: [0]\n")
-    again = command(*words[:-1], f"{mine},turbo4")["perplexity"][0]["methods"]
-    assert again.items() > found["perplexity"][0]["methods"].items()
-    mine.write_text("bits: 3\nattention: native\ndense_layers: [0]\n")
-    check_refused("config.bits was 2, now 3.", *words, "--device", "cpu")
-
-
 PROMPT = "The special magic number is 4281. The number is"
 EXACT = flat_config(bits=16, attention="native", block_size=32)
 

@@ -140,21 +140,25 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.setattr("turbo_hf.eval.tasks.carried_prose", lambda texts, sentences: carried_prose(texts, 12))
 
-    words = ["eval", str(LAB_MODEL), "--limit", "1", "--longest", "512", "--device", "cpu", "--out", str(tmp_path)]
+    mine, out = tmp_path / "mine.yaml", tmp_path / "out"
+    mine.write_text("preset: turbo2\ndense_layers: [0]\nattention: native\n")
+    words = ["eval", str(LAB_MODEL), "--limit", "1", "--longest", "512", "--device", "cpu", "--out", str(out)]
     words += ["--json", "--methods"]
-    result = run_command(*words, "turbo4")
+    both = f"turbo4,{mine}"
+    result = run_command(*words, both)
     found = last_json(result)
     assert "LIMITED to 1 items a task: a smoke test, not a result." in result.stdout
     assert found["meta"]["calibration"] is None
-    assert found["meta"]["configs"] == {"turbo4": TurboConfig().to_dict()}
-    assert list(found["serving"]) == [BASELINE, AGAIN, "turbo4"]
+    of_file = TurboConfig(bits=2, dense_layers=(0,), attention="native").to_dict()
+    assert found["meta"]["configs"] == {"turbo4": TurboConfig().to_dict(), str(mine): of_file}
+    assert list(found["serving"]) == [BASELINE, AGAIN, "turbo4", str(mine)]
     assert found["serving"]["turbo4"]["compression"] > 1.5
-    names = {path.name for path in tmp_path.iterdir()}
+    names = {path.name for path in out.iterdir()}
     reports = {f"report.{ending}" for ending in ("html", "md", "json")}
     assert reports | {"accuracy.png", "needle-turbo4.png", "turbo4", "fp16-again"} <= names
-    assert json.loads((tmp_path / "report.json").read_text())["accuracy"] == found["accuracy"]
-    whole = (tmp_path / "report.html").read_text()
-    assert whole.count("data:image/png;base64,") == 2
+    assert json.loads((out / "report.json").read_text())["accuracy"] == found["accuracy"]
+    whole = (out / "report.html").read_text()
+    assert whole.count("data:image/png;base64,") == 3
     assert whole.count("<table>") == whole.count("</table>") == 7
     # everything that the page shows is inside it
     assert "http" not in whole
@@ -163,14 +167,18 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
         raise AssertionError("everything was answered before")
 
     monkeypatch.setattr(TurboLM, "_model_generate", never)
-    assert last_json(run_command(*words, "turbo4"))["accuracy"] == found["accuracy"]
+    # the same options in other words
+    mine.write_text("bits: 2\nattention: native\ndense_layers: [0]\n")
+    assert last_json(run_command(*words, both))["accuracy"] == found["accuracy"]
     with pytest.raises(AssertionError, match="everything was answered before"):
-        run_command(*words, "turbo4,turbo4+low_heads=0.25")
-    partial = json.loads((tmp_path / "report.json").read_text())
+        run_command(*words, f"{both},turbo4+low_heads=0.25")
+    partial = json.loads((out / "report.json").read_text())
     assert partial["notes"][0] == "UNFINISHED: turbo4+low_heads=0.25 still to run; the same command goes on."
     assert partial["accuracy"] == found["accuracy"]
-    assert "UNFINISHED" in (tmp_path / "report.md").read_text()
-    check_refused("batch was 8, now 2", *words, "turbo4", "--batch", "2")
+    assert "UNFINISHED" in (out / "report.md").read_text()
+    check_refused("batch was 8, now 2", *words, both, "--batch", "2")
+    mine.write_text("bits: 3\nattention: native\ndense_layers: [0]\n")
+    check_refused("config.bits was 2, now 3.", *words, both)
 
 
 # --- the report, of verdicts that are written down here --------------------------------------------------------------

@@ -147,8 +147,7 @@ def test_quantized_caches_of_transformers(name: str) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed")
     model, tokenizer = lab_model()
     inputs = tokenizer("One of the special magic numbers for quiet-river is: 4281734. " * 20, return_tensors="pt")
-    make = method_named(name).make
-    assert make is not None
+    make: Any = method_named(name).make
     made = model.generate(
         **inputs, **{CACHE: make(model, inputs.attention_mask)}, max_new_tokens=4, return_dict_in_generate=True
     )

@@ -58,8 +58,8 @@ def test_first_tokens_stay_at_8_bit_as_a_row_grows(config: TurboConfig) -> None:
     assert all(count >= FIRST for count in layer.state.open)
 
 
-@pytest.mark.parametrize("config", ROUNDED)
-@pytest.mark.parametrize("left", [0, 3, FIRST, FIRST + 1, FIRST + 40, FIRST + 64, 150])
+@pytest.mark.parametrize("config", ROUNDED[::4])
+@pytest.mark.parametrize("left", [0, 3, FIRST, FIRST + 1, FIRST + 64, 150])
 def test_crop_and_refill(config: TurboConfig, left: int) -> None:
     """Whether the crop reaches a sealed block, the tokens in front of all blocks, or the first tokens."""
     k, v = outliers(2, 200)

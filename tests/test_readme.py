@@ -103,12 +103,11 @@ LAUNCHED, CAPTURED = 8500, 5000
 @pytest.mark.parametrize(("way", "most"), [("launched", LAUNCHED), ("captured", CAPTURED)])
 def test_the_files_of_a_decode_step_are_those_listed(way: str, most: int) -> None:
     part = (ROOT / "docs" / "architecture.md").read_text().partition("### Files that a decode step passes")[2]
-    stated = re.search(rf"{way.capitalize()}: (\d+) files, ([\d,]+) lines", part)
+    stated: Any = re.search(rf"{way.capitalize()}: (\d+) files, ([\d,]+) lines", part)
     table = part.partition(f"\n| {way}")[2].partition("\n\n")[0]
     files = set(re.findall(r"`(\S+\.py)`", table))
     lines = sum(len((ROOT / "turbo_hf" / name).read_text().splitlines()) for name in files)
     counted = f"{way.capitalize()}: {len(files)} files, {lines:,} lines"
-    assert stated is not None
     assert len(files) == int(stated[1]), counted
     assert lines == pytest.approx(int(stated[2].replace(",", "")), rel=0.1), counted
     assert lines <= most

@@ -207,9 +207,7 @@ def test_like_16_bit_holds_on_texts_held_out(off: float, rounds: int, monkeypatc
         with pytest.raises(ValueError, match='no widths below 8 bit were found that are "like 16 bit"'):
             calibrate_widths(model, tokenizer, "like 16 bit", count=2, tokens=128)
         return
-    found = calibrate_widths(model, tokenizer, "like 16 bit", count=2, tokens=128)[0].widths
-    assert found is not None
-    assert found.held_out is not None
+    found: Any = calibrate_widths(model, tokenizer, "like 16 bit", count=2, tokens=128)[0].widths
     assert found.held_out == pytest.approx(off * found.kl)
     assert found.held_out <= 0.003
     assert len(asked) == rounds
@@ -236,12 +234,9 @@ def test_widths_are_kept(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"layers": [[8, 5]] * 6}, r"widths\.layers\.0\.1 is 5, and should be"),
-        ({"layers": [[8, 4, 2]] * 6}, r"widths\.layers\.0 has 3 entries, and should have 2"),
         ({"layers": [[8, 4]] * 5}, "it has widths of 5 layers, and 6 layers"),
         ({"kl": float("nan")}, "widths.kl is nan, and should be a number from 0 to 1e"),
-        ({"held_out": float("inf")}, "widths.held_out is inf, and should be"),
         ({"bits_per_number": -1.0}, r"widths.bits_per_number is -1\.0, and should be a number from 0 to 16"),
-        ({"bits_per_number": 17.0}, r"widths.bits_per_number is 17\.0"),
         ({"tokens": "many"}, r"widths\.tokens is 'many'"),
         ({"more": 1}, "widths has 'more'"),
     ],
@@ -348,11 +343,9 @@ def test_heads_are_not_said_to_be_ranked_by_a_calibration_that_ranks_none(tmp_pa
 
 
 def test_bits_of_another_number_of_layers_are_refused() -> None:
-    message = r"layer_bits has the bits of 2 layers, and the model has 6\. Name them for each layer"
-    with pytest.raises(ValueError, match=message):
-        turbo_hf.patch(lab_model()[0], TurboConfig(layer_bits=(4, 2)))
-    with pytest.raises(ValueError, match=message):
-        TurboCache(lab_model()[0].config, TurboConfig(layer_bits=(4, 2)))
+    for make in (turbo_hf.patch, lambda model, config: TurboCache(model.config, config)):
+        with pytest.raises(ValueError, match="layer_bits has the bits of 2 layers, and the model has 6"):
+            make(lab_model()[0], TurboConfig(layer_bits=(4, 2)))
     with pytest.raises(ValueError, match=r"needs a calibration\. Patch a model with it"):
         TurboCache(lab_model()[0].config, "calibrated")
 
@@ -379,8 +372,7 @@ def test_the_command_writes_widths(tmp_path: Path) -> None:
     assert {row["method"] for row in rows if row["kl"] is not None} >= {"turbo4", "calibrated"}
     check_refused("Name another folder, or pass overwrite=True", *few, "--budget", "60")
     run(*few, "--budget", "60", "--overwrite")
-    again = Calibration.from_pretrained(out).widths
-    assert again is not None
+    again: Any = Calibration.from_pretrained(out).widths
     assert again.bits_per_number > found.widths.bits_per_number
 
 
