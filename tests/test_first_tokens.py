@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from choices import flat_config
-from layer_support import HEADS, NaiveRow, assert_layer, feed, filled, random_kv
+from layer_support import HEADS, feed, random_kv
 from op_calls import quantize_tokens
 from torch import Tensor
 
@@ -56,27 +56,6 @@ def test_first_tokens_stay_at_8_bit_as_a_row_grows(config: TurboConfig) -> None:
                 assert torch.equal(x[row, :, first], at_8_bit(y[row : row + 1, :, first])[0])
     assert min(layer.state.sealed) >= 1
     assert all(count >= FIRST for count in layer.state.open)
-
-
-@pytest.mark.parametrize("config", ROUNDED[::4])
-@pytest.mark.parametrize("left", [0, 3, FIRST, FIRST + 1, FIRST + 64, 150])
-def test_crop_and_refill(config: TurboConfig, left: int) -> None:
-    """Whether the crop reaches a sealed block, the tokens in front of all blocks, or the first tokens."""
-    k, v = outliers(2, 200)
-    layer, naive = filled(config, k, v), [NaiveRow(config) for _ in range(2)]
-    for row, one in enumerate(naive):
-        one.append(k[row], v[row], [True] * 200)
-        one.commit()
-        one.crop(200 - left)
-    layer.crop(left - 200)
-    assert_layer(layer, naive)
-    feed(layer, k[:, :, left:], v[:, :, left:])
-    for row, one in enumerate(naive):
-        one.append(k[row, :, left:], v[row, :, left:], [True] * (200 - left))
-        one.commit()
-    assert_layer(layer, naive)
-    first = layer.dequantized(200)[0][:, :, :FIRST]
-    assert torch.equal(first, at_8_bit(k[:, :, :FIRST]))
 
 
 def sparse_layer() -> TurboLayer:
