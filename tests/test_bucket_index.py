@@ -58,10 +58,11 @@ def check_index(layer: TurboLayer, rows: list[list[Tensor]]) -> None:
 @pytest.mark.usefixtures("in_time")
 def test_the_index_follows_every_operation() -> None:
     layer, rows = layer_of(), [[], [], []]  # type: ignore[var-annotated]
-    feed(layer, rows, 70)
+    feed(layer, rows, 70, [0, 10, 5])
     check_index(layer, rows)
     for _ in range(3):
         feed(layer, rows, 1)
+    feed(layer, rows, 66, [66, 0, 30])
     check_index(layer, rows)
     layer.crop(-5)
     rows = [keys[:-5] for keys in rows]
@@ -87,19 +88,6 @@ def test_the_index_follows_every_operation() -> None:
     layer.reset()
     rows = [[], []]
     feed(layer, rows, 40)
-    check_index(layer, rows)
-
-
-@pytest.mark.usefixtures("in_time")
-def test_the_index_of_ragged_rows() -> None:
-    layer, rows = layer_of(), [[], [], []]  # type: ignore[var-annotated]
-    feed(layer, rows, 70, [0, 40, 69])
-    feed(layer, rows, 3, [0, 2, 1])
-    feed(layer, rows, 1)
-    feed(layer, rows, 66, [66, 0, 30])
-    layer.crop(-2)
-    rows = [keys[:-2] for keys in rows]
-    feed(layer, rows, 1)
     check_index(layer, rows)
 
 

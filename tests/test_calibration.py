@@ -53,9 +53,7 @@ def test_an_offloaded_model_gives_the_same(indexed: Calibration) -> None:
     assert same(calibrate(model, tokenizer, TEXTS, settings=SMALL), indexed)
 
 
-def test_a_classifier_beyond_float16_leaves_no_index(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_classifier_beyond_float16_leaves_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
     def wide(*args: Any) -> Any:
         classifier = train(*args)
         bias = classifier["bias_1"].clone()

@@ -288,10 +288,7 @@ def made_up(windows: int, turned: bool) -> tuple[Samples, list[Tensor], Tensor]:
     return samples, [assign(keys, centroids) for keys in samples.keys], centroids
 
 
-@pytest.mark.parametrize(
-    ("turned", "gain"),
-    [(False, 0.95), (True, 4.0)],
-)
+@pytest.mark.parametrize(("turned", "gain"), [(False, 0.95), (True, 4.0)])
 def test_training_learns_what_k_means_cannot_find(turned: bool, gain: float) -> None:
     samples, buckets, centroids = made_up(13, turned)
     found = []

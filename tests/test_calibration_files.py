@@ -235,6 +235,10 @@ def test_auto_says_what_is_wrong_with_what_it_finds(tmp_path: Path) -> None:
     handle.remove()
     with pytest.raises(ValueError, match="damaged"):
         turbo_hf.patch(model, MIXED, strict="warn", calibration=tmp_path)
+    # it is not called missing
+    message = "needs a calibration of this model, and the one beside the checkpoint is refused: .* is damaged: sums"
+    with pytest.raises(ValueError, match=message), pytest.warns(UserWarning, match="damaged"):
+        turbo_hf.patch(model, "saap", strict="warn")
     assert model.config._attn_implementation == "eager"
 
 
@@ -311,16 +315,6 @@ def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path: Path) -> None:
     assert not begun
     with pytest.raises(ValueError, match=r"folder must be a folder, or the name of a new one; .*file' is a file"):
         lab().save_pretrained(tmp_path / "file")
-
-
-def test_a_refused_calibration_is_not_called_missing(tmp_path: Path) -> None:
-    model = copy.deepcopy(lab_model()[0])
-    model.config._name_or_path = str(tmp_path)
-    lab().save_pretrained(tmp_path)
-    spoil(tmp_path)
-    message = "needs a calibration of this model, and the one beside the checkpoint is refused: .* is damaged: sums"
-    with pytest.raises(ValueError, match=message), pytest.warns(UserWarning, match="damaged"):
-        turbo_hf.patch(model, "saap", strict="warn")
 
 
 def test_a_narrower_window_than_the_calibrations_is_told() -> None:

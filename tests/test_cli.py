@@ -307,11 +307,7 @@ def test_one_reply_whatever_the_checkpoint_asks_for(tmp_path: Path, asked: dict[
     assert json.loads(line)["memory"]["tokens"] == reply["prompt_tokens"] + reply["new_tokens"] - 1
 
 
-@pytest.mark.parametrize(
-    ("words", "typed"),
-    [(["-"], b"caf\xe9"), (["caf\udce9"], "")],
-    ids=["input", "argument"],
-)
+@pytest.mark.parametrize(("words", "typed"), [(["-"], b"caf\xe9"), (["caf\udce9"], "")], ids=["input", "argument"])
 def test_bytes_that_are_no_text_are_told(words: list[str], typed: str | bytes) -> None:
     told = " ".join(generated(LAB, *words, code=1, typed=typed).output.split())
     assert "error: the prompt is not UTF-8 text. Convert it first." in told

@@ -137,9 +137,6 @@ def test_methods_have_one_name_each() -> None:
     assert method_named(BASELINE).config is None
     config: Any = method_named("turbo4/native").config
     assert (config.bits, config.attention) == (4, "native")
-    for name in ("turbo5", "turbo4/int3", "turbo4/", "fp16/native"):
-        with pytest.raises(ValueError, match=f"unknown method {name}; methods are fp16, fp16-eager, int8, turbo4"):
-            method_named(name)
     before = model.config._attn_implementation
     for name in (EAGER, BASELINE, "int8"):
         with applied(model, method_named(name)) as handle:

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from choices import flat_config
 from models import left_padded, prompts, tiny_llama, tiny_mistral
 
 from turbo_hf.eval import published
@@ -115,22 +114,6 @@ def test_simulations_refuse() -> None:
         published.simulated_cache(tiny_mistral(32), published.Kivi(4, 4), torch.ones(1, 4))
     with pytest.raises(ValueError, match=r"want rows that are padded at the left and nowhere else"):
         published.simulated_cache(tiny_llama(), published.Kivi(4, 4), torch.tensor([[1, 0, 1]]))
-    for name in ("streaming-64", "gear-l-kivi4", "kivi5"):
-        with pytest.raises(ValueError, match=f"unknown method {name}; methods are fp16"):
-            method_named(name)
-
-
-def test_fields_of_a_config_are_part_of_a_name() -> None:
-    config = method_named("turbo4/native+block_size=32+sas=True+sas_threshold=-8+low_heads=0.25").config
-    assert config == flat_config(bits=4, attention="native", block_size=32, sas=True, sas_threshold=-8, low_heads=0.25)
-    for name, message in (
-        ("turbo4+blocks=32", "unknown choice 'blocks=32' in method turbo4.blocks=32; write FIELD=VALUE of bits"),
-        ("turbo4+sas", "unknown choice 'sas' in method"),
-        ("turbo4+bits=5", "TurboConfig.bits must be one of 16, 8, 4, 3, 2; got 5"),
-        ("kivi4+bits=2", "unknown method"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            method_named(name)
 
 
 @pytest.mark.parametrize(("name", "package"), [("quanto4", "optimum.quanto"), ("hqq4", "hqq")])

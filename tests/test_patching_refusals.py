@@ -162,22 +162,16 @@ def test_check_of_a_model_with_few_positions() -> None:
         assert model.config._attn_implementation == NAME
 
 
-def test_check_that_fails_takes_the_patch_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_llama()
-    before = snapshot(model)
+def test_check_that_fails_or_meets_an_error_takes_the_patch_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = tiny_llama(), tiny_llama()
+    other.model.layers[0].self_attn.__class__ = Doubling
     monkeypatch.setattr(selfcheck, "MOST", 0.0)
-    with pytest.raises(Unsupported, match=r"self-check failed: .* the logits differ by [\d.]+% .*off again"):
-        turbo_hf.patch(model, "int8", check=True)
-    assert not changes(before, snapshot(model))
-
-
-def test_check_that_meets_an_error_takes_the_patch_off() -> None:
-    model = tiny_llama()
-    model.model.layers[0].self_attn.__class__ = Doubling
-    before = snapshot(model)
-    with pytest.raises(Unsupported, match="changes keys or values"):
-        turbo_hf.patch(model, check=True)
-    assert not changes(before, snapshot(model))
+    differ = r"self-check failed: .* the logits differ by [\d.]+% .*off again"
+    for checked, message in ((model, differ), (other, "changes keys or values")):
+        before = snapshot(checked)
+        with pytest.raises(Unsupported, match=message):
+            turbo_hf.patch(checked, "int8", check=True)
+        assert not changes(before, snapshot(checked))
 
 
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}

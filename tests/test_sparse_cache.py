@@ -116,8 +116,6 @@ def test_a_wrong_choice_gets_one_sentence(options: dict[str, Any], message: str)
 
 
 def test_wrong_places_for_a_sparse_config() -> None:
-    with pytest.raises(ValueError, match=r"TurboConfig\.sparse must be a SparseConfig or None; got 'saap'"):
-        TurboConfig(sparse="saap")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"selectors names layers \[7\]; the model has layers 0 to 1"):
         TurboCache(tiny_llama().config, selectors={7: Selector(SparseConfig(), 7)})
 

@@ -1,4 +1,4 @@
-"""Sparse methods in the evaluation: their names, and a paired run of the task sets with what they read."""
+"""Methods of the evaluation by name; sparse ones in a paired run of the task sets, with what they read."""
 
 import json
 from dataclasses import replace
@@ -24,17 +24,26 @@ CHOSEN = SparseConfig(probes=16, read_all_layers=(0, 2))
         ("turbo4@window", TurboConfig(sparse=SparseConfig(selector="window"))),
         ("int8/native@saap:probes=16:read_all_layers=0+2", TurboConfig(bits=8, attention="native", sparse=CHOSEN)),
         ("turbo4+block_size=32@saap:probes=64", flat_config(block_size=32, sparse=SparseConfig(probes=64))),
+        ("turbo4+sas=True+sas_threshold=-8+low_heads=0.25", flat_config(sas=True, sas_threshold=-8, low_heads=0.25)),
         ("turbo4@window:read_all_layers=", TurboConfig(sparse=SparseConfig(selector="window", read_all_layers=()))),
     ],
 )
-def test_names_of_sparse_methods(name: str, config: TurboConfig) -> None:
+def test_names_of_methods(name: str, config: TurboConfig) -> None:
     assert method_named(name).config == config
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        *(
+            (name, f"unknown method {name}; methods are fp16")
+            for name in ("kivi5", "turbo4/int3", "turbo4/", "fp16/native")
+        ),
         ("turbo5@saap", "unknown method turbo5@saap; methods are fp16"),
+        ("kivi4+bits=2", "unknown method"),
+        ("turbo4+blocks=32", "unknown choice 'blocks=32' in method turbo4.blocks=32; write FIELD=VALUE of bits"),
+        ("turbo4+sas", "unknown choice 'sas' in method"),
+        ("turbo4+bits=5", "TurboConfig.bits must be one of 16, 8, 4, 3, 2; got 5"),
         ("turbo4@best", "SparseConfig.selector must be one of 'saap', .*; got 'best'"),
         ("turbo4@saap:probe=3", "expected choices like probes=16, of .*; got 'probe=3'"),
         ("turbo4@saap:probes=x", "expected a number for probes; got 'x'"),

@@ -225,11 +225,6 @@ def test_texts_held_out_that_cannot_be_read_are_an_error(monkeypatch: pytest.Mon
 # --- the file -------------------------------------------------------------------------------------------------------
 
 
-def test_widths_are_kept(tmp_path: Path) -> None:
-    with_widths().save_pretrained(tmp_path)
-    assert Calibration.from_pretrained(tmp_path).widths == WIDTHS
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
