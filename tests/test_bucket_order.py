@@ -202,6 +202,18 @@ def test_rows_that_change_places_keep_where_their_turn_began(
     check(layer, plain, [runs[row] for row in rows])
 
 
+def test_what_follows_a_crop_is_sorted_as_in_a_new_cache() -> None:
+    layer, plain, new = layer_of(), layer_of(sorts=False), layer_of()
+    for tokens in (300, 1, 300):
+        feed([layer, plain], tokens)
+    for x in (layer, plain):
+        x.crop(32 - 601)
+    feed([new], 32)
+    feed([layer, plain, new], 300)
+    check(layer, plain, [[range(1, 7)]] * 2)
+    assert new.bucket_index.sorted_blocks == layer.bucket_index.sorted_blocks
+
+
 @pytest.mark.parametrize("chunk", [None, 150])
 def test_tokens_are_the_same_with_a_cache_in_bucket_order(chunk: int | None) -> None:
     """A cache in order is read by prompts, dense decode and sparse decode alike."""

@@ -83,6 +83,18 @@ def test_it_is_stored_before_anything_reads_it(window: int | None, reader: Calla
 Small = tuple[Any, Any, torch.Tensor]
 
 
+def test_it_is_cropped_and_forgotten_as_if_it_were_stored(small: Small) -> None:
+    cache = started(*small)
+    cache.crop(-10)
+    assert cache.get_seq_length() == TOKENS - 10
+    cache = started(*small)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    started(*small)
+    # that of a cache which nobody holds any more
+    assert small[1].memory().tokens == 2 * TOKENS
+
+
 def test_a_layer_that_is_read_within_the_pass_holds_it() -> None:
     """By the thread that runs the pass; another one finds it without."""
     model, given = tiny_llama(), left_padded([prompts(1, TOKENS)[0], prompts(1, TOKENS)[0, 7:]])
