@@ -211,7 +211,6 @@ def test_files_that_are_wrong_get_one_sentence(words: tuple[str, ...], tmp_path:
 
 
 PROMPT = "The special magic number is 4281. The number is"
-EXACT = flat_config(bits=16, attention="native", block_size=32)
 
 
 @pytest.fixture

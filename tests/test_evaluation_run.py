@@ -103,10 +103,7 @@ def test_tables_and_pictures(run: tuple[Path, list[Spec], dict[str, Outcome]], t
         assert all(len(row) == len(headings) for row in rows)
     base, ours = (needle_cells(outcomes[label].samples["needle"]) for label in (BASELINE, "turbo4"))
     assert set(base) == {(length, depth) for length in (200, 300) for depth in (0.0, 1.0)}
-    assert {(cell["length"], cell["depth"]): cell["share"] for cell in found["needles"]["turbo4"]["cells"]} == ours
-    assert found["needles"]["turbo4"]["mean"] == sum(ours.values()) / 4
     (length, depth), share = worst(ours)
-    assert found["needles"]["turbo4"]["worst"] == {"length": length, "depth": depth, "share": share}
     assert f"| turbo4 | {sum(ours.values()) / 4:.3f} | {share:.2f} | {length} | {depth:.0%} |" in text
     assert worst({(1, 0.5): 0.5, (2, 0.0): 0.0, (2, 1.0): 0.0}) == ((2, 0.0), 0.0)
     needle_map(base, ours, "turbo4", tmp_path / "needle.png")

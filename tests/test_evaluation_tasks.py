@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager
 from turbo_hf.eval.evaluate import load_tasks, quiet
 from turbo_hf.eval.scorers import right_choice, right_number, right_statement
 from turbo_hf.eval.suites import BBH_TASKS, BOOKS, Limits, build
-from turbo_hf.eval.tasks import Spec, evenly
+from turbo_hf.eval.tasks import Spec
 
 LIMITS = Limits(context=8192, longest=512, limit=3)
 
@@ -155,12 +155,6 @@ def test_without_the_hub_the_local_files_are_named(tokenizer: Any, monkeypatch: 
 )
 def test_corrected_scorers(scorer: Callable[[Any], bool], target: str, reply: str, right: bool) -> None:
     assert scorer({"resps": [[reply]], "target": target}) == right
-
-
-def test_evenly_keeps_the_range() -> None:
-    assert evenly(range(10), None) == list(range(10))
-    assert evenly(range(10), 20) == list(range(10))
-    assert evenly(range(10), 5) == [0, 2, 4, 6, 8]
 
 
 def test_suites_refuse_and_tell(tokenizer: Any, data: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page of families: a sample of its rows is made anew, and what makes a row notices what is wrong."""
+"""The page of families: a sample of its rows is made anew, and it has every family."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,9 @@ from typing import Any
 
 import families_table as table
 import pytest
-import torch
 import transformers
-from tiny_families import VARIANTS, build, families
+from tiny_families import VARIANTS, families
 from tiny_multimodal import MODELS
-
-import turbo_hf
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -83,19 +80,3 @@ def test_the_page_is_made_of_the_record() -> None:
 def names_of(found: dict[str, Any]) -> list[str]:
     """Those that this version of Transformers has."""
     return [family for family in found if family in families()[0]]
-
-
-@pytest.mark.parametrize("mode", table.MODES)
-@pytest.mark.parametrize("fault", [None, "padding", "window"])
-def test_a_verdict_notices_what_is_dropped(mode: str, fault: str | None) -> None:
-    model: Any = build("mistral")
-    inputs = table.prompts(model)
-    plain = table.MODES[mode](model, inputs)
-    with table.half_cache(range(4)):
-        half = table.MODES[mode](model, inputs)
-    if fault == "padding":
-        inputs = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
-    other: Any = build("mistral", "no window") if fault == "window" else model
-    with turbo_hf.patch(other, table.CONFIG):
-        found = table.verdict(table.MODES[mode](other, inputs), plain, half)
-    assert found.startswith("WRONG: off by" if fault else "yes"), found

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from budgets import check, check_exact, check_turbo, float_budget, largest
-from choices import flat_config
+from choices import TWO_MODES, flat_config
 from op_calls import decode, prefill
 from oracle import oracle
 from prefill_support import step_queries
@@ -19,7 +19,6 @@ from turbo_hf.ops.store.quantize import dequantize
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-MODES = [pytest.param(mode, id=mode) for mode in ("native", "turbo")]
 ALL = {"window": 70, "softcap": 5.0, "sinks": True}
 
 
@@ -35,7 +34,7 @@ def a_store(
 # --- ops ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", TWO_MODES)
 @pytest.mark.parametrize(
     ("options", "dtype"), [({}, torch.float16), (ALL, torch.bfloat16), ({}, torch.float32), (ALL, torch.float32)]
 )

@@ -6,6 +6,7 @@ from itertools import permutations, product
 
 import pytest
 import torch
+from choices import DTYPES
 from hypothesis import given
 from hypothesis import strategies as st
 from op_calls import quantize_tokens, seal_blocks
@@ -19,18 +20,10 @@ from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in FLOATS]
 ALL_BITS = [pytest.param(bits, id=f"{bits}bit") for bits in BITS]
 STAGE_2 = [pytest.param(bits, id=f"{bits}bit") for bits in BITS if bits != 8]
-
-
-def ones(codes: torch.Tensor) -> torch.Tensor:
-    return torch.ones(codes.shape[:3], dtype=torch.float32, device=codes.device)
-
-
 DIMS = [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)]
 EPS = torch.finfo(torch.float32).eps
-METRICS = [pytest.param(metric, id=metric) for metric in HEAD_METRICS]
 
 
 # --- stage 1 --------------------------------------------------------------------------------------------------------
@@ -224,7 +217,7 @@ def test_head_scores_are_their_formulas(metric: str, dtype: torch.dtype, device:
             assert abs(float(got[row, head]) - want) <= budget
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", HEAD_METRICS)
 def test_heads_without_range_rank_lowest(metric: str, device: torch.device) -> None:
     constant = torch.ones(1, 1, 64, 32, device=device)
     x = torch.cat((constant, tokens(1, 3, 64, 32, device=device)), 1)

@@ -61,11 +61,6 @@ def parse(words: list[str]) -> None:
     command.make_context(command.name, words)
 
 
-def test_an_option_that_does_not_exist_is_caught() -> None:
-    with pytest.raises(Exception, match="No such option: --nonsense"):
-        parse(["bench", "prefill", "--nonsense", "4x16k"])
-
-
 def test_every_family_preset_and_public_name_is_named() -> None:
     for family in FAMILIES:
         assert family.name in README

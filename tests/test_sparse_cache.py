@@ -16,9 +16,9 @@ from sparse_cache_support import ANY, TRAINED, answers, ragged, small, sparse
 import turbo_hf
 from turbo_hf import Calibration, SparseConfig, TurboCache, TurboConfig
 from turbo_hf.calibration.artifacts import NO_INDEX
-from turbo_hf.config.turbo_config import SELECTORS, with_options
+from turbo_hf.config.turbo_config import with_options
 from turbo_hf.models.versions import CACHE
-from turbo_hf.sparse.selectors import UNTRAINED, Selector
+from turbo_hf.sparse.selectors import Selector
 
 
 @pytest.fixture(autouse=True)
@@ -118,12 +118,6 @@ def test_a_wrong_choice_gets_one_sentence(options: dict[str, Any], message: str)
 def test_wrong_places_for_a_sparse_config() -> None:
     with pytest.raises(ValueError, match=r"selectors names layers \[7\]; the model has layers 0 to 1"):
         TurboCache(tiny_llama().config, selectors={7: Selector(SparseConfig(), 7)})
-
-
-def test_every_selector_has_a_name_and_a_maker() -> None:
-    from turbo_hf.config.turbo_config import CALIBRATED  # noqa: PLC0415
-
-    assert {*CALIBRATED, *UNTRAINED} == set(SELECTORS)
 
 
 def test_a_calibration_is_needed_and_must_fit(llama: Any, indexed: Calibration) -> None:

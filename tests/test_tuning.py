@@ -7,7 +7,6 @@ import torch
 from gpu_support import OnGpu
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES
-from turbo_hf.layout import QUANTIZED_MODES
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import WIDE_HALF
 from turbo_hf.ops.gpu import H200_SHARED
@@ -119,8 +118,3 @@ def test_float32_over_16_bit_has_room_for_both() -> None:
         if (tiles.stages - 1) * codes * 4 + codes * 4.75 > shared:  # as compiled
             wrong.append((codes, shared, tiles))
     assert not wrong
-
-
-def test_the_table_names_modes_that_there_are() -> None:
-    chosen = tuning.AUTO_PREFILL.values()
-    assert all(first > 0 and name in QUANTIZED_MODES for first, name in chosen)
