@@ -43,6 +43,8 @@ def test_round_trip(tmp_path: Path, indexed: Calibration) -> None:
 CHANGES: list[tuple[str, Any, str]] = [
     ("schema", 1, "has schema 1; this version reads 4"),
     ("layers", [{}], r"damaged: layers\.0 lacks 'index', and should hold"),
+    ("fingerprint", [1], "damaged: fingerprint is .*, and should be a dict"),
+    ("layers", [{"index": 0, "note": "", "quality": None}], r"damaged: layers\.0\.quality is None, and should be a d"),
     ("fingerprint", {"num_hidden_layers": "x"}, r"damaged: fingerprint\.num_hidden_layers is 'x'"),
     ("layers", [{"index": 0, "note": 3, "quality": {}}], r"damaged: layers\.0\.note is 3, and should be a str"),
     ("settings", {"local": []}, r"damaged: settings\.local is \[\], and should be a whole number"),

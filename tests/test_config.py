@@ -49,6 +49,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
     ("choices", "message"),
     [
         pytest.param({"bits": 5}, r"bits must be one of 16, 8, 4, 3, 2; got 5", id="bits"),
+        pytest.param({"bits": 4.0}, r"bits must be one of 16, 8, 4, 3, 2; got 4.0", id="bits-float"),
         pytest.param({"int8_layers": np.array([4, 8])}, r"int8_layers must be a tuple .* got array", id="int8_layers"),
         pytest.param({"low_bits": 1}, r"low_bits must be one of 8, 4, 3, 2; got 1", id="low_bits"),
         pytest.param({"value_bits": 16}, r"value_bits must be one of 8, 4, 3, 2, None; got 16", id="value_bits-16"),
@@ -72,6 +73,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"low_heads": math.nan}, r"low_heads must be a share from 0 to 1; got nan", id="low_heads-nan"),
         pytest.param({"bits": 2, "low_heads": 0.5}, r"low_bits must be below bits \(2\) when .*; got 2", id="low"),
         pytest.param({"sas": True, "sas_threshold": 0}, r"from -80 to below 0 .*; got 0\.", id="threshold-0"),
+        pytest.param({"sas": True, "sas_threshold": -81.0}, r"from -80 to below 0 .*; got -81.0", id="threshold-low"),
         pytest.param({"sas": True, "sas_threshold": math.nan}, r"from -80 to below 0 .*; got nan", id="threshold-nan"),
         pytest.param({"sas_threshold": -6.0}, r"sas_threshold has no effect without sas=True; got -6.0", id="no-sas"),
         pytest.param({"int8_layers": "all"}, r'int8_layers must be a tuple .* or "auto"; got \'all\'', id="int8"),

@@ -85,6 +85,9 @@ def test_options_of_a_preset() -> None:
     ("options", "message"),
     [
         ({"bit": 4, "block": 32}, r"^TurboConfig has no option bit, block; options are preset, bits, .*sparse"),
+        ({3: 4}, r"^TurboConfig has no option 3; options are preset, "),
+        ({"preset": {"bits": 4}}, r"^unknown preset {'bits': 4}; presets are "),
+        ({"sparse": {"preset": "saap"}}, r"^SparseConfig has no option preset"),
         ({"sparse": {"probe": 4}}, r"^SparseConfig has no option probe; options are selector, probes, sink_tokens, "),
         ({"expert": {"bits": 4}}, r"^Expert has no option bits; options are block_size, "),
         ({"expert": None}, r"^TurboConfig.expert must be an Expert; got None"),

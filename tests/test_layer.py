@@ -256,9 +256,6 @@ def test_a_universal_scale_is_one_a_row_and_ignores_padding() -> None:
     assert sum(batch.nbytes().values()) == allocated(batch)
 
 
-# --- a random life, against the naive model ------------------------------------------------------------------------
-
-
 class Life(RuleBasedStateMachine):
     """Random sequences of what Transformers does to a cache layer."""
 
@@ -402,9 +399,6 @@ def test_crop_takes_a_tensor_too() -> None:
     assert layer.lengths() == [layer.seen] == [17]
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------
-
-
 def test_beams_share_pages_and_then_part() -> None:
     k, v = random_kv(1, FIRST + 128)
     layer = filled(TurboConfig(), k, v)
@@ -418,9 +412,6 @@ def test_beams_share_pages_and_then_part() -> None:
     for row, parent in enumerate((2, 2, 0)):
         own = [torch.cat((x, y[parent : parent + 1]), 2) for x, y in zip((k, v), tail, strict=True)]
         assert_same_rows(layer, row, filled(TurboConfig(), own[0], own[1]), 0)
-
-
-# --- window --------------------------------------------------------------------------------------------------------
 
 
 def test_a_rolling_window_has_bounded_memory() -> None:

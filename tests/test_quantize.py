@@ -326,8 +326,6 @@ def test_any_cache_reads_back(data: st.DataObject) -> None:
     assert_dequantized(make_store(k, v, lengths, groups=groups, order=order, block=block, sealed=sealed), torch.float32)
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
-
 X, CODES = torch.zeros(1, 1, 64, 16), torch.zeros(1, 1, 64, 16, dtype=torch.int8)
 FLOAT = "must be float16, bfloat16, float32 or float64; got"
 REFUSED: list[tuple[Callable[[], object], str]] = [

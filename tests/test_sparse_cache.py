@@ -106,6 +106,7 @@ def test_a_copied_model_keeps_its_selectors(indexed: Calibration) -> None:
         ({"sink_tokens": -1}, "SparseConfig.sink_tokens must be a whole number of at least 0; got -1"),
         ({"sink_tokens": True}, "SparseConfig.sink_tokens must be a whole number of at least 0; got True"),
         ({"window_tokens": "1"}, "SparseConfig.window_tokens must be a whole number of at least 1; got '1'"),
+        ({"window_tokens": 10**30}, f"SparseConfig.window_tokens must be at most 1073741824; got {10**30}"),
         ({"sink_tokens": (1 << 30) + 1}, "SparseConfig.sink_tokens must be at most 1073741824; got 1073741825"),
         ({"read_all_layers": [-1]}, r"SparseConfig.read_all_layers must be a tuple of layer indices; got \(-1,\)"),
     ],

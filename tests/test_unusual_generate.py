@@ -270,9 +270,6 @@ def test_a_model_that_loses_the_prompt_is_told_of() -> None:
         answer(model, **left_padded([prompts(1, SWITCH - 5)[0], prompts(1, 9)[0]]))
 
 
-# --- models that bring another cache ----------------------------------------------------------------------------------
-
-
 class Fickle(Phi3ForCausalLM):
     """Its forward pass goes on with a cache of its own after ten tokens."""
 

@@ -222,15 +222,14 @@ def test_texts_held_out_that_cannot_be_read_are_an_error(monkeypatch: pytest.Mon
         calibrate_widths(model, tokenizer, "1000", count=2, tokens=128)
 
 
-# --- the file -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"layers": [[8, 5]] * 6}, r"widths\.layers\.0\.1 is 5, and should be"),
         ({"layers": [[8, 4]] * 5}, "it has widths of 5 layers, and 6 layers"),
         ({"kl": float("nan")}, "widths.kl is nan, and should be a number from 0 to 1e"),
+        ({"held_out": float("inf")}, "widths.held_out is inf, and should be"),
+        ({"bits_per_number": 17.0}, r"widths.bits_per_number is 17\.0"),
         ({"bits_per_number": -1.0}, r"widths.bits_per_number is -1\.0, and should be a number from 0 to 16"),
         ({"tokens": "many"}, r"widths\.tokens is 'many'"),
         ({"more": 1}, "widths has 'more'"),
