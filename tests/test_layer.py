@@ -463,6 +463,3 @@ def test_keys_and_values_of_unlike_shape_are_refused() -> None:
         layer.update(random_kv(1, 3, 32)[0], random_kv(1, 3, 16)[1])
     with pytest.raises(ValueError, match="head dim 24"):
         layer.update(*random_kv(1, 3, 24))
-
-
-# --- masks of a pass -----------------------------------------------------------------------------------------------
