@@ -12,20 +12,12 @@ from cli_support import last_json, run
 from op_calls import ops_like
 
 from turbo_hf.eval.bench import decode as bench
-from turbo_hf.eval.bench import sparse
+from turbo_hf.eval.bench import shapes, sparse
 from turbo_hf.eval.bench.checked import Sample, verify
 from turbo_hf.eval.bench.decode import check_decode
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.prefill import inputs
 from turbo_hf.eval.bench.random_cache import packed_stores
-from turbo_hf.eval.bench.shapes import (
-    SHAPES,
-    WIDTHS,
-    Case,
-    PromptCase,
-    groups_of,
-    make_case,
-)
 from turbo_hf.eval.bench.sparse import SELECTORS, Choice, attention, check_sparse, make_layers, select
 from turbo_hf.eval.bench.timing import Conditions, Rotation, Stopwatch, cold_copies
 from turbo_hf.layout import AlwaysRead, AttentionOutput, Rounding, Scoring
@@ -40,21 +32,21 @@ SPARSE = [*STEP, "--buckets", "16", "--hidden", "8", "--window", "20", "--share"
 SMALL = Choice("saap", (0.25,), buckets=16, hidden=8, always=AlwaysRead(1, 20))
 
 
-def toy(size: str = "3x150", *, ragged: bool = True, shape: str = "qwen2.5-0.5b") -> Case:
-    return make_case(shape, size, ragged, 0)
+def toy(size: str = "3x150", *, ragged: bool = True, shape: str = "qwen2.5-0.5b") -> shapes.Case:
+    return shapes.make_case(shape, size, ragged, 0)
 
 
-def a_query(case: Case) -> torch.Tensor:
+def a_query(case: shapes.Case) -> torch.Tensor:
     return torch.randn(len(case.lengths), case.heads.query, 1, case.heads.dim, dtype=torch.float16)
 
 
 # --- cases and caches -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", shapes.WIDTHS)
 def test_bytes_are_those_of_the_cache(width: str) -> None:
     case = toy()
-    groups = groups_of(width, case.heads.kv)
+    groups = shapes.groups_of(width, case.heads.kv)
     (store,) = packed_stores(case, groups, 1, CPU, 0)
     pages = sum(x.nbytes for group in store.paged for x in (group.k, group.v, group.meta, group.size))
     token = sum(x[0, :, :, 0].nbytes for x in (store.k_open.mT, store.v_open))
@@ -65,12 +57,12 @@ def test_bytes_are_those_of_the_cache(width: str) -> None:
 
 def test_caches_share_no_page_and_differ() -> None:
     case = toy()
-    stores = packed_stores(case, groups_of("mixed", case.heads.kv), 3, CPU, 0)
+    stores = packed_stores(case, shapes.groups_of("mixed", case.heads.kv), 3, CPU, 0)
     pages = [store.table[row, :n].tolist() for store in stores for row, n in enumerate(store.sealed.tolist())]
     assert sorted(page for row in pages for page in row) == list(range(stores[0].paged[0].k.shape[0]))
     dense = [dequantize(store, torch.float32)[0] for store in stores]
     assert not torch.equal(dense[0], dense[1])
-    again = packed_stores(case, groups_of("mixed", case.heads.kv), 3, CPU, 0)
+    again = packed_stores(case, shapes.groups_of("mixed", case.heads.kv), 3, CPU, 0)
     assert torch.equal(dequantize(again[2], torch.float32)[0], dense[2])
 
 
@@ -78,7 +70,7 @@ def test_sparse_layers_share_nothing_and_are_ready() -> None:
     first, second = make_layers(toy("2x150", ragged=False), "mixed", SMALL, 2, CPU, 0)
     blocks = first.index[:, :, :128].unflatten(-1, (2, 64))
     assert torch.equal(first.spans, torch.stack((blocks.amin(-1), blocks.amax(-1)), -1))
-    (longer,) = make_layers(make_case("qwen2.5-0.5b", "1x300", False, 0), "4", SMALL, 1, CPU, 0)
+    (longer,) = make_layers(shapes.make_case("qwen2.5-0.5b", "1x300", False, 0), "4", SMALL, 1, CPU, 0)
     # but for the first block, the window and 64 tokens to spare, tokens stand in the order of their buckets
     assert bool((longer.index[..., 64:192].diff() >= 0).all())
     assert not bool((longer.index[..., 192:].diff() >= 0).all())
@@ -96,7 +88,7 @@ def test_sparse_layers_share_nothing_and_are_ready() -> None:
 @pytest.mark.parametrize("width", ["4", "mixed"])
 def test_a_right_step_passes(width: str, backend: str) -> None:
     case = toy("2x90")
-    (store,) = packed_stores(case, groups_of(width, case.heads.kv), 1, CPU, 1)
+    (store,) = packed_stores(case, shapes.groups_of(width, case.heads.kv), 1, CPU, 1)
     q = a_query(case)
     found = check_decode(case, q, store, ops_like(q, backend, store).decode(q, store, Scoring(0.125)))
     assert not found.problem
@@ -123,7 +115,7 @@ def test_a_right_sparse_step_passes_and_a_wrong_one_does_not(backend: str, width
 
 def test_the_budget_of_a_step_is_what_the_roundings_cost_and_little_more() -> None:
     case = toy()
-    (store,) = packed_stores(case, groups_of("4", case.heads.kv), 1, CPU, 1)
+    (store,) = packed_stores(case, shapes.groups_of("4", case.heads.kv), 1, CPU, 1)
     q = a_query(case)
     got = ops_like(q, store=store).decode(q, store, Scoring(0.125))
     passed = check_decode(case, q, store, got)
@@ -140,7 +132,7 @@ def test_the_budget_of_a_step_is_what_the_roundings_cost_and_little_more() -> No
 @pytest.mark.parametrize("mode", ["native", "half", "turbo"])
 def test_the_budget_of_a_prompt_is_what_the_mode_costs_and_little_more(mode: str) -> None:
     """A result right in itself passes, and would not if its error were three times as large."""
-    case = PromptCase("", SHAPES["qwen2.5-0.5b"], 2, 150)
+    case = shapes.PromptCase("", shapes.SHAPES["qwen2.5-0.5b"], 2, 150)
     q, k, v = inputs(case, torch.float16, CPU, 0)
     options: dict[str, Any] = {"scoring": Scoring(0.125), "rounding": Rounding(mode)}
     sample = Sample(q, k, v, scaling=0.125, seed=0)
@@ -266,7 +258,7 @@ def test_prefill_prints_tables_json_and_files(tmp_path: Path) -> None:
     assert report["facts"]["versions"]["torch"]
     assert set(rows) == {f"{m}, 1x70 causal" for m in ("SDPA math", *ours)}
     for row in rows.values():
-        flops = PromptCase("", SHAPES["qwen2.5-0.5b"], 1, 70).flops
+        flops = shapes.PromptCase("", shapes.SHAPES["qwen2.5-0.5b"], 1, 70).flops
         assert row["figures"]["TFLOP/s"] == pytest.approx(flops / 1e9 / row["figures"]["ms"])
         assert (row["figures"]["quantize ms"] is not None) == (row["method"] in ours[:-1])
 
@@ -281,7 +273,7 @@ def test_sparse_steps_stand_beside_dense_ones(tmp_path: Path) -> None:
 
 
 def test_latents_are_timed_beside_torch_and_our_own_16_bit() -> None:
-    case = make_case("deepseek-v2-lite", "1x130", False, 0)
+    case = shapes.make_case("deepseek-v2-lite", "1x130", False, 0)
     rows = bench.run_case(case, ["4", "3"], Conditions(Stopwatch(CPU), "auto", 0, 0), 1.0)
     assert [row.method for row in rows if row.ours] == ["latent 16 bit", "latent 4 bit", "latent 3 bit"]
     assert all(row.figures["us"] for row in rows[:-1])

@@ -11,18 +11,8 @@ from choices import EVERY_PRESET, flat_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turbo_hf.config.turbo_config import (
-    ABLATIONS,
-    PRESETS,
-    Expert,
-    SparseConfig,
-    TurboConfig,
-    at_8_bit,
-    not_recommended,
-    of_layer,
-    resolve_config,
-    with_options,
-)
+from turbo_hf import PRESETS, Expert, SparseConfig, TurboConfig
+from turbo_hf.config.turbo_config import ABLATIONS, at_8_bit, not_recommended, of_layer, resolve_config, with_options
 from turbo_hf.layout import HeadGroups
 
 ONE_BY_ONE: dict[str, tuple[Any, ...]] = {

@@ -255,8 +255,3 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
 )
 def test_wrong_choices_of_a_run_get_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:
     check_refused(message, "eval", str(LAB_MODEL), *words, "--out", str(tmp_path / "out"), "--device", "cpu")
-
-
-def test_a_preset_without_its_calibration_says_so() -> None:
-    words = ["demo", "--method", "saap", "--prompts", "1", "--shortest", "100", "--longest", "120", "--device", "cpu"]
-    check_refused('selector "saap" needs a calibration of this model', *words)

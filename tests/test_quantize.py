@@ -12,28 +12,16 @@ from hypothesis import strategies as st
 from op_calls import quantize_tokens, seal_blocks
 from stores import CODE_MAX, make_store, store_codes, tokens, unpack
 
+from turbo_hf import layout
 from turbo_hf.config.expected import FLOATS
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.layout import (
-    BITS,
-    BLOCK_SIZES,
-    VALUE_ORDER,
-    KVStore,
-    PagedHeads,
-    Width,
-    empty_pages,
-    half_merge,
-    half_split,
-    page_bytes,
-    value_order,
-)
 from turbo_hf.ops.store.quantize import dequantize, head_scores
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-ALL_BITS = [pytest.param(bits, id=f"{bits}bit") for bits in BITS]
-STAGE_2 = [pytest.param(bits, id=f"{bits}bit") for bits in BITS if bits != 8]
+ALL_BITS = [pytest.param(bits, id=f"{bits}bit") for bits in layout.BITS]
+STAGE_2 = [pytest.param(bits, id=f"{bits}bit") for bits in layout.BITS if bits != 8]
 DIMS = [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)]
 EPS = torch.finfo(torch.float32).eps
 
@@ -124,7 +112,7 @@ def test_a_page_is_its_formula(bits: int, block: int, device: torch.device) -> N
     scale = torch.rand(2, 2, block).bfloat16().float()
     pages = seal_blocks(k.to(device), scale.to(device), v.to(device), scale.to(device), bits)
     assert pages.bits == bits
-    time_order = [VALUE_ORDER.index(t % 16) + t // 16 * 16 for t in range(block)]
+    time_order = [layout.VALUE_ORDER.index(t % 16) + t // 16 * 16 for t in range(block)]
     levels = 2**bits - 1
     for page, slot in product(range(2), repeat=2):
         codes = [unpack(pages.k[page, slot], bits), unpack(pages.v[page, slot], bits)[:, time_order].T]
@@ -195,7 +183,7 @@ def test_sealing_takes_any_strides(bits: int, device: torch.device) -> None:
     want = seal_blocks(k.contiguous(), scale.contiguous(), v.contiguous(), scale.contiguous(), bits)
     for a, b in zip(got[1:], want[1:], strict=True):
         assert torch.equal(a, b)
-    strided = PagedHeads(bits, *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in got[1:]))
+    strided = layout.PagedHeads(bits, *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in got[1:]))
     for a, b in zip(reference_unpack_blocks(strided), reference_unpack_blocks(got), strict=True):
         assert torch.equal(a, b)
 
@@ -260,11 +248,11 @@ def test_kernel_shows_what_is_not_finite(value: float, device: torch.device) -> 
 @pytest.mark.parametrize(
     ("dim", "block", "width"),
     [
-        *((*size, bits) for size in ((16, 128), (80, 32), (80, 64), (128, 64), (128, 128)) for bits in BITS),
-        *((80, 32, pair) for pair in permutations(BITS, 2)),
+        *((*size, bits) for size in ((16, 128), (80, 32), (80, 64), (128, 64), (128, 128)) for bits in layout.BITS),
+        *((80, 32, pair) for pair in permutations(layout.BITS, 2)),
     ],
 )
-def test_kernel_gives_the_references_pages(dim: int, block: int, width: Width, device: torch.device) -> None:
+def test_kernel_gives_the_references_pages(dim: int, block: int, width: layout.Width, device: torch.device) -> None:
     k, v = (tokens(2, 2, block, dim, device=device) for _ in range(2))
     v[0, 0] = 0
     parts = (*quantize_tokens(k, backend="reference"), *quantize_tokens(v, backend="reference"))
@@ -276,7 +264,7 @@ def test_kernel_gives_the_references_pages(dim: int, block: int, width: Width, d
 # --- a cache read back ----------------------------------------------------------------------------------------------
 
 
-def assert_dequantized(store: KVStore, dtype: torch.dtype) -> None:
+def assert_dequantized(store: layout.KVStore, dtype: torch.dtype) -> None:
     """`dequantize` is, to the bit, what the pages and open tokens say, and 0 past each row's end."""
     k, v = dequantize(store, dtype)
     rows = store_codes(store)
@@ -327,7 +315,7 @@ def test_any_cache_reads_back(data: st.DataObject) -> None:
     heads, block = data.draw(st.integers(1, 3)), data.draw(st.sampled_from((32, 64, 128)))
     lengths = data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=3))
     cut = data.draw(st.integers(0, heads))
-    every: list[Width] = [*BITS, *permutations(BITS, 2)]
+    every: list[layout.Width] = [*layout.BITS, *permutations(layout.BITS, 2)]
     widths = data.draw(st.lists(st.sampled_from(every), min_size=2, max_size=2))
     # while tokens may still be taken back, whole blocks stay open
     sealed = [data.draw(st.integers(0, n // block)) for n in lengths] if data.draw(st.booleans()) else None
@@ -361,15 +349,15 @@ def test_refuses(call: Callable[[], object], message: str) -> None:
 def test_packing_of_any_codes(bits: int, n: int, data: st.DataObject) -> None:
     line = torch.tensor(data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=n, max_size=n)), dtype=torch.uint8)
     codes = torch.stack([line.roll(i) for i in range(16)])
-    packed = half_split(codes, bits)
-    assert torch.equal(half_merge(packed, bits), codes)
+    packed = layout.half_split(codes, bits)
+    assert torch.equal(layout.half_merge(packed, bits), codes)
     # the tests' own reader, on which the oracle of compressed attention stands
     assert unpack(packed, bits).tolist() == codes.tolist()
 
 
-@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in BLOCK_SIZES])
+@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in layout.BLOCK_SIZES])
 def test_value_order_is_a_permutation_within_16_tokens(block: int, device: torch.device) -> None:
-    order = value_order(block, device)
+    order = layout.value_order(block, device)
     assert order.device.type == device.type
     groups = order.reshape(-1, 16)
     for i, group in enumerate(groups.tolist()):
@@ -379,15 +367,15 @@ def test_value_order_is_a_permutation_within_16_tokens(block: int, device: torch
         assert groups[0, 4 * t : 4 * t + 4].tolist() == [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9]
 
 
-def nbytes(pages: PagedHeads) -> int:
+def nbytes(pages: layout.PagedHeads) -> int:
     return sum(x.nbytes for x in (pages.k, pages.v, pages.meta, pages.size))
 
 
-@pytest.mark.parametrize("bits", [pytest.param(b, id=f"{b}bit") for b in BITS])
+@pytest.mark.parametrize("bits", [pytest.param(b, id=f"{b}bit") for b in layout.BITS])
 def test_page_bytes_are_those_allocated(bits: int, device: torch.device) -> None:
-    for dim, block, value_bits in product((16, 64, 80, 128), BLOCK_SIZES, BITS):
-        pages = empty_pages((bits, value_bits), 3, 2, dim, block, device)
-        assert nbytes(pages) == 6 * page_bytes(dim, (bits, value_bits), block)
+    for dim, block, value_bits in product((16, 64, 80, 128), layout.BLOCK_SIZES, layout.BITS):
+        pages = layout.empty_pages((bits, value_bits), 3, 2, dim, block, device)
+        assert nbytes(pages) == 6 * layout.page_bytes(dim, (bits, value_bits), block)
         assert (pages.bits, pages.value_bits) == (bits, value_bits)
         assert pages.width == (bits if bits == value_bits else (bits, value_bits))
         assert pages.k.shape[:3] == (3, 2, block)
@@ -399,8 +387,8 @@ def test_page_bytes_are_those_allocated(bits: int, device: torch.device) -> None
 )
 def test_compression_is_what_the_algorithm_promises(dim: int, by: tuple[float, float]) -> None:
     half_precision = 2 * 2 * 64 * dim
-    assert round(half_precision / page_bytes(dim, 4), 2) == by[0]
-    assert round(half_precision / page_bytes(dim, 2), 1) == by[1]
+    assert round(half_precision / layout.page_bytes(dim, 4), 2) == by[0]
+    assert round(half_precision / layout.page_bytes(dim, 2), 1) == by[1]
     # half of the bits of values: as much as half of the heads at 2 bit
-    assert 2 * page_bytes(dim, (4, 2)) == page_bytes(dim, 4) + page_bytes(dim, 2)
-    assert page_bytes(128, (4, 2)) / 64 == 108
+    assert 2 * layout.page_bytes(dim, (4, 2)) == layout.page_bytes(dim, 4) + layout.page_bytes(dim, 2)
+    assert layout.page_bytes(128, (4, 2)) / 64 == 108
