@@ -17,12 +17,7 @@ from turbo_hf.calibration.capture import Seen, capturing, probe, run_window
 from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
 from turbo_hf.calibration.heads import HeadPriorities, head_order
 from turbo_hf.calibration.quality import WAYS, _recalled, evaluate
-from turbo_hf.calibration.query_model import (
-    QueryModels,
-    classify,
-    divergence,
-    train,
-)
+from turbo_hf.calibration.query_model import QueryModels, classify, divergence, train
 from turbo_hf.calibration.run import calibrate, make_plan
 from turbo_hf.calibration.samples import LARGEST, Samples, bucket_sums, long_range
 from turbo_hf.calibration.texts import token_windows

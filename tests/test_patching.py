@@ -14,19 +14,7 @@ from accelerate import dispatch_model  # type: ignore[import-untyped] # it has n
 from choices import flat_config
 from families_support import SHARED as LAST_SHARE
 from models import prompts, tiny_llama
-from patching_support import (
-    LENGTHS,
-    MIXED,
-    NEW,
-    SMALL,
-    WINDOW,
-    changes,
-    generate,
-    logits,
-    padded,
-    snapshot,
-    tiny,
-)
+from patching_support import LENGTHS, MIXED, NEW, SMALL, WINDOW, changes, generate, logits, padded, snapshot, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 

@@ -11,20 +11,7 @@ import torch
 from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
 from choices import flat_config
 from models import prompts, tiny_llama, tiny_mistral
-from patching_support import (
-    EXACT,
-    LENGTHS,
-    MIXED,
-    SMALL,
-    WINDOW,
-    Doubling,
-    changes,
-    generate,
-    logits,
-    padded,
-    snapshot,
-    tiny,
-)
+from patching_support import EXACT, MIXED, SMALL, WINDOW, Doubling, changes, generate, logits, padded, snapshot, tiny
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers import masking_utils as hf
@@ -195,7 +182,7 @@ stricts = pytest.mark.parametrize("strict", ["raise", "warn", "fallback"])
 def test_other_caches_give_the_models_own_logits(model_type: str, options: dict[str, Any], kind: str) -> None:
     model, batch = tiny(model_type, **options), padded()
     ids, mask = batch["input_ids"], batch["attention_mask"]
-    real, step = mask.bool(), prompts(len(LENGTHS), 1)
+    real, step = mask.bool(), prompts(len(ids), 1)
     longer = torch.nn.functional.pad(mask, (0, 1), value=1)
 
     def run() -> list[Tensor]:
