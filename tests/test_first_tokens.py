@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from choices import flat_config
-from layer_support import HEADS, feed, random_kv
+from layer_support import HEADS, feed, filled, random_kv
 from op_calls import quantize_tokens
 from sinks_support import divergences, moved_by, prompt_of, sink_model, sink_text, tail_over
 from torch import Tensor
@@ -63,6 +63,13 @@ def test_first_tokens_stay_at_8_bit_as_a_row_grows(config: TurboConfig) -> None:
     assert all(count >= FIRST for count in layer.state.open)
 
 
+def test_outliers_that_come_first_do_not_widen_a_block() -> None:
+    given = outliers(1, FIRST + 64)
+    plain = [torch.cat((x[:, :, 4:8], x[:, :, 4:]), 2) for x in given]
+    held, want = (filled(TurboConfig(), *each).dequantized(64) for each in (given, plain))
+    assert all(map(torch.equal, held, want))
+
+
 def sparse_layer() -> TurboLayer:
     chosen = SparseConfig(selector="kmeans-rotated", probes=2)
     selector: Any = Centroids(chosen, 0, torch.randn(HEADS, 8, 16), pre_rotary=False)
@@ -80,9 +87,6 @@ def sparse_layer() -> TurboLayer:
 )
 def test_where_all_tokens_are_sealed(layer: TurboLayer) -> None:
     assert layer.state.first == 0
-
-
-# --- a model with sinks and uneven values ----------------------------------------------------------------------------
 
 
 TOKENS = 544
