@@ -3,19 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import op_calls as ops
 import pytest
 import torch
 from choices import flat_config
-from op_calls import (
-    append_step,
-    append_tokens,
-    decode,
-    exchange_open,
-    quantize_tokens,
-    seal_blocks,
-    seal_open,
-    select_rows,
-)
 from stores import make_store, tokens
 from torch import Tensor
 
@@ -50,9 +41,9 @@ def copy(store: KVStore) -> KVStore:
 
 
 def expected(x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    codes, scale = quantize_tokens(x, backend="reference")
+    codes, scale = ops.quantize_tokens(x, backend="reference")
     if given is not None:
-        codes, scale = quantize_tokens(x, torch.where(given[..., None] > 0, given[..., None], scale), "reference")
+        codes, scale = ops.quantize_tokens(x, torch.where(given[..., None] > 0, given[..., None], scale), "reference")
     return codes[0], scale[0]
 
 
@@ -95,7 +86,7 @@ def test_stores_what_the_quantizer_makes(
     if scales is not None:
         scales[1, 0] = 0
     first = None if starts is None else torch.tensor(starts, device=device)
-    append_tokens(k, v, store, starts=first, given_scale=scales, nonfinite=nonfinite, backend=backend)
+    ops.append_tokens(k, v, store, starts=first, given_scale=scales, nonfinite=nonfinite, backend=backend)
     assert not nonfinite.item()
     for row in range(3):
         start = 0 if starts is None else starts[row]
@@ -127,18 +118,17 @@ def test_keys_are_balanced_on_the_way(dim: int, dtype: torch.dtype, backend: str
         # not bfloat16, to which the interpreter rounds otherwise
         kind = torch.float32 if dtype == torch.float32 else torch.float16
         q = tokens(4, m, 6, dim, dtype=kind, device=device).transpose(1, 2)
-        out = append_tokens(k, v, got, nonfinite=flags[0], balance=balance, queries=q, backend=backend)
-        append_tokens(divided, v, want, nonfinite=flags[0], backend="reference")
+        out: Any = ops.append_tokens(k, v, got, nonfinite=flags[0], balance=balance, queries=q, backend=backend)
+        ops.append_tokens(divided, v, want, nonfinite=flags[0], backend="reference")
         assert_same_tokens(got, want)
-        assert out is not None
         assert torch.equal(out, balanced_queries(q, balance))
     got = full_store(dim, ((4, 2),), device)
     want, k, v = snapshot(got), k[:, :, :1], v[:, :, :1]
     q = q[:, :, :1]
-    out = append_step(k, v, got, nonfinite=flags[0], arrived=flags[1], balance=balance, queries=q, backend=backend)
+    out = ops.append_step(k, v, got, nonfinite=flags[0], arrived=flags[1], balance=balance, queries=q, backend=backend)
     assert out is not None
     assert torch.equal(out, balanced_queries(q, balance))
-    append_step(divided[:, :, :1], v, want, nonfinite=flags[0], arrived=flags[1], backend="reference")
+    ops.append_step(divided[:, :, :1], v, want, nonfinite=flags[0], arrived=flags[1], backend="reference")
     assert_same_tokens(got, want)
     assert not flags[0].item()
 
@@ -161,7 +151,7 @@ def test_the_span_grows_to_the_largest_scales(m: int, backend: str, device: torc
     wanted = torch.stack([expected(x[:1, :, 1:], None)[1].amax(-1) for x in (k, v)], -1)
     max_scale = torch.zeros(2, 2, 2, device=device)
     max_scale[0, 1], max_scale[1] = 1e3, 0.25
-    append_tokens(k, v, store, starts=starts, max_scale=max_scale, nonfinite=nonfinite, backend=backend)
+    ops.append_tokens(k, v, store, starts=starts, max_scale=max_scale, nonfinite=nonfinite, backend=backend)
     assert torch.equal(max_scale[0, 0], wanted[0])
     assert (max_scale[0, 1] == 1e3).all()
     # a row without new tokens
@@ -182,7 +172,7 @@ def test_nan_and_inf_are_reported(
     for starts in (torch.tensor([where + 1], device=device), None):
         assert not nonfinite.item()
         store = cache([3], 16, device, torch.float32, room=m)
-        append_tokens(new[0], new[1], store, starts=starts, nonfinite=nonfinite, backend=backend)
+        ops.append_tokens(new[0], new[1], store, starts=starts, nonfinite=nonfinite, backend=backend)
     assert nonfinite.item()
 
 
@@ -206,16 +196,16 @@ def test_whole_blocks_go_to_the_pages_that_the_table_names(
         x.fill_(7)
     table = torch.tensor([[4, 2, 0], [0, 1, 8], [0, 0, 0], [6, 0, 0]], device=device)
     store = store._replace(paged=paged, table=table, sealed=torch.tensor(counted, device=device), first=first)
-    seal_open(store, 2, backend=backend)
+    ops.seal_open(store, 2, backend=backend)
     slot = 0
     for got in store.paged:
         for row, n, page in ((0, 0, 4), (0, 1, 2), (1, 0, 8), (3, 1, 6)):
             own, at = order[row, slot : slot + got.k.shape[1]], slice(first + 64 * n, first + 64 * n + 64)
             parts = [x[row, own][:, at] for x in (store.k_open, store.k_scale, store.v_open.mT, store.v_scale)]
             if got.bits < 16 and parts[0].is_floating_point():
-                parts = [x[0] for i in (0, 2) for x in quantize_tokens(parts[i][None], backend="reference")]
+                parts = [x[0] for i in (0, 2) for x in ops.quantize_tokens(parts[i][None], backend="reference")]
             key, key_scale, value, value_scale = (x[None] for x in parts)
-            want = seal_blocks(key, key_scale, value, value_scale, got.width, "reference")
+            want = ops.seal_blocks(key, key_scale, value, value_scale, got.width, "reference")
             for name in ("k", "v", "meta", "size"):
                 assert torch.equal(getattr(got, name)[page], getattr(want, name)[0]), name
         for x in got[1:]:
@@ -232,25 +222,22 @@ def test_whole_blocks_go_to_the_pages_that_the_table_names(
         ({"given_scale": torch.zeros(1, 2, 1)}, r"given_scale must be \[1, 2, 2\] on cpu; got \[1, 2, 1\]"),
         ({"max_scale": torch.zeros(2, 2)}, r"max_scale must be \[1, 2, 2\] on cpu; got \[2, 2\]"),
         ({"nonfinite": torch.zeros(3, dtype=torch.int32)}, r"nonfinite must be \[1\] on cpu; got \[3\]"),
-        (
-            {"nonfinite": torch.zeros(1, dtype=torch.int32, device="meta")},
-            r"nonfinite must be \[1\] on cpu; got \[1\] on meta",
-        ),
+        ({"nonfinite": torch.zeros(1, dtype=torch.int32, device="meta")}, r"nonfinite must .* got \[1\] on meta"),
     ],
 )
 def test_refuses_what_does_not_belong_to_the_store(wrong: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {"nonfinite": torch.zeros(1, dtype=torch.int32)}
     given |= {name: torch.zeros(1, 2, 1, 16) for name in ("k", "v")} | wrong
     with pytest.raises(ValueError, match=message):
-        append_tokens(store=cache([3], 16, torch.device("cpu"), torch.float32), **given)
+        ops.append_tokens(store=cache([3], 16, torch.device("cpu"), torch.float32), **given)
 
 
 def test_more_pairs_than_a_launch_takes_are_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     launch_store = pytest.importorskip("turbo_hf.ops.store.launch")
     monkeypatch.setattr(launch_store, "MOST_PAIRS", 5)
     with pytest.raises(ValueError, match="3 rows of 2 KV heads are more than the 5 pairs that a launch takes"):
-        quantize_tokens(torch.randn(3, 2, 8, 16, device=device), backend="triton")
-    assert quantize_tokens(torch.randn(2, 2, 8, 16, device=device), backend="triton")[0].shape == (2, 2, 8, 16)
+        ops.quantize_tokens(torch.randn(3, 2, 8, 16, device=device), backend="triton")
+    assert ops.quantize_tokens(torch.randn(2, 2, 8, 16, device=device), backend="triton")[0].shape == (2, 2, 8, 16)
 
 
 @pytest.mark.parametrize(("dim", "given"), [(16, False), (80, True)])
@@ -265,7 +252,7 @@ def test_a_step_seals_what_is_full_and_then_appends(
     k, v = (tokens(4, 1, 2, dim, device=device).transpose(1, 2) for _ in range(2))
     scales = torch.rand(4, 2, 2, device=device) / 50 if given else None
     arrived = torch.zeros(4, dtype=torch.int32, device=device)
-    append_step(k, v, store, given_scale=scales, nonfinite=nonfinite, arrived=arrived, backend=backend)
+    ops.append_step(k, v, store, given_scale=scales, nonfinite=nonfinite, arrived=arrived, backend=backend)
     assert not nonfinite.item()
     assert not arrived.any()
     assert store.sealed.tolist() == [2, 1, 1, 0]
@@ -277,7 +264,7 @@ def test_a_step_seals_what_is_full_and_then_appends(
             block = [x[row, own] for x in (before.k_open, before.k_scale, before.v_open, before.v_scale)]
             at = slice(first, first + 64)
             k_open, k_scale, v_open, v_scale = (x[None, ..., at] if x.dim() == 2 else x[None] for x in block)
-            want = seal_blocks(k_open[:, :, at], k_scale, v_open[..., at].mT, v_scale, got.width, "reference")
+            want = ops.seal_blocks(k_open[:, :, at], k_scale, v_open[..., at].mT, v_scale, got.width, "reference")
             for name in ("k", "v", "meta", "size"):
                 assert torch.equal(getattr(got, name)[page], getattr(want, name)[0]), name
             slot += len(own)
@@ -321,9 +308,9 @@ def test_tokens_behind_a_block_take_its_place(
     table, counted = torch.tensor([[2], [1], [0], [0]], device=device), torch.tensor(sealed, device=device)
     store = made._replace(paged=paged, table=table, sealed=counted, first=FIRST, recent=recent)
     plain = snapshot(store)
-    seal_open(plain, 1, backend=backend)
+    ops.seal_open(plain, 1, backend=backend)
     before = snapshot(store)
-    seal_open(store, 1, moves=True, backend=backend)
+    ops.seal_open(store, 1, moves=True, backend=backend)
     for got, like in zip(store.paged, plain.paged, strict=True):
         for x, y in zip(got[1:], like[1:], strict=True):
             assert torch.equal(x[1:], y[1:])
@@ -334,7 +321,7 @@ def test_tokens_behind_a_block_take_its_place(
 
 def test_tokens_move_behind_one_block(device: torch.device) -> None:
     with pytest.raises(ValueError, match="open tokens move behind one block; got blocks=2"):
-        seal_open(full_store(16, ((4, 2),), device), 2, moves=True)
+        ops.seal_open(full_store(16, ((4, 2),), device), 2, moves=True)
 
 
 @pytest.mark.parametrize("groups", GROUPS)
@@ -349,8 +336,8 @@ def test_a_step_of_a_sparse_layer(groups: HeadGroups, backend: str, device: torc
     for row, place in enumerate([128, 70, 64, 3]):
         want[row, ..., place] = buckets[row, ..., 0]
     flags = [torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 4)]
-    append_step(k, v, store, nonfinite=flags[0], arrived=flags[1], backend=backend)
-    append_step(k, v, other, noted=(index, buckets), nonfinite=flags[0], arrived=flags[1], backend=backend)
+    ops.append_step(k, v, store, nonfinite=flags[0], arrived=flags[1], backend=backend)
+    ops.append_step(k, v, other, noted=(index, buckets), nonfinite=flags[0], arrived=flags[1], backend=backend)
     assert torch.equal(index, want)
     for plain, got in zip(store.paged, other.paged, strict=True):
         for x, y in zip(plain[1:], got[1:], strict=True):
@@ -363,7 +350,7 @@ def test_a_step_reports_nan(backend: str, device: torch.device) -> None:
     store, nonfinite = full_store(16, ((4, 2),), device), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(4, 2, 1, 16, device=device) for _ in range(2))
     v[2, 1, 0, 3] = torch.inf
-    append_step(
+    ops.append_step(
         k, v, store, nonfinite=nonfinite, arrived=torch.zeros(4, dtype=torch.int32, device=device), backend=backend
     )
     assert nonfinite.item()
@@ -374,17 +361,17 @@ def test_a_step_refuses_other_shapes() -> None:
     store = full_store(16, ((4, 2),), torch.device("cpu"))
     k = torch.zeros(4, 2, 2, 16)
     with pytest.raises(ValueError, match=r"k must be \[4, 2, 1, 16\] like the store; got \(4, 2, 2, 16\)"):
-        append_step(k, k, store, nonfinite=nonfinite, arrived=arrived)
+        ops.append_step(k, k, store, nonfinite=nonfinite, arrived=arrived)
     k, index = k[:, :, :1], torch.zeros(4, 2, 192, dtype=torch.int16)
     wanted = r"noted must be an index \[4, 2, places\] and buckets \[4, 2, 1\]; got \(4, 2, 192\) and"
     with pytest.raises(ValueError, match=wanted):
-        append_step(k, k, store, noted=(index, index[..., 0]), nonfinite=nonfinite, arrived=arrived)
+        ops.append_step(k, k, store, noted=(index, index[..., 0]), nonfinite=nonfinite, arrived=arrived)
     store = store._replace(block=128)
     with pytest.raises(ValueError, match="store must have room for 128 open tokens; it has 64"):
-        append_step(k, k, store, nonfinite=nonfinite, arrived=arrived)
+        ops.append_step(k, k, store, nonfinite=nonfinite, arrived=arrived)
     whole = store._replace(block=64, k_open=store.k_open.to(torch.float16), v_open=store.v_open.to(torch.float16))
     with pytest.raises(ValueError, match=r"store must have INT8 open tokens; got torch.float16\. .* use append_tokens"):
-        append_step(k, k, whole, nonfinite=nonfinite, arrived=arrived)
+        ops.append_step(k, k, whole, nonfinite=nonfinite, arrived=arrived)
 
 
 def feed(layer: TurboLayer, k: Tensor, v: Tensor) -> None:
@@ -429,12 +416,12 @@ def test_a_steady_step_waits_for_nothing() -> None:
     feed(layer, k[:, :, :65], v[:, :, :65])
     for at in range(65, 68):
         feed(layer, k[:, :, at : at + 1], v[:, :, at : at + 1])
-        decode(q, layer.kv_store(), scaling=0.125)
+        ops.decode(q, layer.kv_store(), scaling=0.125)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for at in range(68, 78):
             feed(layer, k[:, :, at : at + 1], v[:, :, at : at + 1])
-            decode(q, layer.kv_store(), scaling=0.125)
+            ops.decode(q, layer.kv_store(), scaling=0.125)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -467,7 +454,7 @@ def test_slots_and_blocks_exchange_open_tokens(
             x[first].narrow(at, 0, held).copy_(y[slot].narrow(at, begin, held))
             y[slot].narrow(at, begin, BLOCK).copy_(x[last])
     index = (torch.tensor(x, device=device) for x in zip(*requests, strict=True))
-    exchange_open(blocks, slots, *index, begin, backend=backend)
+    ops.exchange_open(blocks, slots, *index, begin, backend=backend)
     for got, want in ((blocks, want_blocks), (slots, want_slots)):
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
@@ -477,9 +464,9 @@ def test_what_does_not_agree_is_refused() -> None:
     blocks, slots = some_open(2, BLOCK, (16, 16), cpu), some_open(2, ROOM, (16, 16), cpu)
     one = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="32 of them at least; got"):
-        exchange_open(blocks, some_open(2, 16, (16, 16), cpu), one, one, one, one)
+        ops.exchange_open(blocks, some_open(2, 16, (16, 16), cpu), one, one, one, one)
     with pytest.raises(ValueError, match="an entry per request; got 1 slots"):
-        exchange_open(blocks, slots, one, one, one, torch.zeros(2, dtype=torch.int64))
+        ops.exchange_open(blocks, slots, one, one, one, torch.zeros(2, dtype=torch.int64))
 
 
 def some_tensors(rows: int, device: torch.device) -> list[Tensor]:
@@ -496,7 +483,7 @@ def test_each_row_becomes_the_named_one(rows: int, backend: str, device: torch.d
     before, places = [x.clone() for x in tensors], [x.data_ptr() for x in tensors]
     for turn in range(3):
         order = torch.randint(0, rows, (rows,), generator=torch.Generator().manual_seed(turn)).tolist()
-        select_rows(tensors, order, backend=backend)
+        ops.select_rows(tensors, order, backend=backend)
         before = [x[order] for x in before]
         assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
     assert [x.data_ptr() for x in tensors] == places
@@ -504,10 +491,10 @@ def test_each_row_becomes_the_named_one(rows: int, backend: str, device: torch.d
 
 def test_what_the_kernel_does_not_serve() -> None:
     odd, many = torch.arange(6, dtype=torch.int8).view(2, 3), torch.arange(MOST_ROWS + 1)
-    select_rows([odd], [1, 1])
+    ops.select_rows([odd], [1, 1])
     assert odd.tolist() == [[3, 4, 5]] * 2
-    select_rows([many], list(range(MOST_ROWS, -1, -1)))
+    ops.select_rows([many], list(range(MOST_ROWS, -1, -1)))
     assert many[0] == MOST_ROWS
     with pytest.raises(ValueError, match=r"contiguous on cpu with 2 rows; got \[3, 2\] on cpu"):
-        select_rows([odd, odd.mT], [1, 1])
-    select_rows([], [0])
+        ops.select_rows([odd, odd.mT], [1, 1])
+    ops.select_rows([], [0])

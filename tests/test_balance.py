@@ -130,8 +130,7 @@ def test_without_a_known_rotary_embedding_8_bit_stays(monkeypatch: pytest.Monkey
 def test_shares_are_those_of_all_angles(family: str, turning: int) -> None:
     model: Any = build(family)
     (module,) = [x for x in model.modules() if getattr(x, "layer_idx", None) == 0 and hasattr(x, "k_proj")]
-    shares = rotary_shares(module, parents(model))
-    assert shares is not None
+    shares: Any = rotary_shares(module, parents(model))
     assert int((shares.diagonal() == 0.5).sum()) == turning
     if not turning:
         assert torch.equal(shares, torch.eye(DIM, dtype=torch.float64))
@@ -182,8 +181,7 @@ def test_attention_is_that_over_the_keys_that_the_cache_shows(bits: int) -> None
         out.double(), oracle(chunk.query, [(keys, values)], scaling=0.3).out, rtol=1e-3, atol=1e-4
     )
     new = slice(100, 101)
-    step = layer.append(k[:, :, new], v[:, :, new], NewColumns(1), queries=q[:, :, new])
-    assert step is not None
+    step: Any = layer.append(k[:, :, new], v[:, :, new], NewColumns(1), queries=q[:, :, new])
     found = layer.ops.decode(step, layer.kv_store(), scoring).out.double()
     keys, values = (x[0] for x in layer.dequantized(101))
     want = oracle(q[:, :, new], [(keys, values)], scaling=0.3).out
@@ -248,8 +246,5 @@ def test_a_saved_cache_fits_no_other_balance(tmp_path: Path, monkeypatch: pytest
         cache.save_pretrained(tmp_path)
         assert torch.equal(TurboCache.from_pretrained(tmp_path, model).layers[0].keys, cache.layers[0].keys)
     monkeypatch.setattr("turbo_hf.patching.refusals.UNEVEN", torch.inf)
-    with (
-        turbo_hf.patch(model, SMALL),
-        pytest.raises(ValueError, match=r"its layers.0.balance is .*, and should be None"),
-    ):
+    with turbo_hf.patch(model, SMALL), pytest.raises(ValueError, match=r"layers.0.balance is .* should be None"):
         TurboCache.from_pretrained(tmp_path, model)

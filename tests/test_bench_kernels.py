@@ -8,26 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from bench_support import CPU, check_not_timed, last_json, run
+from cli_support import last_json, run
 from op_calls import ops_like
 
 from turbo_hf.eval.bench import decode as bench
-from turbo_hf.eval.bench import random_cache, sparse
+from turbo_hf.eval.bench import shapes, sparse
 from turbo_hf.eval.bench.checked import Sample, verify
 from turbo_hf.eval.bench.decode import check_decode
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.prefill import inputs
 from turbo_hf.eval.bench.random_cache import packed_stores
-from turbo_hf.eval.bench.shapes import (
-    DECODE_SHAPES,
-    SHAPES,
-    WIDTHS,
-    Case,
-    PromptCase,
-    choose_cases,
-    groups_of,
-    make_case,
-)
 from turbo_hf.eval.bench.sparse import SELECTORS, Choice, attention, check_sparse, make_layers, select
 from turbo_hf.eval.bench.timing import Conditions, Rotation, Stopwatch, cold_copies
 from turbo_hf.layout import AlwaysRead, AttentionOutput, Rounding, Scoring
@@ -35,49 +25,28 @@ from turbo_hf.ops.decode.contract import DecodeOps
 from turbo_hf.ops.prefill.contract import PrefillOps
 from turbo_hf.ops.store.quantize import dequantize
 
-STEP = ["decode", "--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "2x150", "--seconds", "0"]
-PROMPT = ["prefill", "--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "1x70", "--seconds", "0"]
+CPU = torch.device("cpu")
+STEP = ["bench", "decode", "--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "2x150", "--seconds", "0"]
+PROMPT = ["bench", "prefill", "--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "1x70", "--seconds", "0"]
 SPARSE = [*STEP, "--buckets", "16", "--hidden", "8", "--window", "20", "--share", "0.25", "--selector", "saap"]
 SMALL = Choice("saap", (0.25,), buckets=16, hidden=8, always=AlwaysRead(1, 20))
 
 
-def toy(size: str = "3x150", *, ragged: bool = True, shape: str = "qwen2.5-0.5b") -> Case:
-    return make_case(shape, size, ragged, 0)
+def toy(size: str = "3x150", *, ragged: bool = True, shape: str = "qwen2.5-0.5b") -> shapes.Case:
+    return shapes.make_case(shape, size, ragged, 0)
 
 
-def a_query(case: Case) -> torch.Tensor:
+def a_query(case: shapes.Case) -> torch.Tensor:
     return torch.randn(len(case.lengths), case.heads.query, 1, case.heads.dim, dtype=torch.float16)
 
 
 # --- cases and caches -----------------------------------------------------------------------------------------------
 
 
-def test_the_default_cases() -> None:
-    cases = choose_cases([], [], False, 0)
-    assert len(cases) == len(set(map(str, [(case.shape, case.lengths) for case in cases]))) == 44
-    assert {case.shape for case in cases} == set(DECODE_SHAPES)
-    assert {128, 136, 160} <= {case.outputs for case in cases if case.lengths[0] == 8192}
-    assert {(1 << 20,), (16384,) * 64} <= {case.lengths for case in cases}
-    assert all(case.ragged for case in choose_cases([], [], True, 0))
-    assert [str(case) for case in choose_cases(["lean-16"], ["2x100"], True, 0)] == ["2x100 ragged"]
-    with pytest.raises(ValueError, match="one length here; leave out --ragged"):
-        choose_cases(["deepseek-v2-lite"], [], True, 0)
-
-
-def test_ragged_rows_are_drawn_once_and_within_bounds() -> None:
-    case = toy("32x8k")
-    assert case == toy("32x8k")
-    assert case.lengths != make_case("qwen2.5-0.5b", "32x8k", True, 1).lengths
-    assert max(case.lengths) == 8192
-    assert min(case.lengths) >= 1024
-    assert len(set(case.lengths)) > 16
-    assert toy("1x100").lengths == (100,)
-
-
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", shapes.WIDTHS)
 def test_bytes_are_those_of_the_cache(width: str) -> None:
     case = toy()
-    groups = groups_of(width, case.heads.kv)
+    groups = shapes.groups_of(width, case.heads.kv)
     (store,) = packed_stores(case, groups, 1, CPU, 0)
     pages = sum(x.nbytes for group in store.paged for x in (group.k, group.v, group.meta, group.size))
     token = sum(x[0, :, :, 0].nbytes for x in (store.k_open.mT, store.v_open))
@@ -88,32 +57,20 @@ def test_bytes_are_those_of_the_cache(width: str) -> None:
 
 def test_caches_share_no_page_and_differ() -> None:
     case = toy()
-    stores = packed_stores(case, groups_of("mixed", case.heads.kv), 3, CPU, 0)
+    stores = packed_stores(case, shapes.groups_of("mixed", case.heads.kv), 3, CPU, 0)
     pages = [store.table[row, :n].tolist() for store in stores for row, n in enumerate(store.sealed.tolist())]
     assert sorted(page for row in pages for page in row) == list(range(stores[0].paged[0].k.shape[0]))
     dense = [dequantize(store, torch.float32)[0] for store in stores]
     assert not torch.equal(dense[0], dense[1])
-    again = packed_stores(case, groups_of("mixed", case.heads.kv), 3, CPU, 0)
+    again = packed_stores(case, shapes.groups_of("mixed", case.heads.kv), 3, CPU, 0)
     assert torch.equal(dequantize(again[2], torch.float32)[0], dense[2])
-
-
-def test_pieces_fill_every_page(monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
-    monkeypatch.setattr(random_cache, "PIECE", 3 * 2 * 64 * 64)
-    (store,) = packed_stores(toy("1x500"), groups_of("4", 2), 1, CPU, 0)
-    (pages,) = store.paged
-    assert bool(pages.size.isfinite().all())
-    # N(0, 1): no page is like another, and all are of one size
-    k, _ = dequantize(store, torch.float32)
-    blocks = k[0, :, :448].unflatten(1, (7, 64))
-    assert bool(((blocks.std((-1, -2)) - 1).abs() < 0.1).all())
-    assert len({float(x) for x in blocks.flatten()[:: 64 * 64]}) > 7
 
 
 def test_sparse_layers_share_nothing_and_are_ready() -> None:
     first, second = make_layers(toy("2x150", ragged=False), "mixed", SMALL, 2, CPU, 0)
     blocks = first.index[:, :, :128].unflatten(-1, (2, 64))
     assert torch.equal(first.spans, torch.stack((blocks.amin(-1), blocks.amax(-1)), -1))
-    (longer,) = make_layers(make_case("qwen2.5-0.5b", "1x300", False, 0), "4", SMALL, 1, CPU, 0)
+    (longer,) = make_layers(shapes.make_case("qwen2.5-0.5b", "1x300", False, 0), "4", SMALL, 1, CPU, 0)
     # but for the first block, the window and 64 tokens to spare, tokens stand in the order of their buckets
     assert bool((longer.index[..., 64:192].diff() >= 0).all())
     assert not bool((longer.index[..., 192:].diff() >= 0).all())
@@ -131,7 +88,7 @@ def test_sparse_layers_share_nothing_and_are_ready() -> None:
 @pytest.mark.parametrize("width", ["4", "mixed"])
 def test_a_right_step_passes(width: str, backend: str) -> None:
     case = toy("2x90")
-    (store,) = packed_stores(case, groups_of(width, case.heads.kv), 1, CPU, 1)
+    (store,) = packed_stores(case, shapes.groups_of(width, case.heads.kv), 1, CPU, 1)
     q = a_query(case)
     found = check_decode(case, q, store, ops_like(q, backend, store).decode(q, store, Scoring(0.125)))
     assert not found.problem
@@ -158,7 +115,7 @@ def test_a_right_sparse_step_passes_and_a_wrong_one_does_not(backend: str, width
 
 def test_the_budget_of_a_step_is_what_the_roundings_cost_and_little_more() -> None:
     case = toy()
-    (store,) = packed_stores(case, groups_of("4", case.heads.kv), 1, CPU, 1)
+    (store,) = packed_stores(case, shapes.groups_of("4", case.heads.kv), 1, CPU, 1)
     q = a_query(case)
     got = ops_like(q, store=store).decode(q, store, Scoring(0.125))
     passed = check_decode(case, q, store, got)
@@ -175,7 +132,7 @@ def test_the_budget_of_a_step_is_what_the_roundings_cost_and_little_more() -> No
 @pytest.mark.parametrize("mode", ["native", "half", "turbo"])
 def test_the_budget_of_a_prompt_is_what_the_mode_costs_and_little_more(mode: str) -> None:
     """A result right in itself passes, and would not if its error were three times as large."""
-    case = PromptCase("", SHAPES["qwen2.5-0.5b"], 2, 150)
+    case = shapes.PromptCase("", shapes.SHAPES["qwen2.5-0.5b"], 2, 150)
     q, k, v = inputs(case, torch.float16, CPU, 0)
     options: dict[str, Any] = {"scoring": Scoring(0.125), "rounding": Rounding(mode)}
     sample = Sample(q, k, v, scaling=0.125, seed=0)
@@ -196,12 +153,6 @@ def broken(how: str, right: Any) -> Any:
             options["scoring"] = Scoring(options["scoring"].scaling * 1.2)
         elif how == "scale":
             given[1] = Scoring(given[1].scaling * 1.2)
-        if how == "mask":
-            options["window"] = 9
-        if how == "open":
-            given[0] = given[0]._replace(open_len=given[0].open_len // 2)
-        if how == "page":
-            given[0] = given[0]._replace(table=given[0].table.flip(0))
         if how == "raises":
             raise RuntimeError("out of registers")
         if how == "refuses":
@@ -218,20 +169,29 @@ def broken(how: str, right: Any) -> Any:
     return op
 
 
+def check_not_timed(message: str, figure: str, *words: str) -> None:
+    """What is wrong with ours is told, and it has no figure; the baseline keeps its own."""
+    result = run(*words, "--json", code=1)
+    baseline, ours = last_json(result)["rows"]
+    assert ours["figures"] == {}
+    assert message in ours["note"]
+    assert message in " ".join(result.stderr.split())
+    assert baseline["figures"][figure] > 0
+
+
 WRONG = {"unwritten": "the result has elements that are NaN or infinite, or that nothing wrote", "lse": "an lse is off"}
 
 
-@pytest.mark.parametrize("how", ["scale", "open", "page", "mask", "row", "unwritten", "lse", "raises", "refuses"])
+@pytest.mark.parametrize("how", ["scale", "row", "unwritten", "lse", "raises", "refuses"])
 def test_a_wrong_result_is_not_timed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     message = {"raises": "failed: RuntimeError: out of registers", "refuses": "refused: q is on another GPU."}.get(
         how, f"wrong: {WRONG.get(how, 'a query is off by')}"
     )
-    if how not in ("mask", "row"):
+    if how != "row":
         monkeypatch.setattr(DecodeOps, "decode", broken(how, DecodeOps.decode))
         check_not_timed(message, "us", *STEP)
-    if how not in ("open", "page"):
-        monkeypatch.setattr(PrefillOps, "prefill", broken(how, PrefillOps.prefill))
-        check_not_timed(message, "ms", *PROMPT, "--mode", "turbo")
+    monkeypatch.setattr(PrefillOps, "prefill", broken(how, PrefillOps.prefill))
+    check_not_timed(message, "ms", *PROMPT, "--mode", "turbo")
 
 
 def test_a_wrong_sparse_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +258,7 @@ def test_prefill_prints_tables_json_and_files(tmp_path: Path) -> None:
     assert report["facts"]["versions"]["torch"]
     assert set(rows) == {f"{m}, 1x70 causal" for m in ("SDPA math", *ours)}
     for row in rows.values():
-        flops = PromptCase("", SHAPES["qwen2.5-0.5b"], 1, 70).flops
+        flops = shapes.PromptCase("", shapes.SHAPES["qwen2.5-0.5b"], 1, 70).flops
         assert row["figures"]["TFLOP/s"] == pytest.approx(flops / 1e9 / row["figures"]["ms"])
         assert (row["figures"]["quantize ms"] is not None) == (row["method"] in ours[:-1])
 
@@ -313,7 +273,7 @@ def test_sparse_steps_stand_beside_dense_ones(tmp_path: Path) -> None:
 
 
 def test_latents_are_timed_beside_torch_and_our_own_16_bit() -> None:
-    case = make_case("deepseek-v2-lite", "1x130", False, 0)
+    case = shapes.make_case("deepseek-v2-lite", "1x130", False, 0)
     rows = bench.run_case(case, ["4", "3"], Conditions(Stopwatch(CPU), "auto", 0, 0), 1.0)
     assert [row.method for row in rows if row.ours] == ["latent 16 bit", "latent 4 bit", "latent 3 bit"]
     assert all(row.figures["us"] for row in rows[:-1])
@@ -335,8 +295,9 @@ def test_fp16_that_does_not_fit_is_left_out_and_said_so(monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 def test_decode_on_a_gpu_replays_graphs() -> None:
-    words = ["decode", "--device", "cuda", "--shape", "llama3-8b", "--size", "2x1k", "--width", "4", "--seconds", "0"]
-    rows = {row["method"]: row["figures"] for row in last_json(run(*words, "--width", "mixed", "--json"))["rows"]}
+    words = ["--device", "cuda", "--shape", "llama3-8b", "--size", "2x1k", "--seconds", "0", "--json"]
+    found = last_json(run("bench", "decode", *words, "--width", "4", "--width", "mixed"))
+    rows = {row["method"]: row["figures"] for row in found["rows"]}
     assert set(rows) == {"cuDNN", "FA2", "4 bit", "mixed 4/2"}
     # a launch in a graph does not wait for the host
     assert 0 < rows["4 bit"]["us"] < rows["4 bit"]["eager us"]

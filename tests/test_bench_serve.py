@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from bench_support import check_refused, last_json, run
+from cli_support import check_refused, last_json, run
 
 pytest.importorskip("transformers", minversion="5.19")
 
@@ -43,7 +43,7 @@ def test_waits_are_counted_from_the_arrival() -> None:
 
 
 def test_the_command_serves_in_every_way() -> None:
-    args = "serve --tiny --requests 2 --workload even --context 20 --new 2 --batch 2 --batch-tokens 256 --pool 2k"
+    args = "bench serve --tiny --requests 2 --workload even --context 20 --new 2 --batch 2 --batch-tokens 256 --pool 2k"
     rows = last_json(run(*args.split(), "--preset", "int8", "--device", "cpu", "--json"))["rows"]
     ways = ("Transformers", "Transformers, batches of 2", "int8", "int8, batches of 2")
     assert [row["method"] for row in rows] == list(ways)
@@ -51,5 +51,5 @@ def test_the_command_serves_in_every_way() -> None:
 
 
 def test_mistakes_are_one_sentence() -> None:
-    check_refused("unknown workload odd; choose from azure, shared, even", "serve", "--workload", "odd")
-    check_refused("Choose what it shall run: --model, --layers 1, or --tiny", "serve", "--device", "cpu")
+    check_refused("unknown workload odd; choose from azure, shared, even", "bench", "serve", "--workload", "odd")
+    check_refused("Choose what it shall run: --model, --layers 1, or --tiny", "bench", "serve", "--device", "cpu")

@@ -142,7 +142,7 @@ def test_what_stands_in_order_cannot_be_cut() -> None:
     assert bool((layer.bucket_index.spans == -1).all())
 
 
-@pytest.mark.parametrize("tokens", range(290, 325, 3))
+@pytest.mark.parametrize("tokens", [290, 291, 303, 323])
 def test_the_end_of_a_prompt_can_be_cropped(tokens: int) -> None:
     layer, plain = layer_of(), layer_of(sorts=False)
     feed([layer, plain], tokens)

@@ -1,7 +1,9 @@
-"""Calibration: runs from the texts to the result, what is refused before one, which windows judge it; the command."""
+"""Calibration: runs from the texts to the result, what is refused before one, which windows judge it; the command;
+what texts may be, and how they become windows."""
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
-from calibration_support import HEADS, MIXED, SMALL, TEXTS, command, lab, same
+from calibration_support import HEADS, MIXED, PROSE, PROSE_FILE, SMALL, TEXTS, lab, same
+from cli_support import check_refused, last_json
+from cli_support import run as run_command
 from families_support import build
-from models import lab_model, tiny_llama, tiny_mistral
-from transformers import BloomConfig, BloomForCausalLM, T5Config, T5Model
+from models import LAB_MODEL, lab_model, tiny_llama, tiny_mistral
+from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM, T5Config, T5Model
 
 import turbo_hf
 from turbo_hf import Calibration
@@ -22,6 +26,7 @@ from turbo_hf.calibration.quality import WAYS, evaluate
 from turbo_hf.calibration.query_model import train
 from turbo_hf.calibration.run import calibrate, make_plan
 from turbo_hf.calibration.settings import PRESETS, resolve_settings
+from turbo_hf.calibration.texts import token_windows
 from turbo_hf.config.turbo_config import HEAD_METRICS
 
 
@@ -48,9 +53,7 @@ def test_an_offloaded_model_gives_the_same(indexed: Calibration) -> None:
     assert same(calibrate(model, tokenizer, TEXTS, settings=SMALL), indexed)
 
 
-def test_a_classifier_beyond_float16_leaves_no_index(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_classifier_beyond_float16_leaves_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
     def wide(*args: Any) -> Any:
         classifier = train(*args)
         bias = classifier["bias_1"].clone()
@@ -140,9 +143,7 @@ def test_bad_input() -> None:
         calibrate(tiny_llama(), tokenizer, TEXTS, settings=HEADS)
     with pytest.raises(ValueError, match=r"no layer of LlamaForCausalLM can be calibrated: .*24"):
         make_plan(build("llama", head_dim=24), SMALL)
-    with pytest.raises(
-        ValueError, match=r"in training mode, in which dropout changes what it sees. Call model.eval\(\)"
-    ):
+    with pytest.raises(ValueError, match=r"in training mode, .* Call model.eval\(\)"):
         make_plan(tiny_llama().train(), SMALL)
     small: dict[str, Any] = {"vocab_size": 100, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     with pytest.raises(ValueError, match="T5Model is an encoder-decoder; only decoder-only models can be calibrated"):
@@ -189,16 +190,18 @@ def test_sinks_take_no_part_in_the_clusters(monkeypatch: pytest.MonkeyPatch) -> 
 
 # --- `turbo-hf calibrate` --------------------------------------------------------------------------------------------
 
+CALIBRATE = ("calibrate", str(LAB_MODEL), "--texts", str(PROSE_FILE), "--device", "cpu")
+
 
 def test_the_command_writes_what_patch_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "fast", replace(SMALL, steps=4))
-    printed = command(tmp_path, "--window", "256", "--json")
-    facts = json.loads(printed.strip().splitlines()[-1])
+    result = run_command(*CALIBRATE, "--out", str(tmp_path / "out"), "--window", "256", "--json")
+    facts = last_json(result)
     assert facts["tokens"] == 768
     assert len(facts["layers"]) == 6
     found = Calibration.from_pretrained(tmp_path / "out")
     assert found.layers[0].centroids is not None
-    assert "recall: long-range attention mass in 4 % of the keys" in " ".join(printed.split())
+    assert "recall: long-range attention mass in 4 % of the keys" in " ".join(result.output.split())
     with turbo_hf.patch(lab_model()[0], MIXED, calibration=tmp_path / "out") as handle:
         assert "by calibration" in handle.report().heads
 
@@ -211,6 +214,102 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path, monkeypatch: pytest
     ],
 )
 def test_mistakes_get_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:
-    printed = " ".join(command(tmp_path, *words, code=1).split())
-    assert message in printed
-    assert "Traceback" not in printed
+    check_refused(message, *CALIBRATE, "--out", str(tmp_path / "out"), *words)
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (None, "texts must be a .txt file, a folder .* or .* strings, .*; got NoneType"),
+        (3, "texts must be .*; got int"),
+        ([1], "texts must hold strings; number 0 is int"),
+        ([PROSE[:200], Path("book.txt")], "texts must hold strings; number 1 is Posix"),
+        (PROSE, r"a string names a .txt file.*characters. Pass a text as \[text\]"),
+        ("two\nlines", r"this one has 9 characters. Pass a text as \[text\]"),
+        ([str(LAB_MODEL.parents[1] / "eval" / "haystack.txt")], "number 0, .*haystack.txt', names a file"),
+        ({"a": PROSE}, "texts must be .*; got dict"),
+        (b"text", "texts must be .*; got bytes"),
+        ("", r"this one has 0 characters. Pass a text as \[text\]"),
+        ("x" * 300, "there is no file or folder 'xxx"),
+        (__file__, f"{Path(__file__).name}' is no .txt file. Rename it if it is plain text"),
+    ],
+)
+def test_texts_that_are_none(texts: Any, message: str) -> None:
+    model, tokenizer = lab_model()
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, tokenizer, texts, settings=HEADS)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    model, tokenizer = lab_model()
+    tokenizer.save_pretrained(tmp_path)
+    made = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = made["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    other = AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"the tokenizer is not the model's own: it has token .* as"):
+        calibrate(model, other, TEXTS, settings=HEADS)
+    with pytest.raises(ValueError, match="tokenizer must be the model's own, as of AutoTokenizer; got NoneType"):
+        calibrate(model, None, TEXTS, settings=HEADS)
+    more = copy.deepcopy(tokenizer)
+    more.add_special_tokens({"pad_token": "<mine>"})
+    found = calibrate(model, more, TEXTS, settings=HEADS)
+    assert found.fingerprint == lab().fingerprint
+
+
+def test_short_texts_of_any_length_are_texts() -> None:
+    _, tokenizer = lab_model()
+    rows = [".", "tests", PROSE[:300].replace("\n", " "), PROSE[300:4000].replace("\n", " ")]
+    assert token_windows(rows * 3, tokenizer, 128, 6).shape == (6, 128)
+
+
+def test_windows_of_texts(tmp_path: Path) -> None:
+    _, tokenizer = lab_model()
+    (tmp_path / "a.txt").write_text(PROSE)
+    (tmp_path / "b.txt").write_text(PROSE[100:])
+    windows = token_windows(tmp_path, tokenizer, 128, 6)
+    assert windows.shape == (6, 128)
+    start = tokenizer(PROSE[:2000])["input_ids"][:128]
+    assert windows[0].tolist() == start
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"holds no .txt file"):
+        token_windows(tmp_path / "empty", tokenizer, 128, 6)
+
+
+FILES = {
+    "utf16.txt": (PROSE[:1000].encode("utf-16"), "is no UTF-8 text: it has the byte 0xff"),
+    "unmarked.txt": (PROSE[:1000].encode("utf-16-le"), "is binary, or UTF-16 or UTF-32 text without a mark"),
+    "latin.txt": ("caf\u00e9 noir".encode("latin-1"), "is no UTF-8 text: it has the byte 0xe9"),
+    "half.txt": ("caf\u00e9".encode()[:-1], "is no UTF-8 text: it has the byte 0xc3"),
+    "binary.txt": (bytes(range(256)) * 40, "is no UTF-8 text: it has the byte 0x80"),
+    "zeros.txt": (PROSE[:1000].encode() + b"\0", "is binary"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_no_texts_are_named(name: str, tmp_path: Path) -> None:
+    content, message = FILES[name]
+    (tmp_path / "a.txt").write_text(PROSE)
+    (tmp_path / name).write_bytes(content)
+    _, tokenizer = lab_model()
+    with pytest.raises(ValueError, match=f"^texts: .*{name}.*") as caught:
+        token_windows(tmp_path, tokenizer, 128, 4)
+    assert re.search(message, str(caught.value))
+
+
+def test_a_mark_before_utf_8_is_no_text(tmp_path: Path) -> None:
+    _, tokenizer = lab_model()
+    (tmp_path / "a.txt").write_bytes(PROSE.encode("utf-8-sig"))
+    plain = token_windows([PROSE], tokenizer, 128, 3)
+    assert torch.equal(token_windows(tmp_path / "a.txt", tokenizer, 128, 3), plain)
+
+
+def test_half_characters_are_told_wherever_texts_come_from() -> None:
+    _, tokenizer = lab_model()
+    with pytest.raises(ValueError, match="in position 2: surrogates not allowed"):
+        token_windows([PROSE[:100], "ab\ud83d"], tokenizer, 128, 4)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibration_support import HEADS, SMALL, TEXTS, lab
+from calibration_support import HEADS, SMALL, TEXTS
 from families_support import Case, build, families
 from models import lab_model, prompts, tiny_llama
 from sklearn.cluster import KMeans  # type: ignore[import-untyped] # it has no types
@@ -16,13 +16,8 @@ from turbo_hf.calibration import run
 from turbo_hf.calibration.capture import Seen, capturing, probe, run_window
 from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
 from turbo_hf.calibration.heads import HeadPriorities, head_order
-from turbo_hf.calibration.quality import SELECTIVITY, WAYS, _recalled, evaluate
-from turbo_hf.calibration.query_model import (
-    QueryModels,
-    classify,
-    divergence,
-    train,
-)
+from turbo_hf.calibration.quality import WAYS, _recalled, evaluate
+from turbo_hf.calibration.query_model import QueryModels, classify, divergence, train
 from turbo_hf.calibration.run import calibrate, make_plan
 from turbo_hf.calibration.samples import LARGEST, Samples, bucket_sums, long_range
 from turbo_hf.calibration.texts import token_windows
@@ -147,11 +142,8 @@ def test_priorities_are_the_mean_over_blocks() -> None:
     ("layer", "projection", "name", "bad"),
     [
         (0, "q_proj", "queries", torch.nan),
-        (1, "q_proj", "queries", torch.inf),
-        (1, "k_proj", "keys", torch.nan),
-        (0, "k_proj", "keys", torch.inf),
+        (1, "k_proj", "keys", torch.inf),
         (1, "v_proj", "values", torch.nan),
-        (0, "v_proj", "values", torch.inf),
     ],
 )
 def test_nan_activations_are_refused(layer: int, projection: str, name: str, bad: float) -> None:
@@ -291,10 +283,7 @@ def made_up(windows: int, turned: bool) -> tuple[Samples, list[Tensor], Tensor]:
     return samples, [assign(keys, centroids) for keys in samples.keys], centroids
 
 
-@pytest.mark.parametrize(
-    ("turned", "gain"),
-    [(False, 0.95), (True, 4.0)],
-)
+@pytest.mark.parametrize(("turned", "gain"), [(False, 0.95), (True, 4.0)])
 def test_training_learns_what_k_means_cannot_find(turned: bool, gain: float) -> None:
     samples, buckets, centroids = made_up(13, turned)
     found = []
@@ -338,18 +327,6 @@ def test_bucket_sums_are_products_with_members(device: torch.device) -> None:
     # what rounding a share to a half loses: half of its last bit, or of the smallest half there is
     torch.testing.assert_close(sums.double(), x.double() @ member, rtol=2**-11, atol=5000 * 2**-25 / LARGEST)
     assert sums.dtype == counts.dtype == torch.float32
-
-
-def test_training_recalls_more_than_chance() -> None:
-    found = lab(
-        settings=replace(SMALL, window=512, windows=5, queries=256, clusters=32, hidden=128, steps=150, batch=64)
-    )
-    each = [layer.quality["recall"] for layer in found.layers]
-    recall = {way: torch.tensor([own[way] for own in each]).mean(0).tolist() for way in WAYS}
-    assert len(recall["classifier"]) == len(SELECTIVITY)
-    for way in WAYS[:-1]:
-        assert recall[way] == sorted(recall[way])
-        assert recall[way][-1] > 1.5 * recall["random"][-1]
 
 
 def test_recall_of_known_buckets() -> None:

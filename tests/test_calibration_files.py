@@ -18,7 +18,7 @@ import turbo_hf
 from turbo_hf import Calibration, TurboCache, TurboConfig
 from turbo_hf.cache.saved_files import read
 from turbo_hf.calibration import artifacts
-from turbo_hf.calibration.artifacts import FILE, KIND, LayerCalibration, fingerprint
+from turbo_hf.calibration.artifacts import FILE, KIND, LayerCalibration
 from turbo_hf.calibration.checkpoint import Checkpoint, checkpoint_of
 from turbo_hf.calibration.settings import Settings
 from turbo_hf.config.turbo_config import HEAD_METRICS, with_options
@@ -44,9 +44,9 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("schema", 1, "has schema 1; this version reads 4"),
     ("layers", [{}], r"damaged: layers\.0 lacks 'index', and should hold"),
     ("fingerprint", [1], "damaged: fingerprint is .*, and should be a dict"),
+    ("layers", [{"index": 0, "note": "", "quality": None}], r"damaged: layers\.0\.quality is None, and should be a d"),
     ("fingerprint", {"num_hidden_layers": "x"}, r"damaged: fingerprint\.num_hidden_layers is 'x'"),
     ("layers", [{"index": 0, "note": 3, "quality": {}}], r"damaged: layers\.0\.note is 3, and should be a str"),
-    ("layers", [{"index": 0, "note": "", "quality": None}], r"damaged: layers\.0\.quality is None, and should be a d"),
     ("settings", {"local": []}, r"damaged: settings\.local is \[\], and should be a whole number"),
     ("format", "turbo_hf cache", "does not say that it is a turbo_hf calibration"),
     ("sums", {"layers.0.scores.entropy": 1}, r"damaged: sums\.layers\.0\.scores\.entropy is "),
@@ -86,23 +86,11 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         ("scores", "entropy", None, "it lacks 'layers.[0-9].scores.entropy'"),
         ("scores", "entropy", lambda x: x[:, None], r"is float32 \[2, 1\].*, and should be floating point \[2\]"),
         ("scores", "entropy", lambda x: x.to(torch.float8_e4m3fn), "is float8_e4m3fn"),
-        (
-            "scores",
-            "entropy",
-            lambda x: x * torch.nan,
-            r"scores\.entropy is float32 .*, and should be .* of finite num",
-        ),
-        ("classifier", "weight_2", None, "lacks 'layers.[0-9].weight_2'"),
+        ("scores", "entropy", lambda x: x * torch.nan, r"scores\.entropy is float32 .* of finite num"),
         ("classifier", "bias_1", None, "lacks 'layers.[0-9].bias_1'"),
-        (
-            "classifier",
-            "weight_2",
-            lambda x: x[..., 1:],
-            r"weight_2 is float16 \[2, 32, 15\].* floating point \[2, 32, 16\]",
-        ),
+        ("classifier", "weight_2", lambda x: x[..., 1:], r"weight_2 is .*\[2, 32, 15\].* \[2, 32, 16\]"),
         ("", "centroids", None, "lacks 'layers.[0-9].centroids'"),
         ("", "rotated_centroids", None, "lacks 'layers.[0-9].rotated_centroids'"),
-        ("", "centroids", lambda x: x[:, 0], r"centroids is float16 \[2, 64\]"),
         ("", "rotated_centroids", lambda x: x[..., 1:], r"rotated_centroids is .*, and should be"),
         ("", "centroids", lambda x: x[1:], r"centroids is float16 \[1, 16, 64\].* floating point \[2, 16, 64\]"),
         ("", "centroids", lambda x: x.to(torch.int8), "centroids is int8"),
@@ -143,14 +131,6 @@ def test_a_missing_artifact_is_an_os_error(tmp_path: Path, monkeypatch: pytest.M
         Calibration.from_pretrained(tmp_path / "gone")
     with pytest.raises(OSError, match="no-such"):
         Calibration.from_pretrained("nobody/no-such", local_files_only=True)
-
-
-def test_fingerprints_tell_models_apart() -> None:
-    model, _ = lab_model()
-    found = lab()
-    assert found.mismatch(model) is None
-    assert found.mismatch(tiny_llama()) == "it was made for a model with vocab_size 3072, and this one has 100"
-    assert fingerprint(model, checkpoint_of(model))["model"] == LAB_MODEL.name
 
 
 def test_push_to_hub_uploads_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -257,6 +237,10 @@ def test_auto_says_what_is_wrong_with_what_it_finds(tmp_path: Path) -> None:
     handle.remove()
     with pytest.raises(ValueError, match="damaged"):
         turbo_hf.patch(model, MIXED, strict="warn", calibration=tmp_path)
+    # it is not called missing
+    message = "needs a calibration of this model, and the one beside the checkpoint is refused: .* is damaged: sums"
+    with pytest.raises(ValueError, match=message), pytest.warns(UserWarning, match="damaged"):
+        turbo_hf.patch(model, "saap", strict="warn")
     assert model.config._attn_implementation == "eager"
 
 
@@ -333,16 +317,6 @@ def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path: Path) -> None:
     assert not begun
     with pytest.raises(ValueError, match=r"folder must be a folder, or the name of a new one; .*file' is a file"):
         lab().save_pretrained(tmp_path / "file")
-
-
-def test_a_refused_calibration_is_not_called_missing(tmp_path: Path) -> None:
-    model = copy.deepcopy(lab_model()[0])
-    model.config._name_or_path = str(tmp_path)
-    lab().save_pretrained(tmp_path)
-    spoil(tmp_path)
-    message = "needs a calibration of this model, and the one beside the checkpoint is refused: .* is damaged: sums"
-    with pytest.raises(ValueError, match=message), pytest.warns(UserWarning, match="damaged"):
-        turbo_hf.patch(model, "saap", strict="warn")
 
 
 def test_a_narrower_window_than_the_calibrations_is_told() -> None:

@@ -342,19 +342,6 @@ def test_a_steady_plan_follows_its_rows_in_place(device: torch.device) -> None:
     assert len(address) == 1
 
 
-def test_float64_is_refused_by_the_kernel_and_served_without_it(device: torch.device) -> None:
-    store, q = random_store([70], 2, 64, device), torch.randn(1, 2, 1, 64, dtype=torch.float64, device=device)
-    with pytest.raises(ValueError, match='backend "triton" cannot run here: float64 has no kernel'):
-        decode(q, store, scaling=1.0, backend="triton")
-    assert decode(q, store, scaling=1.0).out.dtype == torch.float64
-
-
-def test_head_dims_above_256_are_refused_by_the_kernel(device: torch.device) -> None:
-    store, q = random_store([3], 1, 272, device), torch.randn(1, 1, 1, 272, device=device)
-    with pytest.raises(ValueError, match="head dim 272 is above 256"):
-        decode(q, store, scaling=1.0, backend="triton")
-
-
 def test_blocks_that_do_not_fit_in_float32_are_refused(device: torch.device) -> None:
     store, q = random_store([3], 1, 128, device, block=128), torch.randn(1, 1, 1, 128, device=device)
     with pytest.raises(ValueError, match="blocks of 128 tokens of 128 channels do not fit in float32"):
@@ -401,10 +388,7 @@ def test_options_that_leave_nothing_to_attend_to(options: dict[str, Any], messag
     ("change", "message"),
     [
         ({"sealed_host": (2,)}, r"store.sealed_host must hold the numbers in store.sealed, \(1,\); got \(2,\)"),
-        (
-            {"sealed": torch.tensor([3])},
-            r"store.sealed must give 1 rows of 0 to 1 blocks, as the table has; got \(3,\)",
-        ),
+        ({"sealed": torch.tensor([3])}, r"store.sealed must give 1 rows of 0 to 1 blocks, .*; got \(3,\)"),
         ({"sealed": torch.tensor([1, 1])}, r"store.sealed must be \[1\] on cpu; got torch.int64 \[2\]"),
         ({"open_len": torch.tensor([1, 1])}, r"store.open_len must be \[1\] on cpu; got torch.int64 \[2\]"),
         ({"table": torch.zeros(2, 1, dtype=torch.int64)}, r"store.table must be \[1, blocks\] on cpu; got .* \[2, 1\]"),

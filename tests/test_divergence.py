@@ -1,5 +1,7 @@
-"""Next-token distributions against 16 bit: the figures, the verdicts, and what reads a text through a cache."""
+"""Next-token distributions against 16 bit: the figures, the verdicts, what reads a text through a cache; and what
+`turbo-hf fidelity` prints and writes."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -7,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from choices import flat_config
-from models import lab_model, tiny_llama
+from cli_support import check_refused, last_json, run
+from models import LAB_MODEL, lab_model, tiny_llama
 from tiny_families import build
-from transformers import DynamicCache, ProcessorMixin
+from transformers import AutoTokenizer, DynamicCache, ProcessorMixin
 
 import turbo_hf
 from turbo_hf.config.turbo_config import SparseConfig, TurboConfig
@@ -20,6 +24,7 @@ from turbo_hf.eval.plots import _kl as shown
 from turbo_hf.eval.plots import draw
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.divergence import (
+    BOUNDS,
     EVALUATE,
     LIKE,
     NEVER,
@@ -115,14 +120,10 @@ def test_methods_are_read_through_their_caches() -> None:
     windows = torch.randint(400, (2, 200 + 32 + 1), generator=torch.Generator().manual_seed(0))
     cases = [Case(200, "steps"), Case(200, "chunk"), Case(64, "answer")]
     rows = measure(model, windows, cases, named(["int8", "turbo2", "kivi4"]), tail=32)
-    by = {(row.method, row.case.path): row for row in rows}
+    by: dict[Any, Any] = {(row.method, row.case.path): row for row in rows}
     assert len(by) == len(rows) == 15
     for path in ("steps", "chunk"):
         again, pages, int8, turbo2 = (by[name, path].figures for name in (AGAIN, PAGES, "int8", "turbo2"))
-        assert again is not None
-        assert pages is not None
-        assert int8 is not None
-        assert turbo2 is not None
         assert again.kl < 1e-6
         assert pages.kl < int8.kl < turbo2.kl
         assert (int8.positions, int8.texts) == (64, 2)
@@ -154,9 +155,8 @@ def test_a_prompt_that_a_method_does_not_round_is_no_verdict() -> None:
 def test_a_model_that_loses_its_state_excuses_no_cache() -> None:
     model = build("bamba")
     rows = measure(model, torch.randint(90, (2, 177)), [Case(144, "steps")], named(["turbo4"]), tail=32)
-    noise, turbo4 = (next(row for row in rows if row.method == name) for name in (AGAIN, "turbo4"))
-    assert noise.figures is not None
-    assert turbo4.figures is not None
+    by: dict[str, Any] = {row.method: row for row in rows}
+    noise, turbo4 = by[AGAIN], by["turbo4"]
     assert 0.003 < turbo4.figures.kl < 2 * noise.figures.kl
     assert turbo4.verdict in (SMALL, EVALUATE, NEVER)
     assert "differs from itself" in str(unsteady(rows))
@@ -167,8 +167,7 @@ def test_the_grid_and_the_map_are_what_they_say() -> None:
     assert [method.name for method in grid([8, 4])] == ["K8 V8", "K8 V4", "K4 V8", "K4 V4"]
     made = {method.name: method.config for method in layer_map([0, 1, 2], 4)}
     assert list(made) == [f"layer {n} {side}" for n in range(3) for side in ("keys", "values")]
-    one = made["layer 1 values"]
-    assert one is not None
+    one: Any = made["layer 1 values"]
     assert (one.bits, one.value_bits, set(one.dense_layers)) == (8, 4, {0, 2})
 
 
@@ -289,8 +288,7 @@ def test_the_verdict_decides(monkeypatch: pytest.MonkeyPatch, bound: float, stri
 def test_doctor_shows_its_table_where_the_default_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turbo_hf.patching.divergence.BOUNDS", ((-1.0, LIKE), (0.0, EVALUATE)))
     found = diagnose(tiny_llama())
-    assert found.refusal is not None
-    assert "do not use" in found.refusal
+    assert "do not use" in str(found.refusal)
     assert found.report is not None
     assert verdict(found.checks["int8"].kl) == NEVER
 
@@ -301,3 +299,86 @@ def test_doctor_patches_a_model_that_is_too_short_for_its_check() -> None:
     assert found.report is not None
     assert not found.checks
     assert any(text.startswith("self-check: this model has 70 positions") for text in found.unknown)
+
+
+# --- `turbo-hf fidelity` ---------------------------------------------------------------------------------------------
+
+
+LAB = str(LAB_MODEL)
+
+
+def fidelity(*words: str) -> Any:
+    """What it prints last, its JSON."""
+    return last_json(run("fidelity", *words, "--device", "cpu", "--json"))
+
+
+def test_the_table_of_the_carried_model(tmp_path: Path) -> None:
+    few = ("--lengths", "160", "--count", "2", "--tail", "17", "--generate", "16", "--grid", "--map")
+    result = run("fidelity", LAB, *few, "--methods", "int8,turbo4,fp16", "--out", str(tmp_path), "--json")
+    said, found = " ".join(result.output.split()), last_json(result)
+    assert "lab-llama-4m, 2 texts, 160 tokens, chunk" in said
+    assert found["suggestion"] in said
+    cases = {(row["tokens"], row["path"]) for row in found["table"]}
+    assert cases == {(160, "steps"), (160, "chunk")}
+    assert [row["method"] for row in found["table"]][:4] == ["16 bit again", "16-bit pages", "int8", "turbo4"]
+    assert {row["path"] for row in found["answers"]} == {"answer"}
+    assert len(found["grid"]) == 16
+    assert len(found["map"]) == 2 * found["layers"] == 12
+    assert all(row["verdict"] in {*(words for _, words in BOUNDS), NEVER, "noise"} for row in found["table"])
+    written = {path.name for path in tmp_path.iterdir()}
+    pictures = {f"fidelity-{part}.png" for part in ("table", "answers", "grid", "map")}
+    assert written == {"fidelity.json", "report.md", "report.html", *pictures}
+    assert json.loads((tmp_path / "fidelity.json").read_text()) == found
+    assert "| 99.9 % |" in (tmp_path / "report.md").read_text()
+
+
+def test_texts_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
+    found = fidelity(LAB, "--texts", str(tmp_path), "--lengths", "64", "--tail", "17", "--methods", "int8")
+    assert found["source"] == str(tmp_path)
+
+
+def test_a_model_without_keys_and_values_is_refused_by_what_was_asked_for(tmp_path: Path) -> None:
+    model = transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=3072, hidden_size=16, num_hidden_layers=1)
+    )
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(LAB_MODEL).save_pretrained(tmp_path)
+    words = ("fidelity", str(tmp_path), "--lengths", "144", "--tail", "17", "--methods", "turbo4")
+    check_refused("error: turbo4: Unsupported: no layer of MambaForCausalLM (mamba) can be compressed", *words)
+
+
+def test_a_short_run_takes_what_is_given() -> None:
+    found = fidelity(LAB, "--quick", "--lengths", "64", "--methods", "int8")
+    assert {row["tokens"] for row in found["table"]} == {64}
+    assert (found["texts"], found["tail"]) == (2, 64)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--methods", "fp16"), "error: --methods names none"),
+        (("--lengths", "much"), "error: expected a number of tokens like 4096 or 4k; got 'much'"),
+        (("--lengths", "1M"), "this model has positions for 32768. Pass shorter --lengths."),
+        (("--texts", "nowhere"), "error: texts: there is no file or folder 'nowhere'"),
+        (("--map-bits", "5"), "error: --map-bits must be one of"),
+        (("--map-bits", "2"), "error: --map-bits 2 is for --map"),
+        (("--methods", "turbo4", "--lengths", "32"), "error: turbo4: a prompt of 32 tokens shows nothing of it"),
+        (("--methods", "saap"), "error: saap: "),
+    ],
+)
+def test_wrong_input_is_one_sentence(words: tuple[str, ...], message: str) -> None:
+    check_refused(message, "fidelity", LAB, *words, "--device", "cpu")
+
+
+def test_short_texts_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Too short.")
+    message = "the texts are too short for two windows of 1153 tokens. Pass --texts with longer ones"
+    check_refused(message, "fidelity", LAB, "--texts", str(tmp_path), "--device", "cpu")
+
+
+def test_a_checkpoint_without_a_tokenizer_is_told(tmp_path: Path) -> None:
+    for file in LAB_MODEL.iterdir():
+        if not file.name.startswith("tokenizer"):
+            (tmp_path / file.name).symlink_to(file)
+    check_refused("its tokenizer", "fidelity", str(tmp_path), "--device", "cpu")

@@ -7,16 +7,11 @@ import pytest
 from models import lab_model
 
 from turbo_hf.eval.demo import BASELINE, DemoRow, demo
-from turbo_hf.eval.needle import needles
+from turbo_hf.eval.needle import needle_grid, needles
 
 
-@pytest.fixture(scope="module")
-def lab() -> tuple[Any, Any]:
-    return lab_model()
-
-
-def test_needles_are_seeded_and_of_the_length_asked_for(lab: tuple[Any, Any]) -> None:
-    _, tokenizer = lab
+def test_needles_are_seeded_and_of_the_length_asked_for() -> None:
+    _, tokenizer = lab_model()
     first, again, other = (needles(tokenizer, 9, 256, 2048, seed) for seed in (1, 1, 2))
     assert first == again
     assert first != other
@@ -32,8 +27,8 @@ def test_needles_are_seeded_and_of_the_length_asked_for(lab: tuple[Any, Any]) ->
         assert not needle.found_in(needle.answer[:-1])
 
 
-def test_needles_longer_than_the_carried_text(lab: tuple[Any, Any]) -> None:
-    _, tokenizer = lab
+def test_needles_longer_than_the_carried_text() -> None:
+    _, tokenizer = lab_model()
     (needle,) = needles(tokenizer, 1, 20000, 20000)
     assert 19500 < needle.tokens <= 20000
 
@@ -41,13 +36,13 @@ def test_needles_longer_than_the_carried_text(lab: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"), [((0, 256, 512), "count >= 1"), ((4, 512, 256), "shortest <= l"), ((1, 20, 20), "has no room")]
 )
-def test_needles_refuse(lab: tuple[Any, Any], asked: tuple[int, int, int], said: str) -> None:
+def test_needles_refuse(asked: tuple[int, int, int], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        needles(lab[1], *asked)
+        needles(lab_model()[1], *asked)
 
 
-def test_demo_on_the_carried_model(lab: tuple[Any, Any]) -> None:
-    model, tokenizer = lab
+def test_demo_on_the_carried_model() -> None:
+    model, tokenizer = lab_model()
     asked = needles(tokenizer, 6, 200, 500, seed=3)
     done: list[tuple[str, int]] = []
     rows = [
@@ -68,8 +63,8 @@ def test_demo_on_the_carried_model(lab: tuple[Any, Any]) -> None:
     assert turbo4.kv_bytes_per_token < int8.kv_bytes_per_token < base.kv_bytes_per_token
 
 
-def test_a_rehearsal_changes_no_answer(lab: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokenizer = lab
+def test_a_rehearsal_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = lab_model()
     asked, generate = needles(tokenizer, 3, 200, 300, seed=3), model.generate
     calls: list[int] = []
 
@@ -84,3 +79,16 @@ def test_a_rehearsal_changes_no_answer(lab: tuple[Any, Any], monkeypatch: pytest
     monkeypatch.setattr(model, "generate", counted)
     assert rows(rehearse=False) == rows(rehearse=True)
     assert calls == 2 * [1, 2, 1] + 2 * [2, 1, 1, 2, 1]
+
+
+def test_the_grid_fills_every_cell_with_its_own_needle() -> None:
+    _, tokenizer = lab_model()
+    grid = needle_grid(tokenizer, [800, 1200], [0.0, 0.5, 1.0], [0, 1])
+    assert grid == needle_grid(tokenizer, [800, 1200], [0.0, 0.5, 1.0], [0, 1])
+    assert len(grid) == 12
+    assert len({needle.answer for _, _, needle in grid}) == 12
+    for length, _, needle in grid:
+        assert needle.tokens <= length
+        at = needle.prompt.index(needle.answer) / len(needle.prompt)
+        # the frame takes a part of a short prompt
+        assert abs(at - needle.depth) < 0.2

@@ -4,27 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from choices import flat_config
-from models import lab_model, left_padded, prompts, tiny_llama, tiny_mistral
+from models import left_padded, prompts, tiny_llama, tiny_mistral
 
 from turbo_hf.eval import published
 from turbo_hf.eval.methods import method_named
-from turbo_hf.eval.published import (
-    CompressedLayer,
-    Kivi,
-    KVarN,
-    SimulatedCache,
-    balance,
-    by_channel,
-    by_token,
-    hadamard,
-    rounded,
-    simulated_cache,
-)
-from turbo_hf.eval.reading import cache_size
 from turbo_hf.models.versions import CACHE
 
-HEADS, DIM = 2, 64
+HEADS, DIM, GROUP = 2, 64, 32
 
 
 def nearest(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -37,22 +23,8 @@ def test_rounding_takes_the_nearest_level() -> None:
     x = torch.randn(5, 40)
     for bits in (2, 3, 4):
         expected = torch.stack([nearest(row.double(), bits) for row in x])
-        torch.testing.assert_close(rounded(x, bits, -1), expected.float())
-    assert torch.equal(rounded(torch.full((1, 8), 3.5), 2, -1), torch.full((1, 8), 3.5))
-
-
-def test_groups_are_of_tokens_for_keys_and_of_channels_for_values() -> None:
-    x = torch.randn(1, 2, 8, 6)
-    keys, values = by_channel(x, 2, 4), by_token(x, 2, 3)
-    for head in range(2):
-        for channel in range(6):
-            for at in (0, 4):
-                group = x[0, head, at : at + 4, channel].double()
-                torch.testing.assert_close(keys[0, head, at : at + 4, channel], nearest(group, 2).float())
-        for token in range(8):
-            for at in (0, 3):
-                group = x[0, head, token, at : at + 3].double()
-                torch.testing.assert_close(values[0, head, token, at : at + 3], nearest(group, 2).float())
+        torch.testing.assert_close(published.rounded(x, bits, -1), expected.float())
+    assert torch.equal(published.rounded(torch.full((1, 8), 3.5), 2, -1), torch.full((1, 8), 3.5))
 
 
 def kivi_directly(x: torch.Tensor, bits: int, *, values: bool) -> torch.Tensor:
@@ -62,8 +34,8 @@ def kivi_directly(x: torch.Tensor, bits: int, *, values: bool) -> torch.Tensor:
     for token in x.double():
         residual.append(token)
         if values and len(residual) > 64:
-            stored.append(nearest(residual.pop(0), bits))
-        elif not values and len(residual) == 64:
+            stored.append(torch.cat([nearest(part, bits) for part in residual.pop(0).split(GROUP)]))
+        elif not values and len(residual) == GROUP:
             block = torch.stack(residual)
             stored += torch.stack([nearest(channel, bits) for channel in block.T], -1).unbind(0)
             residual = []
@@ -74,7 +46,7 @@ def kivi_directly(x: torch.Tensor, bits: int, *, values: bool) -> torch.Tensor:
 def test_kivi_is_its_algorithm(bits: int) -> None:
     lengths = [200, 131, 64, 40]
     keys, values = torch.randn(2, len(lengths), HEADS, 200, DIM).unbind(0)
-    layer = CompressedLayer(Kivi(bits, bits), [200 - n for n in lengths])
+    layer = published.CompressedLayer(published.Kivi(bits, bits, GROUP), [200 - n for n in lengths])
     read = layer.update(keys[:, :, :120], values[:, :, :120])
     # the prompt reads itself in full precision
     assert torch.equal(read[0], keys[:, :, :120])
@@ -91,24 +63,26 @@ def test_kivi_is_its_algorithm(bits: int) -> None:
 def test_computed_bytes_are_those_of_a_count() -> None:
     # 4 bit of 192 keys and 136 values, 3 groups of keys a channel, one of values a token, the rest at 2 bytes
     per_head = (192 + 136) * DIM // 2 + 4 * (3 * DIM + 136) + 2 * (8 + 64) * DIM
-    assert Kivi(4, 4).computed_bytes(200, HEADS, DIM, 2) == HEADS * per_head
+    assert published.Kivi(4, 4).computed_bytes(200, HEADS, DIM, 2) == HEADS * per_head
     # 4 bit of 128 keys and 2 of 136 values, one group of keys a channel, one of values a token
     per_head = 128 * DIM // 2 + 136 * DIM // 4 + 4 * (DIM + 136) + 2 * (72 + 64) * DIM
-    assert Kivi(4, 2, group=128).computed_bytes(200, HEADS, DIM, 2) == HEADS * per_head
+    assert published.Kivi(4, 2, group=128).computed_bytes(200, HEADS, DIM, 2) == HEADS * per_head
     # 4 and 2 bit of 192, three 16-bit numbers for each token and, of three tiles, each channel, of keys as of values
     per_head = 192 * DIM * 6 // 8 + 6 * (192 + 3 * DIM) + 2 * 2 * 8 * DIM
-    assert KVarN(4, 2, 64).computed_bytes(200, HEADS, DIM, 2) == HEADS * per_head
+    assert published.KVarN(4, 2, 64).computed_bytes(200, HEADS, DIM, 2) == HEADS * per_head
 
 
 def test_kvarn_scales_tokens_and_channels_before_it_rounds() -> None:
     # as large as e^3 times each other
-    x = hadamard(torch.randn(1, HEADS, 128, DIM) * (3 * torch.rand(128, 1)).exp() * (3 * torch.rand(DIM)).exp())
-    scheme = KVarN(4, 2, 64)
+    x = published.hadamard(
+        torch.randn(1, HEADS, 128, DIM) * (3 * torch.rand(128, 1)).exp() * (3 * torch.rand(DIM)).exp()
+    )
+    scheme = published.KVarN(4, 2, 64)
     near = scheme.keys(x), scheme.values(x)
-    for own, plain, bits in ((near[0], by_channel, 4), (near[1], by_token, 2)):
+    for own, plain, bits in ((near[0], published.by_channel, 4), (near[1], published.by_token, 2)):
         assert (own - x).norm() < (plain(x, bits, 64 if bits == 4 else DIM) - x).norm()
-    turned = hadamard(x).unflatten(-2, (-1, 64))
-    tokens, channels = balance(turned)
+    turned = published.hadamard(x).unflatten(-2, (-1, 64))
+    tokens, channels = published.balance(turned)
     spread = [turned, turned / tokens / channels]
     ratios = [[float(x.std(dim).max() / x.std(dim).min()) for dim in (-1, -2)] for x in spread]
     assert all(after < before for before, after in zip(*ratios, strict=True)), ratios
@@ -123,7 +97,7 @@ def test_rows_do_not_depend_on_their_batch(name: str, monkeypatch: pytest.Monkey
     method = method_named(name)
     assert method.make is not None
 
-    def run(inputs: dict[str, Any]) -> tuple[torch.Tensor, SimulatedCache]:
+    def run(inputs: dict[str, Any]) -> tuple[torch.Tensor, published.SimulatedCache]:
         cache = method.make(model, inputs["attention_mask"])  # type: ignore[misc]
         out = model.generate(**inputs, **{CACHE: cache}, max_new_tokens=70, do_sample=False)
         return out[:, inputs["input_ids"].shape[1] :], cache
@@ -137,25 +111,9 @@ def test_rows_do_not_depend_on_their_batch(name: str, monkeypatch: pytest.Monkey
 
 def test_simulations_refuse() -> None:
     with pytest.raises(ValueError, match=r"models whose layers all have full attention; got sliding_attention"):
-        simulated_cache(tiny_mistral(32), Kivi(4, 4), torch.ones(1, 4))
+        published.simulated_cache(tiny_mistral(32), published.Kivi(4, 4), torch.ones(1, 4))
     with pytest.raises(ValueError, match=r"want rows that are padded at the left and nowhere else"):
-        simulated_cache(tiny_llama(), Kivi(4, 4), torch.tensor([[1, 0, 1]]))
-    for name in ("streaming-64", "gear-l-kivi4", "kivi5"):
-        with pytest.raises(ValueError, match=f"unknown method {name}; methods are fp16"):
-            method_named(name)
-
-
-def test_fields_of_a_config_are_part_of_a_name() -> None:
-    config = method_named("turbo4/native+block_size=32+sas=True+sas_threshold=-8+low_heads=0.25").config
-    assert config == flat_config(bits=4, attention="native", block_size=32, sas=True, sas_threshold=-8, low_heads=0.25)
-    for name, message in (
-        ("turbo4+blocks=32", "unknown choice 'blocks=32' in method turbo4.blocks=32; write FIELD=VALUE of bits"),
-        ("turbo4+sas", "unknown choice 'sas' in method"),
-        ("turbo4+bits=5", "TurboConfig.bits must be one of 16, 8, 4, 3, 2; got 5"),
-        ("kivi4+bits=2", "unknown method"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            method_named(name)
+        published.simulated_cache(tiny_llama(), published.Kivi(4, 4), torch.tensor([[1, 0, 1]]))
 
 
 @pytest.mark.parametrize(("name", "package"), [("quanto4", "optimum.quanto"), ("hqq4", "hqq")])
@@ -163,21 +121,3 @@ def test_a_library_that_is_not_there_is_named(name: str, package: str, monkeypat
     monkeypatch.setattr("importlib.util.find_spec", lambda asked: None)
     with pytest.raises(ValueError, match=f"{name} needs {package}, which is not installed: pip install"):
         method_named(name)
-
-
-@pytest.mark.parametrize("name", ["quanto4", "quanto2", "hqq4", "hqq2"])
-def test_quantized_caches_of_transformers(name: str) -> None:
-    package = "optimum.quanto" if name.startswith("quanto") else "hqq"
-    pytest.importorskip(package, reason=f"{package} is not installed")
-    model, tokenizer = lab_model()
-    inputs = tokenizer("One of the special magic numbers for quiet-river is: 4281734. " * 20, return_tensors="pt")
-    make = method_named(name).make
-    assert make is not None
-    made = model.generate(
-        **inputs, **{CACHE: make(model, inputs.attention_mask)}, max_new_tokens=4, return_dict_in_generate=True
-    )
-    stored, tokens = cache_size(made[CACHE], 1, None)
-    assert tokens == inputs.input_ids.shape[1] + 3
-    dense = tokens * 6 * 2 * 64 * 2 * 4
-    # codes, their scales and zero points, and the newest tokens
-    assert int(name[-1]) / 32 < stored / dense < int(name[-1]) / 32 + 0.15

@@ -19,8 +19,8 @@ from lm_eval.tasks import TaskManager
 
 from turbo_hf.eval.evaluate import load_tasks, quiet
 from turbo_hf.eval.scorers import right_choice, right_number, right_statement
-from turbo_hf.eval.suites import BBH_TASKS, BOOKS, SUITES, Limits, build
-from turbo_hf.eval.tasks import Spec, evenly
+from turbo_hf.eval.suites import BBH_TASKS, BOOKS, Limits, build
+from turbo_hf.eval.tasks import Spec
 
 LIMITS = Limits(context=8192, longest=512, limit=3)
 
@@ -157,21 +157,10 @@ def test_corrected_scorers(scorer: Callable[[Any], bool], target: str, reply: st
     assert scorer({"resps": [[reply]], "target": target}) == right
 
 
-def test_evenly_keeps_the_range() -> None:
-    assert evenly(range(10), None) == list(range(10))
-    assert evenly(range(10), 20) == list(range(10))
-    assert evenly(range(10), 5) == [0, 2, 4, 6, 8]
-
-
 def test_suites_refuse_and_tell(tokenizer: Any, data: Path) -> None:
-    with pytest.raises(ValueError, match="unknown suite all; suites are smoke, core, reasoning, long, answers"):
-        build("all", tokenizer, LIMITS)
-    with pytest.raises(ValueError, match=r"expected the data folder at .*nowhere; there is none"):
-        build("smoke", tokenizer, LIMITS, data / "nowhere")
     with pytest.raises(ValueError, match=r"expected books/waverley.txt in the data folder"):
         build("long", tokenizer, LIMITS, data)
     _, notes = build("smoke", tokenizer, LIMITS)
     assert notes == ["needle: lengths 1024 left out (--longest 512, 8192 positions)."]
     specs, _ = build("reasoning", tokenizer, LIMITS)
     assert {"gsm8k_cot", "agieval_aqua_rat"} <= {spec.name for spec in specs}
-    assert set(SUITES) == {"smoke", "core", "reasoning", "long", "answers"}

@@ -7,31 +7,11 @@ INT8 and bfloat16 cost, which is what they cost the model itself; the families t
 import copy
 from typing import Any
 
+import families_support as cases
 import pytest
 import torch
 from budgets import SLACK, check, float_budget, largest
 from choices import flat_config
-from families_support import (
-    CASES,
-    CHUNKED,
-    EVERYTHING,
-    EXPERTS,
-    FAMILY_CASES,
-    FULL,
-    GENERIC_CASES,
-    LATENT,
-    LENGTHS,
-    MAMBA,
-    NEW,
-    Case,
-    alone,
-    build,
-    exact,
-    families,
-    generate,
-    logits,
-    padded,
-)
 from models import SHAPE, VOCABULARY, prompts, tiny_llama
 from tiny_multimodal import FIRST_SPECIAL, build_multimodal
 from torch import Tensor
@@ -50,36 +30,36 @@ from turbo_hf.patches.families import FAMILIES, family_of
 from turbo_hf.patches.generic import REFUSED, why_not_compressible
 
 
-@pytest.mark.parametrize("case", EVERYTHING)
-def test_logits_are_those_of_eager_attention(case: Case) -> None:
-    model = build(case.model_type, **case.options)
-    with turbo_hf.patch(model, exact(8)) as handle:
+@pytest.mark.parametrize("case", cases.EVERYTHING)
+def test_logits_are_those_of_eager_attention(case: cases.Case) -> None:
+    model = cases.build(case.model_type, **case.options)
+    with turbo_hf.patch(model, cases.exact(8)) as handle:
         stored = [layer.storage for layer in handle.report().layers]
     # up to Transformers 5.17 a cache has no place for the last layers of models that share keys
     dense = [i for i in case.dense if i < len(stored)]
     assert [i for i in range(len(stored)) if stored[i] == "dense"] == dense
     assert len(dense) < len(stored)
-    check_step(model, padded(), 8)
+    check_step(model, cases.padded(), 8)
 
 
 def check_step(model: PreTrainedModel, batch: dict[str, Tensor], bits: int) -> None:
     """The prompt's logits are the model's own, and a step's are those of eager attention on a copy of the cache."""
-    mask, token = batch["attention_mask"], prompts(len(LENGTHS), 1, 1)
-    want, eager = alone(model, batch), logits(model, **batch)[mask.bool()]
+    mask, token = batch["attention_mask"], prompts(len(cases.LENGTHS), 1, 1)
+    want, eager = cases.alone(model, batch), cases.logits(model, **batch)[mask.bool()]
     budget = float_budget(want, eager, largest(want), torch.float32)
     longer = torch.nn.functional.pad(mask, (0, 1), value=1)
-    with turbo_hf.patch(model, exact(bits)) as handle:
-        check("without a cache", logits(model, **batch)[mask.bool()], want, budget)
+    with turbo_hf.patch(model, cases.exact(bits)) as handle:
+        check("without a cache", cases.logits(model, **batch)[mask.bool()], want, budget)
         cache = handle.new_cache()
-        check("prompt", logits(model, **batch, cache=cache)[mask.bool()], want, budget)
+        check("prompt", cases.logits(model, **batch, cache=cache)[mask.bool()], want, budget)
         same = copy.deepcopy(cache)
-        ours = logits(model, token, longer, cache)
+        ours = cases.logits(model, token, longer, cache)
     if not same._ends_in_keys():
         # nothing tells it where a pass of the model without a patch ends
         return
-    step = logits(model, token, longer, same)
+    step = cases.logits(model, token, longer, same)
     # a new key on the edge between two codes may fall on either side: such a row compares two different caches
-    rows = [row for row in range(len(LENGTHS)) if same_codes(cache, same, row)]
+    rows = [row for row in range(len(cases.LENGTHS)) if same_codes(cache, same, row)]
     assert len(rows) >= 2
     check("step", ours[rows], step[rows].double(), budget)
 
@@ -102,10 +82,10 @@ def test_every_family_of_the_table_is_tested_here() -> None:
     # Bailing's hybrid came after the oldest version
     assert set(known) - set(CONFIG_MAPPING.keys()) <= {"bailing_hybrid"}
     assert all(family.notes for family in FAMILIES)
-    tested = {case.model_type for case in FAMILY_CASES}
+    tested = {case.model_type for case in cases.FAMILY_CASES}
     assert all(tested & set(family.model_types) for family in FAMILIES)
     assert all(family_of(kind) is not None for kind in tested)
-    assert all(family_of(case.model_type) is None for case in GENERIC_CASES)
+    assert all(family_of(case.model_type) is None for case in cases.GENERIC_CASES)
 
 
 # --- what INT8 and bfloat16 cost --------------------------------------------------------------------------------------
@@ -117,37 +97,37 @@ def relative(x: Tensor, y: Tensor) -> float:
 
 
 # prompts of latent attention are not rounded
-@pytest.mark.parametrize("case", [case for case in CASES if case.id != "deepseek_v3"])
-def test_turbo_mode_adds_no_more_than_int8_does(case: Case) -> None:
+@pytest.mark.parametrize("case", [case for case in cases.CASES if case.id != "deepseek_v3"])
+def test_turbo_mode_adds_no_more_than_int8_does(case: cases.Case) -> None:
     """Q and P in INT8 cost what K and V in INT8 cost, which attention mode "native" at 8 bit measures."""
-    model, batch = build(case.model_type, **case.options), padded()
-    mask, tail = batch["attention_mask"], prompts(len(LENGTHS), NEW, 1)
-    longer = torch.nn.functional.pad(mask, (0, NEW), value=1)
-    whole = logits(model, torch.cat((batch["input_ids"], tail), 1), longer)
+    model, batch = cases.build(case.model_type, **case.options), cases.padded()
+    mask, tail = batch["attention_mask"], prompts(len(cases.LENGTHS), cases.NEW, 1)
+    longer = torch.nn.functional.pad(mask, (0, cases.NEW), value=1)
+    whole = cases.logits(model, torch.cat((batch["input_ids"], tail), 1), longer)
 
     def errors(config: TurboConfig) -> tuple[float, float]:
         with turbo_hf.patch(model, config) as handle:
             cache = handle.new_cache()
-            prompt = logits(model, **batch, cache=cache)[mask.bool()]
-            decoded = logits(model, tail, longer, cache)
-        return relative(prompt, whole[:, :-NEW][mask.bool()]), relative(decoded, whole[:, -NEW:])
+            prompt = cases.logits(model, **batch, cache=cache)[mask.bool()]
+            decoded = cases.logits(model, tail, longer, cache)
+        return relative(prompt, whole[:, : -cases.NEW][mask.bool()]), relative(decoded, whole[:, -cases.NEW :])
 
-    (_, int8), (_, stored) = errors(exact(8)), errors(exact(4))
+    (_, int8), (_, stored) = errors(cases.exact(8)), errors(cases.exact(4))
     prompt, decoded = errors(flat_config(attention="turbo", block_size=32))
     # and it is not the exact mode under another name
     assert int8 / SLACK < prompt < SLACK * int8
     assert decoded < SLACK * (int8**2 + stored**2) ** 0.5
 
 
-@families
-def test_bfloat16_costs_what_it_costs_the_model(case: Case) -> None:
-    model, batch = build(case.model_type, **case.options), padded()
+@cases.families
+def test_bfloat16_costs_what_it_costs_the_model(case: cases.Case) -> None:
+    model, batch = cases.build(case.model_type, **case.options), cases.padded()
     real = batch["attention_mask"].bool()
-    want = alone(model, batch)
+    want = cases.alone(model, batch)
     model.bfloat16()
-    eager = logits(model, **batch)[real]
-    with turbo_hf.patch(model, exact(8)) as handle:
-        ours = logits(model, **batch, cache=handle.new_cache())[real]
+    eager = cases.logits(model, **batch)[real]
+    with turbo_hf.patch(model, cases.exact(8)) as handle:
+        ours = cases.logits(model, **batch, cache=handle.new_cache())[real]
     assert ours.dtype == torch.bfloat16
     assert relative(ours.double(), want) < SLACK * relative(eager.double(), want)
 
@@ -160,7 +140,7 @@ def test_refused_types_exist() -> None:
     assert len(set(REFUSED) & set(CONFIG_MAPPING.keys())) >= len(REFUSED) - 1
 
 
-ROUTED = {**LATENT, **EXPERTS, "num_key_value_heads": 4}
+ROUTED = {**cases.LATENT, **cases.EXPERTS, "num_key_value_heads": 4}
 
 
 @pytest.mark.parametrize(
@@ -168,35 +148,34 @@ ROUTED = {**LATENT, **EXPERTS, "num_key_value_heads": 4}
     [
         ("deepseek_v3", {**ROUTED, "kv_lora_rank": 24}, "kv_lora_rank 24 is no multiple of 16"),
         ("bloom", {}, "no attention module that uses Transformers' AttentionInterface"),
-        ("mpt", {"d_model": 64, "n_heads": 4}, "no attention module that uses Transformers' Att"),
         ("llama", {"head_dim": 24}, "head dim 24 is no multiple of 16"),
-        ("mimo_v2_flash", {"v_head_dim": 8, **EXPERTS}, "16 channels per head and its values 8"),
+        ("mimo_v2_flash", {"v_head_dim": 8, **cases.EXPERTS}, "16 channels per head and its values 8"),
         ("bert", {}, "its attention is not causal, as in encoders"),
         ("mamba", {}, "it keeps no keys and values, but a state of fixed size"),
         ("zamba", {"head_dim": 32}, "one attention module serves several of its layers"),
         ("hrm_text", {"num_layers_per_stack": 2}, "it runs its layers several times per token"),
-        ("falcon_h1", {**MAMBA, "mamba_d_ssm": 128}, "one layer of the cache holds its keys and values and a rec"),
         (
-            "deepseek_v32",
-            {**ROUTED, "index_n_heads": 2, "index_head_dim": 16},
-            "nor anything .* known here: an indexer",
+            "falcon_h1",
+            {**cases.MAMBA, "mamba_d_ssm": 128},
+            "one layer of the cache holds its keys and values and",
         ),
+        ("deepseek_v32", {**ROUTED, "index_n_heads": 2, "index_head_dim": 16}, "known here: an indexer"),
         ("bart", {"d_model": 64, "decoder_layers": 2}, "cross-attention"),
         ("gpt2", {"n_embd": 64, "n_head": 4, "add_cross_attention": True}, "cross-attention"),
         ("diffllama", {}, "changes values"),
         ("doge", {}, "joins the mask"),
         ("jetmoe", {"kv_channels": 16}, "repeats keys"),
         ("moshi", {}, "sees further than the window"),
-        ("minimax", {**EXPERTS, "layer_types": [FULL] * 3}, "no cache but its own"),
+        ("minimax", {**cases.EXPERTS, "layer_types": [cases.FULL] * 3}, "no cache but its own"),
         (
             "llama4_text",
-            {**EXPERTS, "layer_types": [CHUNKED] * 3, "intermediate_size_mlp": 96},
+            {**cases.EXPERTS, "layer_types": [cases.CHUNKED] * 3, "intermediate_size_mlp": 96},
             "is neither full nor sl",
         ),
     ],
 )
 def test_a_model_that_cannot_be_compressed_is_refused(model_type: str, options: dict[str, Any], reason: str) -> None:
-    model = build(model_type, **options)
+    model = cases.build(model_type, **options)
     before = model.config._attn_implementation
     for strict in ("raise", "warn", "fallback"):
         with pytest.raises(Unsupported, match=f"no layer of .* can be compressed: .*{reason}"):
@@ -247,15 +226,15 @@ def gemma3() -> Any:
 
 def texts(gemma3: Any) -> tuple[dict[str, Tensor], Tensor]:
     """Padded prompts without tokens of images, and the logits after them over a cache without a patch."""
-    batch = padded()
+    batch = cases.padded()
     batch["input_ids"] %= IMAGE
-    cache = TurboCache(gemma3.config, exact(4), attention_mask=batch["attention_mask"])
+    cache = TurboCache(gemma3.config, cases.exact(4), attention_mask=batch["attention_mask"])
     return batch, answer(gemma3, batch, **{CACHE: cache})
 
 
 def answer(gemma3: Any, batch: dict[str, Tensor], **options: Any) -> Tensor:
     """Logits of the tokens that it generates, which 4 bit move by 0.15."""
-    return torch.stack(list(generate(gemma3, batch, **options).logits or ()))
+    return torch.stack(list(cases.generate(gemma3, batch, **options).logits or ()))
 
 
 def test_only_the_text_model_of_a_multimodal_one_is_patched(gemma3: Any) -> None:
@@ -263,7 +242,7 @@ def test_only_the_text_model_of_a_multimodal_one_is_patched(gemma3: Any) -> None
     parts = (config, config.text_config, config.vision_config)
     before = [part._attn_implementation for part in parts]
     batch, oracle = texts(gemma3)
-    with turbo_hf.patch(gemma3, exact(4)) as handle:
+    with turbo_hf.patch(gemma3, cases.exact(4)) as handle:
         assert [part._attn_implementation for part in parts] == [before[0], NAME, before[2]]
         assert handle.report().family == "Gemma 3"
         hooked = [name for name, module in gemma3.named_modules() if module._forward_pre_hooks]
@@ -287,9 +266,9 @@ def test_a_text_without_an_image_is_compressed(gemma3: Any, part: int, monkeypat
     monkeypatch.setattr(masks, "sdpa_mask", spy)
     batch, oracle = texts(gemma3)
     without = {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
-    with turbo_hf.patch(gemma3, exact(4)) as handle:
+    with turbo_hf.patch(gemma3, cases.exact(4)) as handle:
         torch.testing.assert_close(answer(gemma3, without), oracle, atol=0.01, rtol=0)
-        assert handle.memory().tokens == int(batch["attention_mask"].sum()) + 3 * (NEW - 1)
+        assert handle.memory().tokens == int(batch["attention_mask"].sum()) + 3 * (cases.NEW - 1)
     assert made
     # all rows of the batch, and a single query at least
     assert all(mask.numel() <= max(part, mask.shape[0] * mask.shape[-1]) for mask in made)
@@ -310,7 +289,7 @@ def test_image_blocks_fall_back_to_dense_attention(gemma3: Any) -> None:
     real = mask.bool()
     stock = gemma3(**image, attention_mask=mask).logits
     token, longer = prompts(2, 1, seed=1), torch.nn.functional.pad(mask, (0, 1), value=1)
-    with turbo_hf.patch(gemma3, exact(8), strict="fallback") as handle:
+    with turbo_hf.patch(gemma3, cases.exact(8), strict="fallback") as handle:
         cache = handle.new_cache()
         without = gemma3(**image, attention_mask=mask, use_cache=False).logits
         torch.testing.assert_close(without[real], stock[real])

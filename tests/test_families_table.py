@@ -1,34 +1,14 @@
-"""The page of families: a sample of its rows is made anew, and what makes a row notices what is wrong."""
+"""The page of families: a sample of its rows is made anew, and it has every family."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import families_table
+import families_table as table
 import pytest
-import torch
 import transformers
-from families_table import (
-    CONFIG,
-    MODES,
-    NOT_TRIED,
-    REFUSED,
-    WORKS,
-    WRONG,
-    Row,
-    examine,
-    examine_multimodal,
-    half_cache,
-    main,
-    page,
-    prompts,
-    record,
-    verdict,
-)
-from tiny_families import VARIANTS, build, families
+from tiny_families import VARIANTS, families
 from tiny_multimodal import MODELS
-
-import turbo_hf
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -59,10 +39,10 @@ def newest() -> bool:
 def test_rows_are_those_of_the_page(family: str, variant: str) -> None:
     if family not in families()[0]:
         pytest.skip(f"Transformers {transformers.__version__} has no {family}")
-    row = examine(family, variant)
-    assert row.outcome != WRONG, row.sentence
+    row = table.examine(family, variant)
+    assert row.outcome != table.WRONG, row.sentence
     if newest():
-        assert record([row], {}, [])["families"] == [FAMILIES[row.name]]
+        assert table.record([row], {}, [])["families"] == [FAMILIES[row.name]]
 
 
 @pytest.mark.parametrize(
@@ -71,23 +51,18 @@ def test_rows_are_those_of_the_page(family: str, variant: str) -> None:
 def test_multimodal_rows_are_those_of_the_page(family: str) -> None:
     if family not in MODELS:
         pytest.skip(f"Transformers {transformers.__version__} has no {family}")
-    row = examine_multimodal(family)
-    assert row.outcome in (WORKS, REFUSED), row.sentence
+    row = table.examine_multimodal(family)
+    assert row.outcome in (table.WORKS, table.REFUSED), row.sentence
     assert row.medium == ("audio" if family == "voxtral" else "image")
     assert ('With `strict="warn"` it works' in row.sentence) == (family in ("gemma3", "gemma4"))
     if newest():
-        assert record([], {}, [row])["multimodal"] == [MULTIMODAL[row.model]]
+        assert table.record([], {}, [row])["multimodal"] == [MULTIMODAL[row.model]]
 
 
-def test_the_page_has_every_multimodal_class() -> None:
+def test_the_page_has_every_family_and_multimodal_class() -> None:
     if not newest():
         pytest.skip("the page was made with another version of Transformers")
     assert set(MODELS.values()) <= set(MULTIMODAL)
-
-
-def test_the_page_has_every_family() -> None:
-    if not newest():
-        pytest.skip("the page was made with another version of Transformers")
     names = set(families()[0])
     names |= {f"{family}, {variant}" for family in names_of(VARIANTS) for variant in VARIANTS[family]}
     assert set(FAMILIES) == names
@@ -96,59 +71,12 @@ def test_the_page_has_every_family() -> None:
 
 def test_the_page_is_made_of_the_record() -> None:
     text = PAGE.read_text()
-    assert text == page(SEEN)
+    assert text == table.page(SEEN)
     assert "## Wrong" not in text
     for row in (*SEEN["families"], *SEEN["multimodal"]):
-        assert row["outcome"] == NOT_TRIED or f"`{row.get('family', row.get('model'))}`" in text
+        assert row["outcome"] == table.NOT_TRIED or f"`{row.get('family', row.get('model'))}`" in text
 
 
 def names_of(found: dict[str, Any]) -> list[str]:
     """Those that this version of Transformers has."""
     return [family for family in found if family in families()[0]]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("fault", [None, "padding", "window"])
-def test_a_verdict_notices_what_is_dropped(mode: str, fault: str | None) -> None:
-    model: Any = build("mistral")
-    inputs = prompts(model)
-    plain = MODES[mode](model, inputs)
-    with half_cache(range(4)):
-        half = MODES[mode](model, inputs)
-    if fault == "padding":
-        inputs = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
-    other: Any = build("mistral", "no window") if fault == "window" else model
-    with turbo_hf.patch(other, CONFIG):
-        found = verdict(MODES[mode](other, inputs), plain, half)
-    assert found.startswith("WRONG: off by" if fault else "yes"), found
-
-
-def test_what_a_patch_leaves_behind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    remove = turbo_hf.Handle.remove
-
-    def forgetful(handle: turbo_hf.Handle) -> None:
-        remove(handle)
-        vars(handle._model)["left_behind"] = True
-
-    monkeypatch.setattr(turbo_hf.Handle, "remove", forgetful)
-    row = examine("llama")
-    assert row.outcome == WRONG
-    assert "1 attributes have changed, such as .left_behind" in row.sentence
-
-
-def test_a_cache_that_the_model_drops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turbo_hf.patching.patch_model, "replace_methods", lambda *args: [])
-    row = examine("llama")
-    assert row.outcome == WRONG
-    assert "the answer's cache is a DynamicCache" in row.sentence
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families_table, "run", lambda names, more: iter([Row(name, outcome=WRONG) for name in names]))
-    out, written = tmp_path / "results" / "families.json", tmp_path / "docs" / "models.md"
-    assert main(["--only", "gemma,llama", "--out", str(out), "--page", str(written)]) == 1
-    assert written.read_text() == page(json.loads(out.read_text()))
-    assert "| `gemma`, `llama` |" in written.read_text()
-    with pytest.raises(SystemExit):
-        main(["--only", "lama"])
-    assert "unknown families: lama" in capsys.readouterr().err

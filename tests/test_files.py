@@ -34,9 +34,7 @@ def test_a_full_disk_leaves_what_was_there_and_names_the_file(tmp_path: Path, mo
     path = tmp_path / "file"
     write_whole(path, b"before")
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(
-        OSError, match=f"cannot be written: No space left on device: '{re.escape(str(path))}'"
-    ) as caught:
+    with pytest.raises(OSError, match=f"cannot be written: No space .*: '{re.escape(str(path))}'") as caught:
         write_whole(path, b"after")
     assert caught.value.errno == errno.ENOSPC
     assert path.read_bytes() == b"before"

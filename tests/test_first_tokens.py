@@ -1,16 +1,21 @@
-"""The first tokens of a row are never sealed: what they stand for does not change, whatever comes behind them."""
+"""The first tokens of a row are never sealed: what they stand for does not change, whatever comes behind them;
+and a model with attention sinks and values of uneven size, which need that."""
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from choices import flat_config
-from layer_support import HEADS, NaiveRow, assert_layer, assert_same_rows, feed, filled, random_kv
+from layer_support import HEADS, feed, filled, random_kv
 from op_calls import quantize_tokens
+from sinks_support import divergences, moved_by, prompt_of, sink_model, sink_text, tail_over
 from torch import Tensor
+from transformers import DynamicCache
 
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.eval.published import by_channel
 from turbo_hf.layout import FIRST
 from turbo_hf.sparse.selectors import Centroids
 
@@ -58,46 +63,11 @@ def test_first_tokens_stay_at_8_bit_as_a_row_grows(config: TurboConfig) -> None:
     assert all(count >= FIRST for count in layer.state.open)
 
 
-def test_first_tokens_do_not_widen_a_block() -> None:
-    k, v = outliers(1, FIRST + 128)
-    plain_k, plain_v = (torch.cat((x[:, :, FIRST : 2 * FIRST], x[:, :, FIRST:]), 2) for x in (k, v))
-    behind, plain = filled(TurboConfig(), k, v), filled(TurboConfig(), plain_k, plain_v)
-    assert behind.state.sealed == plain.state.sealed == [1]
-    for x, y in zip(behind.dequantized(128), plain.dequantized(128), strict=True):
-        assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize("config", ROUNDED)
-@pytest.mark.parametrize("left", [0, 3, FIRST, FIRST + 1, FIRST + 40, FIRST + 64, 150])
-def test_crop_and_refill(config: TurboConfig, left: int) -> None:
-    """Whether the crop reaches a sealed block, the tokens in front of all blocks, or the first tokens."""
-    k, v = outliers(2, 200)
-    layer, naive = filled(config, k, v), [NaiveRow(config) for _ in range(2)]
-    for row, one in enumerate(naive):
-        one.append(k[row], v[row], [True] * 200)
-        one.commit()
-        one.crop(200 - left)
-    layer.crop(left - 200)
-    assert_layer(layer, naive)
-    feed(layer, k[:, :, left:], v[:, :, left:])
-    for row, one in enumerate(naive):
-        one.append(k[row, :, left:], v[row, :, left:], [True] * (200 - left))
-        one.commit()
-    assert_layer(layer, naive)
-    first = layer.dequantized(200)[0][:, :, :FIRST]
-    assert torch.equal(first, at_8_bit(k[:, :, :FIRST]))
-
-
-def test_beams_have_their_own() -> None:
-    config = TurboConfig()
-    k, v = outliers(2, 100)
-    layer = filled(config, k, v)
-    layer.reorder_cache(torch.tensor([1, 1]))
-    tail = random_kv(2, 60, seed=1)
-    feed(layer, *tail)
-    for row in range(2):
-        own_k, own_v = (torch.cat((x[1:], y[row : row + 1]), 2) for x, y in zip((k, v), tail, strict=True))
-        assert_same_rows(layer, row, filled(config, own_k, own_v), 0)
+def test_outliers_that_come_first_do_not_widen_a_block() -> None:
+    given = outliers(1, FIRST + 128)
+    plain = [torch.cat((x[:, :, 4:8], x[:, :, 4:]), 2) for x in given]
+    held, want = (filled(TurboConfig(), *each).dequantized(128) for each in (given, plain))
+    assert all(map(torch.equal, held, want))
 
 
 def sparse_layer() -> TurboLayer:
@@ -118,3 +88,35 @@ def sparse_layer() -> TurboLayer:
 def test_where_all_tokens_are_sealed(layer: TurboLayer) -> None:
     assert layer.state.first == 0
     assert layer.state.recent == (64 if layer.window else 0)
+
+
+TOKENS = 544
+
+
+@cache
+def sinks() -> tuple[Any, Tensor]:
+    """The tiny model, and a text for it."""
+    return sink_model(), sink_text(TOKENS)
+
+
+def by_size(x: Tensor, bits: int, group: int) -> Tensor:
+    """x [B, H, T, D] rounded by channel, each token brought to one size before, and back after."""
+    size = x.pow(2).mean(-1, keepdim=True).sqrt()
+    return by_channel(x / size, bits, group) * size
+
+
+def simulated(model: Any, ids: Tensor, value_bits: int) -> float:
+    """KL where the cache of the prompt is rounded but for 4 tokens: keys at 4 bit, values at `value_bits`, by size."""
+    exact = tail_over(model, ids, prompt_of(model, ids, DynamicCache(config=model.config)))
+    cache = prompt_of(model, ids, DynamicCache(config=model.config))
+    for layer in cache.layers:
+        keys, values = by_size(layer.keys, 4, 64), by_size(layer.values, value_bits, 64)
+        layer.keys = torch.cat([layer.keys[:, :, :4], keys[:, :, 4:]], dim=2)
+        layer.values = torch.cat([layer.values[:, :, :4], values[:, :, 4:]], dim=2)
+    return float(divergences(exact, tail_over(model, ids, cache)).mean())
+
+
+@pytest.mark.parametrize(("preset", "value_bits"), [("turbo4", 4), ("turbo-k4v2", 2)])
+def test_pages_are_as_good_as_both_remedies(preset: str, value_bits: int) -> None:
+    """Up to the integers that pages compute in."""
+    assert moved_by(*sinks(), preset).mean() < 3 * simulated(*sinks(), value_bits)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from budgets import check, check_exact, check_turbo, float_budget, largest
-from choices import flat_config
+from choices import TWO_MODES, flat_config
 from op_calls import decode, prefill
 from oracle import oracle
 from prefill_support import step_queries
@@ -19,7 +19,6 @@ from turbo_hf.ops.store.quantize import dequantize
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-MODES = [pytest.param(mode, id=mode) for mode in ("native", "turbo")]
 ALL = {"window": 70, "softcap": 5.0, "sinks": True}
 
 
@@ -35,7 +34,7 @@ def a_store(
 # --- ops ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", TWO_MODES)
 @pytest.mark.parametrize(
     ("options", "dtype"), [({}, torch.float16), (ALL, torch.bfloat16), ({}, torch.float32), (ALL, torch.float32)]
 )
@@ -196,23 +195,3 @@ def test_nan_and_what_float16_cannot_hold_are_refused(tokens_at_once: int, backe
 
     with pytest.raises(ValueError, match="keys or values hold NaN or Inf"):
         store()
-
-
-# --- end to end -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        (
-            {"attention": "turbo"},
-            'attention must be "auto" or "native" with bits=16, which rounds nothing; got \'turbo\'',
-        ),
-        ({"smooth_k": True}, "smooth_k prepares keys for rounding; bits=16 rounds none"),
-        ({"buffer_scale": "universal"}, "buffer_scale is of INT8 open tokens, which bits=16 does not have"),
-        ({"low_bits": 16, "low_heads": 0.5}, "low_bits must be one of 8, 4, 3, 2; got 16"),
-    ],
-)
-def test_16_bit_pages_refuse_options_that_round(choices: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        flat_config(bits=16, **choices)

@@ -126,9 +126,6 @@ def test_passes_of_a_batch_are_those_of_its_rows_alone(llama: Any, data: st.Data
                     assert bool(((logits[row, valid[row]] - own).abs() < noise).all())
 
 
-# --- memory --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 2}, {"prefill_chunk_size": 40}], ids=["greedy", "beams", "chunks"]
 )
@@ -144,9 +141,6 @@ def test_no_full_precision_copy_survives(llama: Any, config: TurboConfig, option
     assert len(scales) == 2 * 3
     floats = [x for x in tensors_of(cache) if x.is_floating_point()]
     assert {id(x) for x in floats} == scales
-
-
-# --- the trained model ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strict", ["raise", "fallback"])
@@ -221,9 +215,6 @@ def test_drafts_leave_a_cache_that_can_go_on(llama: Any) -> None:
         )
 
 
-# --- one cache, several calls --------------------------------------------------------------------------------------
-
-
 def test_a_cache_refuses_another_batch_and_another_past(llama: Any) -> None:
     with turbo_hf.patch(llama) as handle:
         cache = handle.new_cache()
@@ -248,9 +239,6 @@ def test_a_cache_refuses_another_batch_and_another_past(llama: Any) -> None:
             llama(prompts(3, 1), **{CACHE: cache})
         with pytest.raises(ValueError, match="attention_mask has 5 columns; the cache holds 23"):
             llama(prompts(1, 1), attention_mask=torch.ones(1, 5), **{CACHE: cache})
-
-
-# --- a loop of one's own -------------------------------------------------------------------------------------------
 
 
 def test_a_pass_may_be_all_padding(llama: Any, config: TurboConfig) -> None:

@@ -4,24 +4,13 @@ import copy
 import pickle
 from typing import Any
 
+import layer_support as support
 import pytest
 import torch
 from choices import flat_config
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from layer_support import (
-    CONFIGS,
-    HEADS,
-    NaiveRow,
-    allocated,
-    assert_layer,
-    assert_same_rows,
-    feed,
-    filled,
-    random_kv,
-    tensors_of,
-)
 from models import tiny_llama
 from torch import Tensor
 
@@ -40,35 +29,35 @@ from turbo_hf.ops.store.reference_quantize import rounded_up
 
 
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", support.CONFIGS)
 def test_one_pass_stores_the_naive_rows(config: TurboConfig, junk: float, device: torch.device, poison: None) -> None:
     """Of rows with holes, at which anything may lie."""
-    k, v = (x.to(device) for x in random_kv(3, 150, 48))
+    k, v = (x.to(device) for x in support.random_kv(3, 150, 48))
     valid = torch.rand(3, 150, device=device) < torch.tensor([[1.0], [0.7], [0.0]], device=device)
-    want = [NaiveRow(config) for _ in range(3)]
+    want = [support.NaiveRow(config) for _ in range(3)]
     for row, naive in enumerate(want):
         naive.append(k[row], v[row], valid[row].tolist())
         naive.commit()
     k, v = (x.masked_fill(~valid[:, None, :, None], junk) for x in (k, v))
-    assert_layer(filled(config, k, v, valid), want)
+    support.assert_layer(support.filled(config, k, v, valid), want)
 
 
 def test_a_long_prompt_is_sealed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    k, v = random_kv(3, 300)
+    k, v = support.random_kv(3, 300)
     valid = torch.arange(300) >= torch.tensor([[0], [77], [200]])
     config = flat_config(low_heads=0.5)
-    whole = filled(config, k, v, valid)
+    whole = support.filled(config, k, v, valid)
     for blocks in (1, 3):
-        monkeypatch.setattr("turbo_hf.ops.store.reference_append.SEAL_ELEMENTS", blocks * HEADS * 64 * 16)
-        parts = filled(config, k, v, valid)
+        monkeypatch.setattr("turbo_hf.ops.store.reference_append.SEAL_ELEMENTS", blocks * support.HEADS * 64 * 16)
+        parts = support.filled(config, k, v, valid)
         for row in range(3):
-            assert_same_rows(parts, row, whole, row)
+            support.assert_same_rows(parts, row, whole, row)
 
 
 def test_a_half_precision_cache_is_that_of_float32() -> None:
-    k, v = (x.to(torch.bfloat16) for x in random_kv(1, 100))
-    half, single = filled(TurboConfig(), k, v), filled(TurboConfig(), k.float(), v.float())
-    assert_same_rows(half, 0, single, 0)
+    k, v = (x.to(torch.bfloat16) for x in support.random_kv(1, 100))
+    half, single = support.filled(TurboConfig(), k, v), support.filled(TurboConfig(), k.float(), v.float())
+    support.assert_same_rows(half, 0, single, 0)
     assert half.dequantized(100)[0].dtype == torch.bfloat16
 
 
@@ -76,14 +65,14 @@ def test_a_half_precision_cache_is_that_of_float32() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", support.CONFIGS)
 def test_memory_is_what_is_reported_and_near_theory(config: TurboConfig, rows: int) -> None:
     tokens, heads, dim = 2048, 4, 64
     layer = TurboLayer(config)
-    k, v = (x.to(torch.bfloat16) for x in random_kv(rows, tokens, dim, heads))
-    feed(layer, k, v)
+    k, v = (x.to(torch.bfloat16) for x in support.random_kv(rows, tokens, dim, heads))
+    support.feed(layer, k, v)
     for step in range(150):
-        feed(layer, *(x.to(torch.bfloat16) for x in random_kv(rows, 1, dim, heads, seed=step)))
+        support.feed(layer, *(x.to(torch.bfloat16) for x in support.random_kv(rows, 1, dim, heads, seed=step)))
         if step in {0, 20, 149}:
             block, held = config.expert.block_size, tokens + step + 1
             page = sum(n * page_bytes(dim, bits, block) for bits, n in config.head_groups(heads))
@@ -91,7 +80,7 @@ def test_memory_is_what_is_reported_and_near_theory(config: TurboConfig, rows: i
             room = -(-(held - whole * block) // 16) * 16 or 16
             pages, open_bytes = rows * whole * page, rows * heads * room * open_token_bytes(dim)
             sizes = layer.nbytes()
-            assert sum(sizes.values()) == allocated(layer)
+            assert sum(sizes.values()) == support.allocated(layer)
             assert sizes["open"] == open_bytes
             assert pages <= sizes["codes"] + sizes["scales"] <= 1.05 * pages
             assert layer.full_precision_bytes() == 2 * 2 * rows * heads * dim * held
@@ -107,10 +96,10 @@ def test_growth_copies_a_constant_number_of_pages_a_page(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(PagePool, "_resize", counted)
     layer, blocks = TurboLayer(flat_config(block_size=32, recent_tokens=0)), 1024
-    feed(layer, *random_kv(1, FIRST, heads=1))
-    k, v = random_kv(1, 32, heads=1)
+    support.feed(layer, *support.random_kv(1, FIRST, heads=1))
+    k, v = support.random_kv(1, 32, heads=1)
     for _ in range(blocks):
-        feed(layer, k, v)
+        support.feed(layer, k, v)
     assert layer.state.sealed == [blocks]
     # fewer than 64 pages grow by one, more by a thirty-second; to copy all for each block would be blocks**2 / 2
     assert sum(copied) <= 64 * blocks
@@ -123,7 +112,7 @@ def test_growth_copies_a_constant_number_of_pages_a_page(monkeypatch: pytest.Mon
 def test_a_claimed_update_hands_the_tensors_on() -> None:
     cache = TurboCache(tiny_llama().config)
     view = claimed(cache, 1)
-    k, v = random_kv(1, 3)
+    k, v = support.random_kv(1, 3)
     got = view.update(k, v, 1)
     assert got[0] is k
     assert got[1] is v
@@ -142,7 +131,7 @@ def test_a_claimed_update_hands_the_tensors_on() -> None:
 
 def test_a_view_that_a_hook_has_kept_is_as_good_as_the_cache() -> None:
     cache = TurboCache(tiny_llama().config)
-    k, v = random_kv(1, 3)
+    k, v = support.random_kv(1, 3)
     kept = claimed(cache, 0)
     # claimed again for another layer
     assert claimed(kept, 1).update(k, v, 1)[0] is k
@@ -164,7 +153,7 @@ class Doubling(TurboCache):
 
 def test_a_claim_keeps_what_a_subclass_overrides() -> None:
     view = claimed(Doubling(tiny_llama().config), 0)
-    k, v = random_kv(1, 3)
+    k, v = support.random_kv(1, 3)
     assert isinstance(view, Doubling)
     assert torch.equal(view.update(k, v, 0)[0], 2 * k)
     assert view.get_seq_length() == 0
@@ -174,8 +163,8 @@ def test_a_claim_keeps_what_a_subclass_overrides() -> None:
 
 @pytest.mark.parametrize("window", [None, 30], ids=["full", "window"])
 def test_an_unclaimed_update_returns_dense_keys_and_values(window: int | None) -> None:
-    k, v = random_kv(2, 300)
-    layer, naive = TurboLayer(TurboConfig(), window), [NaiveRow(TurboConfig(), window) for _ in range(2)]
+    k, v = support.random_kv(2, 300)
+    layer, naive = TurboLayer(TurboConfig(), window), [support.NaiveRow(TurboConfig(), window) for _ in range(2)]
     at = 0
     for tokens in (100, 1, 5, 16, 17, 90, 1):
         own_k, own_v = k[:, :, at : at + tokens], v[:, :, at : at + tokens]
@@ -195,7 +184,7 @@ def test_an_unclaimed_update_returns_dense_keys_and_values(window: int | None) -
             assert torch.equal(got[0][row], want[0])
             assert torch.equal(got[1][row], want[1])
         at += tokens
-    assert_layer(layer, naive)
+    support.assert_layer(layer, naive)
 
 
 # --- universal scale -----------------------------------------------------------------------------------------------
@@ -203,16 +192,16 @@ def test_an_unclaimed_update_returns_dense_keys_and_values(window: int | None) -
 
 def test_a_universal_scale_is_fixed_by_the_prompt(device: torch.device) -> None:
     config = flat_config(buffer_scale="universal")
-    k, v = (x.to(device) for x in random_kv(2, 40))
-    layer = filled(config, k, v)
-    prompt = filled(TurboConfig(), k, v)
-    assert_same_rows(layer, 0, prompt, 0)
+    k, v = (x.to(device) for x in support.random_kv(2, 40))
+    layer = support.filled(config, k, v)
+    prompt = support.filled(TurboConfig(), k, v)
+    support.assert_same_rows(layer, 0, prompt, 0)
     # of tensors: by a number, torch multiplies by a rounded reciprocal on CUDA
     span = [x.abs().amax((2, 3)).float() for x in (k, v)]
     span = [rounded_up(x / torch.full_like(x, CODE_MAX)) for x in span]
-    small, large = (torch.full((2, HEADS, 1, 16), x, device=device) for x in (1e-3, -1e3))
-    feed(layer, small, large)
-    feed(layer, large, small)
+    small, large = (torch.full((2, support.HEADS, 1, 16), x, device=device) for x in (1e-3, -1e3))
+    support.feed(layer, small, large)
+    support.feed(layer, large, small)
     for row in range(2):
         for step in (40, 41):
             assert torch.equal(layer.buffer.k_scale[row, :, step], span[0][row])
@@ -223,47 +212,44 @@ def test_a_universal_scale_is_fixed_by_the_prompt(device: torch.device) -> None:
 
 def test_a_universal_scale_covers_every_chunk_of_a_prompt() -> None:
     config = flat_config(buffer_scale="universal", recent_tokens=0)
-    k, v = random_kv(1, 90)
+    k, v = support.random_kv(1, 90)
     k[:, :, 10], v[:, :, 60] = k[:, :, 10] * 20, v[:, :, 60] * 20
-    whole, chunked = filled(config, k, v), TurboLayer(config)
+    whole, chunked = support.filled(config, k, v), TurboLayer(config)
     for at in (0, 30, 60):
-        feed(chunked, k[:, :, at : at + 30], v[:, :, at : at + 30])
-    new = random_kv(1, 1, seed=1)
-    feed(whole, *new)
-    feed(chunked, *new)
-    assert_same_rows(chunked, 0, whole, 0)
+        support.feed(chunked, k[:, :, at : at + 30], v[:, :, at : at + 30])
+    new = support.random_kv(1, 1, seed=1)
+    support.feed(whole, *new)
+    support.feed(chunked, *new)
+    support.assert_same_rows(chunked, 0, whole, 0)
     assert torch.equal(chunked.buffer.k_scale[0, :, 26], rounded_up(k[0, :, 10].abs().amax(-1) / CODE_MAX))
     assert torch.equal(chunked.buffer.v_scale[0, :, 26], rounded_up(v[0, :, 60].abs().amax(-1) / CODE_MAX))
 
 
 def test_a_universal_scale_is_one_a_row_and_ignores_padding() -> None:
     config = flat_config(buffer_scale="universal")
-    k, v = random_kv(3, 60)
+    k, v = support.random_kv(3, 60)
     valid = torch.arange(60) >= torch.tensor([[0], [45], [60]])
-    batch = filled(config, k.masked_fill(~valid[:, None, :, None], 1e9), v, valid)
-    k_new, v_new = random_kv(3, 1, seed=1)
-    feed(batch, k_new * 100, v_new)
+    batch = support.filled(config, k.masked_fill(~valid[:, None, :, None], 1e9), v, valid)
+    k_new, v_new = support.random_kv(3, 1, seed=1)
+    support.feed(batch, k_new * 100, v_new)
     for row, first in ((0, 0), (1, 45)):
-        alone = filled(config, k[row : row + 1, :, first:], v[row : row + 1, :, first:])
-        feed(alone, k_new[row : row + 1] * 100, v_new[row : row + 1])
-        assert_same_rows(batch, row, alone, 0)
+        alone = support.filled(config, k[row : row + 1, :, first:], v[row : row + 1, :, first:])
+        support.feed(alone, k_new[row : row + 1] * 100, v_new[row : row + 1])
+        support.assert_same_rows(batch, row, alone, 0)
     # a row without a prompt has no range: its tokens keep their own
-    assert_same_rows(batch, 2, filled(TurboConfig(), k_new[2:] * 100, v_new[2:]), 0)
+    support.assert_same_rows(batch, 2, support.filled(TurboConfig(), k_new[2:] * 100, v_new[2:]), 0)
     batch.reorder_cache(torch.tensor([1, 0, 2]))
-    feed(batch, k_new, v_new)
+    support.feed(batch, k_new, v_new)
     scale = rounded_up(k[1, :, 45:].abs().amax((1, 2)) / CODE_MAX)
     assert torch.equal(batch.buffer.k_scale[0, :, 16], scale)
-    assert sum(batch.nbytes().values()) == allocated(batch)
-
-
-# --- a random life, against the naive model ------------------------------------------------------------------------
+    assert sum(batch.nbytes().values()) == support.allocated(batch)
 
 
 class Life(RuleBasedStateMachine):
     """Random sequences of what Transformers does to a cache layer."""
 
     layer: TurboLayer
-    naive: list[NaiveRow]
+    naive: list[support.NaiveRow]
 
     @initialize(
         config=st.sampled_from(
@@ -271,7 +257,7 @@ class Life(RuleBasedStateMachine):
                 flat_config(bits=4, block_size=32),
                 flat_config(bits=4, low_bits=2, low_heads=0.5, block_size=32),
                 flat_config(bits=3, low_bits=2, low_heads=0.5, block_size=64),
-                *(case.values[0] for case in CONFIGS),
+                *(case.values[0] for case in support.CONFIGS),
             ]
         ),
         window=st.sampled_from([None, None, 1, 20, 33, 70]),
@@ -279,7 +265,7 @@ class Life(RuleBasedStateMachine):
     )
     def begin(self, config: TurboConfig, window: int | None, rows: int) -> None:
         self.layer, self.window, self.passes, self.recording = TurboLayer(config, window), window, 0, False
-        self.naive = [NaiveRow(config, window) for _ in range(rows)]
+        self.naive = [support.NaiveRow(config, window) for _ in range(rows)]
 
     @rule(
         tokens=st.sampled_from([1, 1, 2, 15, 16, 17, 32, 33, 64, 65, 90]),
@@ -290,7 +276,7 @@ class Life(RuleBasedStateMachine):
         """junk: what lies under padding."""
         self.passes += 1
         rows = len(self.naive)
-        k, v = random_kv(rows, tokens, seed=self.passes)
+        k, v = support.random_kv(rows, tokens, seed=self.passes)
         generator = torch.Generator().manual_seed(self.passes)
         valid = torch.rand(rows, tokens, generator=generator) < 0.7
         if padding != "holes":
@@ -298,7 +284,7 @@ class Life(RuleBasedStateMachine):
         if padding == "none":
             valid = torch.ones_like(valid)
         dirty_k, dirty_v = (x.masked_fill(~valid[:, None, :, None], junk) for x in (k, v))
-        feed(self.layer, dirty_k, dirty_v, None if padding == "none" else valid)
+        support.feed(self.layer, dirty_k, dirty_v, None if padding == "none" else valid)
         for row, naive in enumerate(self.naive):
             naive.append(k[row], v[row], valid[row].tolist())
             if not self.recording:
@@ -354,21 +340,21 @@ class Life(RuleBasedStateMachine):
         original, self.layer = self.layer, copy.deepcopy(self.layer)
         original.activate_past_recording()
         original.crop(0)
-        original.append(*random_kv(len(self.naive), 1, seed=99), NewColumns(1))
+        original.append(*support.random_kv(len(self.naive), 1, seed=99), NewColumns(1))
 
     @precondition(lambda self: self.layer.seen)
     @rule(rows=st.integers(1, 3))
     def reset(self, rows: int) -> None:
         self.layer.reset()
-        assert not tensors_of(self.layer)
+        assert not support.tensors_of(self.layer)
         assert self.layer.get_seq_length() == 0
-        self.naive, self.recording = [NaiveRow(self.layer.config, self.window) for _ in range(rows)], False
+        self.naive, self.recording = [support.NaiveRow(self.layer.config, self.window) for _ in range(rows)], False
 
     @invariant()
     def the_layer_is_the_naive_rows(self) -> None:
         if self.layer.is_initialized:
-            assert_layer(self.layer, self.naive)
-            assert sum(self.layer.nbytes().values()) == allocated(self.layer)
+            support.assert_layer(self.layer, self.naive)
+            assert sum(self.layer.nbytes().values()) == support.allocated(self.layer)
 
 
 TestLife = Life.TestCase
@@ -380,8 +366,8 @@ TestLife.settings = settings(max_examples=60, stateful_step_count=30)
 
 def test_pages_that_a_crop_frees_are_used_again() -> None:
     config, blocks = flat_config(block_size=32, recent_tokens=0), 36
-    k, v = random_kv(2, FIRST + blocks * 32)
-    layer, whole = filled(config, k, v), filled(config, k, v)
+    k, v = support.random_kv(2, FIRST + blocks * 32)
+    layer, whole = support.filled(config, k, v), support.filled(config, k, v)
     for kept in (35, 34, 12, 0):
         # two pages of 72 are kept for the next blocks, more are given back
         layer.crop(FIRST + 35 * 32 - layer.seen)
@@ -389,47 +375,41 @@ def test_pages_that_a_crop_frees_are_used_again() -> None:
         layer.crop(FIRST + kept * 32 - layer.seen)
         assert layer.pool.pages == 2 * (blocks if kept == 35 else kept)
         for at in range(FIRST + kept * 32, FIRST + blocks * 32, 32):
-            feed(layer, k[:, :, at : at + 32], v[:, :, at : at + 32])
+            support.feed(layer, k[:, :, at : at + 32], v[:, :, at : at + 32])
         for row in range(2):
-            assert_same_rows(layer, row, whole, row)
+            support.assert_same_rows(layer, row, whole, row)
         assert layer.pool.pages == 2 * blocks
 
 
 def test_crop_takes_a_tensor_too() -> None:
-    layer = filled(TurboConfig(), *random_kv(1, 20))
+    layer = support.filled(TurboConfig(), *support.random_kv(1, 20))
     layer.crop(torch.tensor(-3))  # type: ignore[arg-type]
     assert type(layer.get_seq_length()) is int
     assert layer.lengths() == [layer.seen] == [17]
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------
-
-
 def test_beams_share_pages_and_then_part() -> None:
-    k, v = random_kv(1, FIRST + 128 + 64)
-    layer = filled(TurboConfig(), k, v)
+    k, v = support.random_kv(1, FIRST + 128 + 64)
+    layer = support.filled(TurboConfig(), k, v)
     layer.batch_repeat_interleave(3)
     assert layer.pool.pages == 2
-    tail = random_kv(3, 70, seed=1)
-    feed(layer, *tail)
+    tail = support.random_kv(3, 70, seed=1)
+    support.feed(layer, *tail)
     assert layer.pool.pages == 2 + 3
     layer.reorder_cache(torch.tensor([2, 2, 0]))
     assert layer.pool.pages == 2 + 2
     for row, parent in enumerate((2, 2, 0)):
         own = [torch.cat((x, y[parent : parent + 1]), 2) for x, y in zip((k, v), tail, strict=True)]
-        assert_same_rows(layer, row, filled(TurboConfig(), own[0], own[1]), 0)
-
-
-# --- window --------------------------------------------------------------------------------------------------------
+        support.assert_same_rows(layer, row, support.filled(TurboConfig(), own[0], own[1]), 0)
 
 
 def test_a_rolling_window_has_bounded_memory() -> None:
     layer, sizes = TurboLayer(TurboConfig(), 128), []
     for step in range(60):
-        feed(layer, *random_kv(2, 33, seed=step))
+        support.feed(layer, *support.random_kv(2, 33, seed=step))
         sizes.append(sum(layer.nbytes().values()))
     # two blocks of window, one more that is on its way out, one of open tokens; the table doubles
-    most = HEADS * 2 * (3 * page_bytes(16, 4) + 64 * open_token_bytes(16)) + 2 * 8 * 4 + 2 * HEADS * 8
+    most = support.HEADS * 2 * (3 * page_bytes(16, 4) + 64 * open_token_bytes(16)) + 2 * 8 * 4 + 2 * support.HEADS * 8
     assert max(sizes[10:]) <= most
 
 
@@ -442,36 +422,33 @@ def test_a_rolling_window_has_bounded_memory() -> None:
 def test_nan_and_infinity_are_refused(seen: int, which: int, bad: float, scale: Any) -> None:
     layer = TurboLayer(flat_config(buffer_scale=scale), index=7)
     if seen:
-        feed(layer, *random_kv(1, seen))
-    new = random_kv(1, 2, seed=1)
+        support.feed(layer, *support.random_kv(1, seen))
+    new = support.random_kv(1, 2, seed=1)
     new[which][0, 1, 1, 3] = bad
     with pytest.raises(ValueError, match="layer 7: keys or values hold NaN or Inf"):
-        feed(layer, *new)
+        support.feed(layer, *new)
     assert layer.seen == seen
     if seen:
         # the pass left no trace
         clean = TurboLayer(flat_config(buffer_scale=scale))
         for one in (layer, clean):
             if one is clean:
-                feed(one, *random_kv(1, seen))
-            feed(one, *random_kv(1, 3, seed=2))
-        assert_same_rows(layer, 0, clean, 0)
+                support.feed(one, *support.random_kv(1, seen))
+            support.feed(one, *support.random_kv(1, 3, seed=2))
+        support.assert_same_rows(layer, 0, clean, 0)
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_numbers_that_32_bit_cannot_hold_are_refused(which: int) -> None:
-    layer, new = TurboLayer(TurboConfig(), index=7), [x.double() for x in random_kv(1, 2)]
+    layer, new = TurboLayer(TurboConfig(), index=7), [x.double() for x in support.random_kv(1, 2)]
     new[which][0, 1, 1, 3] = 1e300
     with pytest.raises(ValueError, match="layer 7: keys or values hold NaN or Inf"):
-        feed(layer, *new)
+        support.feed(layer, *new)
 
 
 def test_keys_and_values_of_unlike_shape_are_refused() -> None:
     layer = TurboLayer(TurboConfig(), index=4)
     with pytest.raises(ValueError, match=r"layer 4: keys \(1, 3, 3, 32\) and values \(1, 3, 3, 16\) differ"):
-        layer.update(random_kv(1, 3, 32)[0], random_kv(1, 3, 16)[1])
+        layer.update(support.random_kv(1, 3, 32)[0], support.random_kv(1, 3, 16)[1])
     with pytest.raises(ValueError, match="head dim 24"):
-        layer.update(*random_kv(1, 3, 24))
-
-
-# --- masks of a pass -----------------------------------------------------------------------------------------------
+        layer.update(*support.random_kv(1, 3, 24))

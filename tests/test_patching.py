@@ -14,19 +14,7 @@ from accelerate import dispatch_model  # type: ignore[import-untyped] # it has n
 from choices import flat_config
 from families_support import SHARED as LAST_SHARE
 from models import prompts, tiny_llama
-from patching_support import (
-    LENGTHS,
-    MIXED,
-    NEW,
-    SMALL,
-    WINDOW,
-    changes,
-    generate,
-    logits,
-    padded,
-    snapshot,
-    tiny,
-)
+from patching_support import LENGTHS, MIXED, NEW, SMALL, WINDOW, changes, generate, logits, padded, snapshot, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -77,6 +65,7 @@ def test_remove_twice_and_leaving_by_an_error() -> None:
     model = tiny_llama()
     before = snapshot(model)
     handle = turbo_hf.patch(model, SMALL)
+    assert repr(handle) == "<turbo_hf.Handle of LlamaForCausalLM, on>"
     handle.remove()
     handle.remove()
     assert not changes(before, snapshot(model))
@@ -87,8 +76,11 @@ def test_remove_twice_and_leaving_by_an_error() -> None:
     with turbo_hf.patch(model, SMALL):
         handle.remove()
         assert model.config._attn_implementation == NAME
+    assert repr(handle) == "<turbo_hf.Handle of LlamaForCausalLM, off>"
     with pytest.raises(ValueError, match=r"has been removed\. Call turbo_hf.patch"), handle:
         raise AssertionError("not reached")
+    with pytest.raises(ValueError, match="has been removed"):
+        handle.new_cache()
 
 
 def test_a_method_of_ones_own_comes_back() -> None:
@@ -127,19 +119,17 @@ def test_patch_twice_is_refused_and_another_preset_is_not() -> None:
 
 
 def test_models_do_not_touch_each_other() -> None:
-    model, other, third = tiny_llama(), tiny_llama(), tiny_llama()
+    model, other = tiny_llama(), tiny_llama()
     stock, before = generate(other), snapshot(other)
-    with turbo_hf.patch(third, "turbo2"):
-        two = generate(third)
+    with turbo_hf.patch(other, "turbo2"):
+        two = generate(other)
     with turbo_hf.patch(model, "turbo4"):
         four = generate(model)
         assert not changes(before, snapshot(other))
         assert torch.equal(generate(other), stock)
-        with turbo_hf.patch(third, "turbo2") as handle:
-            assert torch.equal(generate(third), two)
+        with turbo_hf.patch(other, "turbo2"):
+            assert torch.equal(generate(other), two)
             assert torch.equal(generate(model), four)
-            assert torch.equal(generate(other), stock)
-            assert handle.report().config.bits == 2
         assert torch.equal(generate(model), four)
     assert not torch.equal(two, four)
 
@@ -200,22 +190,11 @@ def test_memory_of_a_cache_that_lives_and_of_one_that_is_gone() -> None:
     assert handle.memory() == last
 
 
-def test_a_handle_in_one_line_and_once_removed() -> None:
-    handle = turbo_hf.patch(tiny_llama(), SMALL)
-    assert repr(handle) == "<turbo_hf.Handle of LlamaForCausalLM, on>"
-    assert handle in {handle}
-    handle.remove()
-    assert repr(handle) == "<turbo_hf.Handle of LlamaForCausalLM, off>"
-    with pytest.raises(ValueError, match=r"has been removed\. Call turbo_hf.patch"):
-        handle.new_cache()
-
-
 def test_sas_threshold_falls_with_the_context() -> None:
     assert sas_threshold(TurboConfig(), 5000) is None
     assert sas_threshold(flat_config(sas=True, sas_threshold=-4.0), 5000) == -4.0
     assert sas_threshold(flat_config(sas=True), 100) == sas_threshold(flat_config(sas=True), 1024) == -6.0
-    long = sas_threshold(flat_config(sas=True), 2048)
-    assert long is not None
+    long: Any = sas_threshold(flat_config(sas=True), 2048)
     assert long == pytest.approx(-6 - torch.tensor(2.0).log().item())
 
 
@@ -234,7 +213,6 @@ def test_deepcopy_of_a_patched_model_is_patched_on_its_own() -> None:
     assert torch.equal(generate(model), stock)
     assert torch.equal(generate(twin), ours)
     assert twin.config._attn_implementation == NAME
-    assert not changes(snapshot(model), snapshot(model))
     assert not any(module._forward_pre_hooks for module in copy.deepcopy(model).modules())
 
 

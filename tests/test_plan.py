@@ -2,6 +2,7 @@
 of weights, as they are or as a checkpoint stores them."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,19 @@ import pytest
 import torch
 import typer
 from choices import EVERY_PRESET, flat_config
+from cli_support import last_json, output_of, run
 from families_support import CHUNKED, EXPERTS, FAMILY_CASES, FULL, GENERIC_CASES, LATENT, LINEAR, Case, build
-from models import LAB_MODEL, lab_model, prompts, tiny_llama
+from models import LAB_MODEL, prompts, tiny_llama
 from plan_support import SMALL, costs, sealed_bytes
 from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache, PreTrainedConfig, PreTrainedModel
-from typer.testing import CliRunner
 
 import turbo_hf
-from turbo_hf import TurboConfig, Unsupported
+from turbo_hf import TurboConfig
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.memory import LayerCost, cache_bytes
 from turbo_hf.cli import weights
-from turbo_hf.cli.main import app
 from turbo_hf.cli.plan import MemoryPlan, layer_costs, longest_context, parse_bytes, plan
-from turbo_hf.cli.weights import Weights, file_bytes, has_weights, weigh
+from turbo_hf.cli.weights import file_bytes, has_weights, weigh
 from turbo_hf.console import load_model
 from turbo_hf.layout import FIRST, open_token_bytes
 from turbo_hf.models.versions import CACHE
@@ -43,14 +43,6 @@ def folder_of(tmp_path: Path, fields: Any) -> str:
     """A folder with nothing but a config.json."""
     (tmp_path / "config.json").write_text(json.dumps(fields))
     return str(tmp_path)
-
-
-def run(*words: str, code: int = 0) -> Any:
-    """A command; stdout and stderr with single spaces."""
-    result = CliRunner().invoke(app, list(words))
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return " ".join(result.output.split())
 
 
 # --- figures -------------------------------------------------------------------------------------------------------
@@ -166,32 +158,26 @@ def test_longest_context_is_the_last_that_fits() -> None:
 )
 def test_amounts_of_memory(text: str, expected: float) -> None:
     assert parse_bytes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "80", "infGB", "nanGB"])
-def test_other_amounts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="expected an amount of memory"):
-        parse_bytes(text)
+    for other in (f"-{text}", text[:-2], text[-2:], "nanGB"):
+        with pytest.raises(ValueError, match="expected an amount of memory"):
+            parse_bytes(other)
 
 
 # --- what a config does not tell -----------------------------------------------------------------------------------
 
 
-def test_notes() -> None:
-    assert plan_of("llama").notes == plan_of("qwen2").notes == ()
+def test_more_tokens_than_positions_are_told(tmp_path: Path) -> None:
+    assert plan_of("llama").notes == ()
     (many,) = plan_of("llama", context=5000, max_position_embeddings=4096).notes
     assert many == "The model was made for 4,096 positions; 5,000 tokens are more."
-
-
-def test_the_command_says_the_same(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, {"model_type": "qwen2", **SMALL, "max_position_embeddings": 4096})
-    said = run("plan", folder, "--context", "8k", "--json")
-    found = json.loads(said[said.index('{"rows"') :])
+    result = run("plan", folder, "--context", "8k", "--json")
+    found = last_json(result)
     assert found["positions"] == 4096
     (note,) = found["notes"]
-    assert note in said
+    assert note in " ".join(result.output.split())
     # a file is a config, too
-    assert "turbo4" in run("plan", f"{folder}/config.json")
+    assert "turbo4" in output_of("plan", f"{folder}/config.json")
 
 
 def test_multimodal_models_are_weighed_with_all_parts() -> None:
@@ -210,30 +196,19 @@ def test_multimodal_models_are_weighed_with_all_parts() -> None:
     ("fields", "sentence"),
     [
         ({"model_type": "t5"}, "t5 is an encoder-decoder; only decoder-only models"),
-        ({"model_type": "whisper"}, "whisper is an encoder-decoder; only decoder-only"),
         ({"model_type": "clip"}, "clip is no language model: Transformers has no class"),
-        ({"model_type": "vit"}, "vit is no language model: Transformers has no class"),
-        (
-            {"model_type": "llama", **SMALL, "num_hidden_layers": -1},
-            "num_hidden_layers must be a number of layers; the config has -1",
-        ),
-        ({"model_type": "bert", "num_hidden_layers": 2}, "no layer of BertLMHeadModel"),
+        ({"model_type": "llama", **SMALL, "num_hidden_layers": -1}, "must be a number of layers; the config has -1"),
         ({"model_type": "mamba", "num_hidden_layers": 2}, "no layer of MambaForCausalLM"),
         (
-            {"model_type": "deepseek_v3", **SMALL, **EXPERTS, **LATENT, "num_key_value_heads": 4, "kv_lora_rank": 24},
-            "no layer of DeepseekV3ForCausalLM",
+            {**SMALL, "model_type": "gemma4_text", "layer_types": ["sliding_attention", FULL], "global_head_dim": 24},
+            "layers 1 cannot be compressed",
         ),
-        ({"model_type": "llama", **SMALL, "head_dim": 24}, "head dim 24 is no multiple of 16"),
         ({"model_type": "blt"}, "the config of BltForCausalLM has no num_hidden_layers"),
         ({"model_type": "nothing"}, "cannot read a config .* `nothing`"),
         ({"hidden_size": 64}, "cannot read a config .* `model_type`"),
-        (
-            {"model_type": "own", "auto_map": {"AutoConfig": "config.C"}},
-            "code beside it is never run",
-        ),
+        ({"model_type": "own", "auto_map": {"AutoConfig": "config.C"}}, "code beside it is never run"),
         ({"model_type": "llama", "hidden_size": "big"}, "cannot read a config .* 'hidden_size'"),
         ({"model_type": "llama", **SMALL, "hidden_act": "none such"}, "cannot build a llama of this config"),
-        ({"model_type": ["llama"]}, "cannot read a config"),
         ([1], "cannot read a config"),
         ({"model_type": "mistral", **SMALL, "sliding_window": 0}, "has a sliding window of 0 tokens"),
         (
@@ -243,24 +218,15 @@ def test_multimodal_models_are_weighed_with_all_parts() -> None:
     ],
 )
 def test_refused_with_one_sentence(tmp_path: Path, command: str, fields: Any, sentence: str) -> None:
-    result = CliRunner().invoke(app, [command, folder_of(tmp_path, fields)])
-    assert result.exit_code == 1, result.output
-    assert isinstance(result.exception, SystemExit)
-    assert "fp16" not in result.output
-    (said,) = (line for line in (" ".join(result.output.split()),) if "error: " in line or "problem: " in line)
-    assert len(said.split("error: " if command == "plan" else "none")[-1]) < 1500
-    with pytest.raises(AssertionError, match=sentence):
-        raise AssertionError(said)
+    told = output_of(command, folder_of(tmp_path, fields), code=1)
+    assert "fp16" not in told
+    assert len(told.partition("error: ")[2]) < 1500
+    assert re.search(f"(error|problem): .*{sentence}", told)
 
 
 def test_a_window_of_one_token_leaves_nothing_to_compare() -> None:
     with pytest.raises(ValueError, match=r"holds no token \(sliding_window=1\), so there is nothing to compress"):
         plan_of("mistral", sliding_window=1)
-
-
-def test_a_model_that_is_refused_in_part_is_refused() -> None:
-    with pytest.raises(Unsupported, match="layers 1 cannot be compressed"):
-        plan_of("gemma4_text", layer_types=["sliding_attention", FULL], global_head_dim=24)
 
 
 def test_a_model_that_cannot_run_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,10 +268,8 @@ NOT_COMPARED = "Logits were not compared: there are no weights here."
 
 def doctor(name: str, code: int = 0) -> tuple[str, Any]:
     """What it prints, with single spaces, and its JSON (None: an error ended it)."""
-    result = CliRunner().invoke(app, ["doctor", name, "--device", "cpu", "--json"])
-    assert result.exit_code == code, result.output
-    last = result.stdout.strip().splitlines()[-1]
-    return " ".join(result.output.split()), json.loads(last) if last.startswith("{") else None
+    result = run("doctor", name, "--device", "cpu", "--json", code=code)
+    return " ".join(result.output.split()), last_json(result) if "{" in result.stdout else None
 
 
 def test_a_config_without_weights(tmp_path: Path) -> None:
@@ -379,7 +343,7 @@ def test_models_are_loaded_by_the_class_of_their_config(tmp_path: Path, capsys: 
 
 def test_an_adapter_is_of_the_model_that_it_names(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(LAB_MODEL)}))
-    assert '"method": "fp16", "bytes_per_token": 3072' in run("plan", str(tmp_path), "--json")
+    assert '"method": "fp16", "bytes_per_token": 3072' in output_of("plan", str(tmp_path), "--json")
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
@@ -391,11 +355,6 @@ def of_type(model_type: str, quantized: dict[str, Any] | None = None, **options:
     if quantized is not None:
         config.quantization_config = quantized
     return meta_model(config)
-
-
-def test_weights_of_a_model() -> None:
-    model, _ = lab_model()
-    assert weigh(meta_model(model.config)) == Weights(sum(p.nbytes for p in model.parameters()))
 
 
 def test_quantized_weights_count_as_their_files_do(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Both stages of quantization, their contract and their kernels; heads ranked; a cache read back."""
+"""Both stages of quantization, their contract and kernels; heads ranked; a cache read back; where the bits lie."""
 
 import math
 from collections.abc import Callable
@@ -6,31 +6,24 @@ from itertools import permutations, product
 
 import pytest
 import torch
+from choices import DTYPES
 from hypothesis import given
 from hypothesis import strategies as st
 from op_calls import quantize_tokens, seal_blocks
 from stores import CODE_MAX, make_store, store_codes, tokens, unpack
 
+from turbo_hf import layout
 from turbo_hf.config.expected import FLOATS
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.layout import BITS, INSET, VALUE_ORDER, HeadGroups, KVStore, PagedHeads, Width
 from turbo_hf.ops.store.quantize import dequantize, head_scores
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in FLOATS]
-ALL_BITS = [pytest.param(bits, id=f"{bits}bit") for bits in BITS]
-STAGE_2 = [pytest.param(bits, id=f"{bits}bit") for bits in BITS if bits != 8]
-
-
-def ones(codes: torch.Tensor) -> torch.Tensor:
-    return torch.ones(codes.shape[:3], dtype=torch.float32, device=codes.device)
-
-
+ALL_BITS = [pytest.param(bits, id=f"{bits}bit") for bits in layout.BITS]
+STAGE_2 = [pytest.param(bits, id=f"{bits}bit") for bits in layout.BITS if bits != 8]
 DIMS = [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)]
 EPS = torch.finfo(torch.float32).eps
-METRICS = [pytest.param(metric, id=metric) for metric in HEAD_METRICS]
 
 
 # --- stage 1 --------------------------------------------------------------------------------------------------------
@@ -128,7 +121,7 @@ def test_a_page_is_its_formula(bits: int, block: int, device: torch.device) -> N
     scale = torch.rand(2, 2, block).bfloat16().float()
     pages = seal_blocks(k.to(device), scale.to(device), v.to(device), scale.to(device), bits)
     assert pages.bits == bits
-    time_order = [VALUE_ORDER.index(t % 16) + t // 16 * 16 for t in range(block)]
+    time_order = [layout.VALUE_ORDER.index(t % 16) + t // 16 * 16 for t in range(block)]
     levels = 2**bits - 1
     for page, slot in product(range(2), repeat=2):
         codes = [unpack(pages.k[page, slot], bits), unpack(pages.v[page, slot], bits)[:, time_order].T]
@@ -141,7 +134,7 @@ def test_a_page_is_its_formula(bits: int, block: int, device: torch.device) -> N
             assert_sizes(token * own[:, None], got, pages.size[page, slot, i].cpu().double())
             # quotients are rounded to float32, by which they may be below or above an integer
             near = 256 * 4 * EPS
-            inset = (x.amax(0) - x.amin(0)) * INSET[bits]
+            inset = (x.amax(0) - x.amin(0)) * layout.INSET[bits]
             low, high = x.amin(0) + inset, x.amax(0) - inset
             assert bool(((low - near).floor() <= zero).all() & (zero <= (low + near).floor()).all())
             assert bool(((high - near).ceil() <= zero + span).all() & (zero + span <= (high + near).ceil()).all())
@@ -202,7 +195,7 @@ def test_sealing_takes_any_strides(bits: int, device: torch.device) -> None:
     want = seal_blocks(k.contiguous(), scale.contiguous(), v.contiguous(), scale.contiguous(), bits)
     for a, b in zip(got[1:], want[1:], strict=True):
         assert torch.equal(a, b)
-    strided = PagedHeads(bits, *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in got[1:]))
+    strided = layout.PagedHeads(bits, *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in got[1:]))
     for a, b in zip(reference_unpack_blocks(strided), reference_unpack_blocks(got), strict=True):
         assert torch.equal(a, b)
 
@@ -236,7 +229,7 @@ def test_head_scores_are_their_formulas(metric: str, dtype: torch.dtype, device:
             assert abs(float(got[row, head]) - want) <= budget
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", HEAD_METRICS)
 def test_heads_without_range_rank_lowest(metric: str, device: torch.device) -> None:
     constant = torch.ones(1, 1, 64, 32, device=device)
     x = torch.cat((constant, tokens(1, 3, 64, 32, device=device)), 1)
@@ -264,9 +257,14 @@ def test_kernel_shows_what_is_not_finite(value: float, device: torch.device) -> 
     assert (~scale.isfinite()).nonzero().tolist() == [[0, 0, 5]]
 
 
-@pytest.mark.parametrize(("dim", "block"), [(16, 128), (80, 32), (80, 64), (128, 64), (128, 128)])
-@pytest.mark.parametrize("width", BITS)
-def test_kernel_gives_the_references_pages(dim: int, block: int, width: Width, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("dim", "block", "width"),
+    [
+        *((*size, bits) for size in ((16, 128), (80, 32), (80, 64), (128, 64), (128, 128)) for bits in layout.BITS),
+        *((80, 32, pair) for pair in permutations(layout.BITS, 2)),
+    ],
+)
+def test_kernel_gives_the_references_pages(dim: int, block: int, width: layout.Width, device: torch.device) -> None:
     k, v = (tokens(2, 2, block, dim, device=device) for _ in range(2))
     v[0, 0] = 0
     parts = (*quantize_tokens(k, backend="reference"), *quantize_tokens(v, backend="reference"))
@@ -275,15 +273,10 @@ def test_kernel_gives_the_references_pages(dim: int, block: int, width: Width, d
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("width", [*permutations(BITS, 2)])
-def test_kernel_gives_the_references_pages_of_a_pair(width: Width, device: torch.device) -> None:
-    test_kernel_gives_the_references_pages(80, 32, width, device)
-
-
 # --- a cache read back ----------------------------------------------------------------------------------------------
 
 
-def assert_dequantized(store: KVStore, dtype: torch.dtype) -> None:
+def assert_dequantized(store: layout.KVStore, dtype: torch.dtype) -> None:
     """`dequantize` is, to the bit, what the pages and open tokens say, and 0 past each row's end."""
     k, v = dequantize(store, dtype)
     rows = store_codes(store)
@@ -329,21 +322,12 @@ def test_values_at_the_end_of_the_range_stay_finite(bits: int, device: torch.dev
             assert bool(y.isfinite().all())
 
 
-@pytest.mark.parametrize(
-    "groups", [((8, 1), (4, 1), (3, 1), (2, 1)), (((4, 2), 2), ((8, 3), 1), ((3, 2), 1)), (((2, 8), 1), (4, 3))]
-)
-def test_dequantize_heads_in_any_order(groups: HeadGroups, device: torch.device) -> None:
-    k, v = tokens(3, 4, 130, 32, device=device), tokens(3, 4, 130, 32, device=device)
-    order = torch.stack([torch.randperm(4) for _ in range(3)])
-    assert_dequantized(make_store(k, v, [130, 64, 90], groups=groups, order=order), torch.float32)
-
-
 @given(data=st.data())
 def test_any_cache_reads_back(data: st.DataObject) -> None:
     heads, block = data.draw(st.integers(1, 3)), data.draw(st.sampled_from((32, 64, 128)))
     lengths = data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=3))
     cut = data.draw(st.integers(0, heads))
-    every: list[Width] = [*BITS, *permutations(BITS, 2)]
+    every: list[layout.Width] = [*layout.BITS, *permutations(layout.BITS, 2)]
     widths = data.draw(st.lists(st.sampled_from(every), min_size=2, max_size=2))
     # while tokens may still be taken back, whole blocks stay open
     sealed = [data.draw(st.integers(0, n // block)) for n in lengths] if data.draw(st.booleans()) else None
@@ -353,8 +337,6 @@ def test_any_cache_reads_back(data: st.DataObject) -> None:
     k, v = (tokens(len(lengths), heads, 140, 16) for _ in range(2))
     assert_dequantized(make_store(k, v, lengths, groups=groups, order=order, block=block, sealed=sealed), torch.float32)
 
-
-# --- refusals -------------------------------------------------------------------------------------------------------
 
 X, CODES = torch.zeros(1, 1, 64, 16), torch.zeros(1, 1, 64, 16, dtype=torch.int8)
 FLOAT = "must be float16, bfloat16, float32 or float64; got"
@@ -370,3 +352,55 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 def test_refuses(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+# --- where the bits lie ----------------------------------------------------------------------------------------------
+
+
+@given(bits=st.sampled_from((4, 3, 2)), n=st.integers(1, 24).map(lambda i: 16 * i), data=st.data())
+def test_packing_of_any_codes(bits: int, n: int, data: st.DataObject) -> None:
+    line = torch.tensor(data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=n, max_size=n)), dtype=torch.uint8)
+    codes = torch.stack([line.roll(i) for i in range(16)])
+    packed = layout.half_split(codes, bits)
+    assert torch.equal(layout.half_merge(packed, bits), codes)
+    # the tests' own reader, on which the oracle of compressed attention stands
+    assert unpack(packed, bits).tolist() == codes.tolist()
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in layout.BLOCK_SIZES])
+def test_value_order_is_a_permutation_within_16_tokens(block: int, device: torch.device) -> None:
+    order = layout.value_order(block, device)
+    assert order.device.type == device.type
+    groups = order.reshape(-1, 16)
+    for i, group in enumerate(groups.tolist()):
+        assert sorted(group) == list(range(16 * i, 16 * i + 16))
+    # a thread t of four holds tokens 2t, 2t + 1 and 2t + 8, 2t + 9 of 16: they must stand side by side
+    for t in range(4):
+        assert groups[0, 4 * t : 4 * t + 4].tolist() == [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9]
+
+
+def nbytes(pages: layout.PagedHeads) -> int:
+    return sum(x.nbytes for x in (pages.k, pages.v, pages.meta, pages.size))
+
+
+@pytest.mark.parametrize("bits", [pytest.param(b, id=f"{b}bit") for b in layout.BITS])
+def test_page_bytes_are_those_allocated(bits: int, device: torch.device) -> None:
+    for dim, block, value_bits in product((16, 64, 80, 128), layout.BLOCK_SIZES, layout.BITS):
+        pages = layout.empty_pages((bits, value_bits), 3, 2, dim, block, device)
+        assert nbytes(pages) == 6 * layout.page_bytes(dim, (bits, value_bits), block)
+        assert (pages.bits, pages.value_bits) == (bits, value_bits)
+        assert pages.width == (bits if bits == value_bits else (bits, value_bits))
+        assert pages.k.shape[:3] == (3, 2, block)
+        assert pages.v.shape[:3] == (3, 2, dim)
+
+
+@pytest.mark.parametrize(
+    ("dim", "by"), [pytest.param(64, (3.56, 6.4), id="d64"), pytest.param(128, (3.66, 6.7), id="d128")]
+)
+def test_compression_is_what_the_algorithm_promises(dim: int, by: tuple[float, float]) -> None:
+    half_precision = 2 * 2 * 64 * dim
+    assert round(half_precision / layout.page_bytes(dim, 4), 2) == by[0]
+    assert round(half_precision / layout.page_bytes(dim, 2), 1) == by[1]
+    # half of the bits of values: as much as half of the heads at 2 bit
+    assert 2 * layout.page_bytes(dim, (4, 2)) == layout.page_bytes(dim, 4) + layout.page_bytes(dim, 2)
+    assert layout.page_bytes(128, (4, 2)) / 64 == 108

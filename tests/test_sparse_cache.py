@@ -16,9 +16,9 @@ from sparse_cache_support import ANY, TRAINED, answers, ragged, small, sparse
 import turbo_hf
 from turbo_hf import Calibration, SparseConfig, TurboCache, TurboConfig
 from turbo_hf.calibration.artifacts import NO_INDEX
-from turbo_hf.config.turbo_config import SELECTORS, with_options
+from turbo_hf.config.turbo_config import with_options
 from turbo_hf.models.versions import CACHE
-from turbo_hf.sparse.selectors import UNTRAINED, Selector
+from turbo_hf.sparse.selectors import Selector
 
 
 @pytest.fixture(autouse=True)
@@ -102,19 +102,13 @@ def test_a_copied_model_keeps_its_selectors(indexed: Calibration) -> None:
         ({"probes": 0}, "SparseConfig.probes must be a whole number of at least 1; got 0"),
         ({"probes": 2.0}, r"SparseConfig.probes must be a whole number of at least 1; got 2\.0"),
         ({"probes": 3, "selector": "window"}, 'SparseConfig.probes has no effect with selector "window"'),
-        ({"probes": 3, "selector": "full"}, 'SparseConfig.probes has no effect with selector "full"'),
         ({"selector": "best"}, "SparseConfig.selector must be one of 'saap', 'kmeans', .*; got 'best'"),
         ({"window_tokens": 0}, "SparseConfig.window_tokens must be a whole number of at least 1; got 0"),
         ({"sink_tokens": -1}, "SparseConfig.sink_tokens must be a whole number of at least 0; got -1"),
         ({"sink_tokens": True}, "SparseConfig.sink_tokens must be a whole number of at least 0; got True"),
-        ({"sink_tokens": 1.0}, "SparseConfig.sink_tokens must be a whole number of at least 0; got 1.0"),
-        ({"sink_tokens": "1"}, "SparseConfig.sink_tokens must be a whole number of at least 0; got '1'"),
-        ({"sink_tokens": None}, "SparseConfig.sink_tokens must be a whole number of at least 0; got None"),
-        ({"window_tokens": -2047}, "SparseConfig.window_tokens must be a whole number of at least 1; got -2047"),
-        ({"window_tokens": True}, "SparseConfig.window_tokens must be a whole number of at least 1; got True"),
-        ({"window_tokens": 2047.0}, "SparseConfig.window_tokens must be a whole number of at least 1; got 2047.0"),
-        ({"sink_tokens": (1 << 30) + 1}, "SparseConfig.sink_tokens must be at most 1073741824; got 1073741825"),
+        ({"window_tokens": "1"}, "SparseConfig.window_tokens must be a whole number of at least 1; got '1'"),
         ({"window_tokens": 10**30}, f"SparseConfig.window_tokens must be at most 1073741824; got {10**30}"),
+        ({"sink_tokens": (1 << 30) + 1}, "SparseConfig.sink_tokens must be at most 1073741824; got 1073741825"),
         ({"read_all_layers": [-1]}, r"SparseConfig.read_all_layers must be a tuple of layer indices; got \(-1,\)"),
     ],
 )
@@ -124,16 +118,8 @@ def test_a_wrong_choice_gets_one_sentence(options: dict[str, Any], message: str)
 
 
 def test_wrong_places_for_a_sparse_config() -> None:
-    with pytest.raises(ValueError, match=r"TurboConfig\.sparse must be a SparseConfig or None; got 'saap'"):
-        TurboConfig(sparse="saap")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"selectors names layers \[7\]; the model has layers 0 to 1"):
         TurboCache(tiny_llama().config, selectors={7: Selector(SparseConfig(), 7)})
-
-
-def test_every_selector_has_a_name_and_a_maker() -> None:
-    from turbo_hf.config.turbo_config import CALIBRATED  # noqa: PLC0415
-
-    assert {*CALIBRATED, *UNTRAINED} == set(SELECTORS)
 
 
 def test_a_calibration_is_needed_and_must_fit(llama: Any, indexed: Calibration) -> None:
@@ -143,9 +129,7 @@ def test_a_calibration_is_needed_and_must_fit(llama: Any, indexed: Calibration) 
     with pytest.raises(ValueError, match="does not fit this model: it was made for a model with"):
         turbo_hf.patch(llama, "saap", calibration=indexed)
     model, _ = lab_model()
-    with pytest.raises(
-        ValueError, match=r"at most the 16 buckets of a head; it is 32 unless it is given\. Take fewer, or"
-    ):
+    with pytest.raises(ValueError, match=r"at most the 16 buckets of a head; it is 32 unless it is given"):
         turbo_hf.patch(model, "saap", calibration=indexed)
     with pytest.raises(ValueError, match="probes must be at most the 16 buckets of a head; got 17"):
         turbo_hf.patch(model, sparse("saap", probes=17), calibration=indexed)

@@ -209,33 +209,6 @@ def test_a_calibration_of_a_stranger(tmp_path: Path) -> None:
             assert {each: read.head_orders(each) for each in ("priority", "entropy")}
 
 
-def test_results_of_a_stranger(tmp_path: Path) -> None:
-    drawn, what, path = random.Random(2), {"model": "m", "versions": {"torch": "2"}}, tmp_path / "answers.jsonl"
-    batch = {"rows": 1, "new_tokens": 2, "seconds": 0.5, "kv_bytes": 9, "kv_tokens": 3, "keys": [3, 1, 2]}
-    whole: list[Any] = [{"identity": what}, {"key": "a", "answer": -1.5}, {"batch": batch}]
-    for _ in range(TIMES):
-        lines = changed(whole, drawn)
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        read = read_or_refused(lambda: Answers(path, what), lines)
-        if read is not None:
-            assert all(own.rows > 0 for own in read.batches)
-    for n, answer in enumerate([*STRANGE, [1, 2], [0.5, 3], [math.nan, True], 10**400]):
-        Answers(tmp_path / f"{n}.jsonl", {})["key"] = answer
-        read = read_or_refused(functools.partial(Answers, tmp_path / f"{n}.jsonl", {}), answer)
-        if read is not None:
-            assert isinstance(read["key"], str) or math.inf > read["key"] >= -math.inf
-
-
-@pytest.mark.parametrize(
-    "content", [b"[" * 60_000, b"bits: 4\n" * 9000, b"a: &a [1]\n" + b"b: [" + b"*a, " * 17 + b"]", b"\xff"]
-)
-def test_a_config_file_of_a_stranger(content: bytes, tmp_path: Path) -> None:
-    for name in ("c.json", "c.yaml"):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=r"c\.(json|yaml)"):
-            read_mapping(tmp_path / name)
-
-
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     model, cache = llama()()
     with torch.no_grad():

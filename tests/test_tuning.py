@@ -7,7 +7,6 @@ import torch
 from gpu_support import OnGpu
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES
-from turbo_hf.layout import QUANTIZED_MODES
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import WIDE_HALF
 from turbo_hf.ops.gpu import H200_SHARED
@@ -80,7 +79,6 @@ SHARED = [H200_SHARED, 163 << 10, 99 << 10]
 
 def test_tiles_fit_shared_memory() -> None:
     """Keys and values in flight. What the compiler adds was looked at when they were chosen."""
-    wrong = []
     for case in product(ATTENTION_MODES, (32, 64, 128, 256), (2, 4), SHARED):
         kind, dim, itemsize, shared = case
         if kind == "half" and itemsize == 4 and dim == 256 and shared < WIDE_HALF:
@@ -91,13 +89,11 @@ def test_tiles_fit_shared_memory() -> None:
         waiting = tiles.stages if shared == H200_SHARED else max(1, tiles.stages - 1)
         fits = tiles.block_n * dim * sum(wide) * waiting <= shared
         # only a mode without scales of P may take shorter tiles than the block that shares one
-        if not (fits and (tiles.block_n == 128 or kind == "native")):
-            wrong.append((case, tiles))
-    assert not wrong
+        assert fits, (case, tiles)
+        assert tiles.block_n == 128 or kind == "native", case
 
 
 def test_decode_tiles_fit_shared_memory() -> None:
-    wrong = []
     widths = [(16, 16), *product((8, 4, 3, 2), (8, 4, 3, 2))]
     for case in product(SHARED, (32, 64, 128), (32, 64, 128, 256), widths, (False, True)):
         shared, block, dim, both, many = case
@@ -107,20 +103,11 @@ def test_decode_tiles_fit_shared_memory() -> None:
         unpacked = tiles.blocks * block * dim * sum(bits < 8 for bits in both)
         fits = tiles.occupancy * waiting <= room and unpacked <= room
         fits = fits and (3 not in both or unpacked + waiting <= shared)
-        if not (fits and tiles.blocks * tiles.occupancy <= 8):  # warps of an SM that have 255 registers
-            wrong.append((case, tiles))
-    assert not wrong
+        assert fits, (case, tiles)
+        assert tiles.blocks * tiles.occupancy <= 8, case  # warps of an SM that have 255 registers
 
 
 def test_float32_over_16_bit_has_room_for_both() -> None:
-    wrong = []
     for codes, shared in product((32 * 32, 64 * 64, 128 * 64), SHARED):
         tiles = decode_tiles(codes, (16, 16), False, itemsize=4, shared=shared)
-        if (tiles.stages - 1) * codes * 4 + codes * 4.75 > shared:  # as compiled
-            wrong.append((codes, shared, tiles))
-    assert not wrong
-
-
-def test_the_table_names_modes_that_there_are() -> None:
-    chosen = tuning.AUTO_PREFILL.values()
-    assert all(first > 0 and name in QUANTIZED_MODES for first, name in chosen)
+        assert (tiles.stages - 1) * codes * 4 + codes * 4.75 <= shared, (codes, tiles)  # as compiled

@@ -180,13 +180,6 @@ def test_every_length_is_compressed_with_the_models_tokens(way: str) -> None:
         assert handle.memory().tokens > 0
 
 
-def test_the_factors_make_a_difference() -> None:
-    model, ids = long_phi(), prompts(1, SWITCH - 5)
-    want = answer(model, ids).sequences
-    model.config.original_max_position_embeddings = 4096
-    assert not torch.equal(answer(model, ids).sequences, want)
-
-
 @whole
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_second_turn(padded: bool) -> None:
@@ -275,9 +268,6 @@ def test_a_model_that_loses_the_prompt_is_told_of() -> None:
     assert warning.filename == __file__
     with turbo_hf.patch(model, EXACT), pytest.raises(Unsupported, match=r"lacks the prompt.*do not pad"):
         answer(model, **left_padded([prompts(1, SWITCH - 5)[0], prompts(1, 9)[0]]))
-
-
-# --- models that bring another cache ----------------------------------------------------------------------------------
 
 
 class Fickle(Phi3ForCausalLM):

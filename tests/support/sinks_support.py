@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from models import tiny_llama
+from transformers import DynamicCache
 
 import turbo_hf
 from turbo_hf.config.turbo_config import ConfigLike
@@ -32,21 +33,9 @@ def sink_model() -> Any:
     - KL to 16 bit of `turbo4` and `turbo-k4v2`, with one scale per block: 0.028 and 0.37 (0.017, 0.30; the carried
       model 0.002, 0.02); with a size per token 0.0048 and 0.025.
     """
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=WIDTH,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model: Any = LlamaForCausalLM(config).eval()
+    rope = {"rope_type": "default", "rope_theta": 100_000.0}
+    shape = {"vocab_size": 256, "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 3, "head_dim": 64}
+    model: Any = tiny_llama(**shape, rope_parameters=rope, pad_token_id=None, attn_implementation="sdpa")
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
