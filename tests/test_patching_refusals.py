@@ -189,7 +189,7 @@ def test_other_caches_give_the_models_own_logits(model_type: str, options: dict[
         caches: dict[str, Any] = {
             "none": lambda: None,
             "dynamic": lambda: DynamicCache(config=model.config),
-            "static": lambda: StaticCache(config=model.config, max_cache_len=128),
+            "static": lambda: StaticCache(config=model.config, max_cache_len=256),
         }
         cache = caches[kind]()
         passes = [logits(model, ids, attention_mask=mask, **{CACHE: cache})[real]]
