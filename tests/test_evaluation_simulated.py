@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from models import left_padded, prompts, tiny_llama, tiny_mistral
+from models import lab_model, left_padded, prompts, tiny_llama, tiny_mistral
 
 from turbo_hf.eval import published
 from turbo_hf.eval.methods import method_named
+from turbo_hf.eval.reading import cache_size
 from turbo_hf.models.versions import CACHE
 
 HEADS, DIM, GROUP = 2, 64, 32
@@ -121,3 +122,20 @@ def test_a_library_that_is_not_there_is_named(name: str, package: str, monkeypat
     monkeypatch.setattr("importlib.util.find_spec", lambda asked: None)
     with pytest.raises(ValueError, match=f"{name} needs {package}, which is not installed: pip install"):
         method_named(name)
+
+
+@pytest.mark.parametrize("name", ["quanto4", "quanto2", "hqq4", "hqq2"])
+def test_quantized_caches_of_transformers(name: str) -> None:
+    package = "optimum.quanto" if name.startswith("quanto") else "hqq"
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    model, tokenizer = lab_model()
+    inputs = tokenizer("One of the special magic numbers for quiet-river is: 4281734. " * 20, return_tensors="pt")
+    make: Any = method_named(name).make
+    made = model.generate(
+        **inputs, **{CACHE: make(model, inputs.attention_mask)}, max_new_tokens=4, return_dict_in_generate=True
+    )
+    stored, tokens = cache_size(made[CACHE], 1, None)
+    assert tokens == inputs.input_ids.shape[1] + 3
+    dense = tokens * 6 * 2 * 64 * 2 * 4
+    # codes, their scales and zero points, and the newest tokens
+    assert int(name[-1]) / 32 < stored / dense < int(name[-1]) / 32 + 0.15

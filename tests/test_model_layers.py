@@ -1,5 +1,5 @@
 """What a config says of layers, and what their modules do: heads and dims of each layer, fields that no module reads,
-and libraries of quantized weights."""
+and quantized weights."""
 
 import warnings
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tiny_families import FULL, SLIDING, build, kinds
 from torch import Tensor
 
 import turbo_hf
-from turbo_hf import Calibration, TurboCache
+from turbo_hf import Calibration, TurboCache, TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import head_dim, kv_heads, layer_windows, shape_field
 from turbo_hf.models.quantized_weights import why_not_captured
@@ -208,3 +208,41 @@ def test_captures_follow_transformers_quantizer_or_the_library() -> None:
     for compileable, words in ((True, None), (False, "the kernels of its quantized weights cannot be captured")):
         model.hf_quantizer = SimpleNamespace(is_compileable=compileable)
         assert why_not_captured(model) == why_not_captured(model, plain) == words
+
+
+def quantized_by(library: str, model: Any, folder: Path) -> Any:
+    """The model with its weights quantized on the CPU."""
+    if library == "torchao":
+        torchao = pytest.importorskip("torchao.quantization")
+        torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    elif library == "optimum.quanto":
+        quanto = pytest.importorskip(library)
+        quanto.quantize(model, weights=quanto.qint8)
+        quanto.freeze(model)
+    elif library == "hqq":
+        hqq = pytest.importorskip("hqq.core.quantize")
+        options = hqq.BaseQuantizeConfig(nbits=4, group_size=32)
+        for layer in model.model.layers:
+            for name, part in [*layer.self_attn.named_children()]:
+                packed = hqq.HQQLinear(part, options, compute_dtype=torch.float32, device="cpu")
+                setattr(layer.self_attn, name, packed)
+    else:
+        pytest.importorskip(library)
+        model.save_pretrained(folder)
+        four = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=four, device_map="cpu")
+    return model
+
+
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes", "hqq", "optimum.quanto"])
+def test_a_model_with_quantized_weights_keeps_its_tokens(library: str, tmp_path: Path) -> None:
+    model: Any = tiny("qwen2", hidden_size=128, intermediate_size=128)
+    model.model.layers[1].self_attn.k_proj.bias.data[3] = -1000.0
+    model = quantized_by(library, model, tmp_path)
+    options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(PROMPT)}
+    alone = model.generate(PROMPT, **options)
+    with turbo_hf.patch(model, TurboConfig(bits=16, attention="native"), check=True):
+        assert torch.equal(model.generate(PROMPT, **options), alone)
+    # this model of random weights is refused at 4 bit, with plain weights too
+    with turbo_hf.patch(model, TurboConfig(bits=8), check=True) as handle:
+        assert handle.report().layers[1].balanced
