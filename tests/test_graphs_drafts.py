@@ -47,6 +47,7 @@ def repeating() -> dict[str, Tensor]:
 def drafter_of(model: Any, schedule: str, noise: float = 0.05) -> Any:
     """A model that is often of the same opinion."""
     drafter = copy.deepcopy(model)
+    # with 1 a draft holds the pad token, which a drafter takes for padding (docs/limits.md)
     torch.manual_seed(2)
     for weight in drafter.parameters():
         weight.data += noise * weight.std() * torch.randn_like(weight)
