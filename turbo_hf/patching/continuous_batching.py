@@ -20,7 +20,7 @@ SINCE = Version("5.19")
 
 CHECKED_ON_GPUS: set[tuple[tuple[Any, ...], str]] = set()
 """(widths of the heads of a layer, what is special: "windows" or "latents") whose tokens tests on a GPU found to be
-those of static batches: none since pages have a size per token (12 of 22 tests failed: an H200, transformers 5.24)."""
+those of static batches: none since pages have a size per token (11 of 22 found others: an H200, transformers 5.24)."""
 
 CHANNELS = 2048
 """Channels of keys and values of a token, in all heads; `Shape.together` tokens of a past are unpacked."""
