@@ -171,7 +171,8 @@ def test_no_function_but_the_choice_takes_a_backend() -> None:
 
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["eval"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["eval"], *extras["serve"]]
     declared = {re.split(r"[^\w-]", line)[0].replace("-", "_").replace("PyYAML", "yaml") for line in wanted}
     imported = {target.split(".")[0] for path in modules().values() for target in all_imports(path)}
     assert imported - set(sys.stdlib_module_names) - {"turbo_hf"} <= declared

@@ -64,7 +64,7 @@ def generate_command(
 
     with mistakes_end_the_command():
         options = {"max_new_tokens": max_new_tokens, **_sampling(temperature)}
-        chosen, text = _config(config, calibration), _text(prompt)
+        chosen, text = chosen_config(config, calibration), _text(prompt)
         tokenizer = load_tokenizer(model, gguf_file=gguf_file)
         loaded = load_model(model, device, dtype=dtype, gguf_file=gguf_file)
         # a checkpoint's generation config may choose what one streamed reply on a compressed cache does not support
@@ -91,8 +91,9 @@ def generate_command(
         print(json.dumps({**facts, "reply": reply}), flush=True)  # noqa: T201
 
 
-def _config(name: str | None, calibration: str) -> "TurboConfig":
-    """ValueError or OSError: no config, or one that has no use for the calibration that is named."""
+def chosen_config(name: str | None, calibration: str) -> "TurboConfig":
+    """What --preset and --calibration choose. ValueError or OSError: no config, or one that has no use for the
+    calibration that is named."""
     from turbo_hf.calibration.choice import uses_calibration  # noqa: PLC0415
     from turbo_hf.config.turbo_config import BY_CALIBRATION, DEFAULT_PRESET, resolve_config  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""The command line: `turbo-hf doctor`, `plan`, `demo`, `generate`, `calibrate`, `eval`, `bench`.
+"""The command line: `turbo-hf doctor`, `plan`, `demo`, `generate`, `serve`, `calibrate`, `eval`, `bench`.
 
 Torch and Transformers take seconds to import, and are imported where they are used: the help does not wait for them.
 """
@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from turbo_hf._version import __version__
 from turbo_hf.cli.generate import generate_command
+from turbo_hf.cli.serve import serve_command
 from turbo_hf.console import (
     Device,
     GgufFile,
@@ -68,7 +69,7 @@ LATER = {
 }
 
 
-ORDER = ("doctor", "plan", "demo", "generate", *LATER)
+ORDER = ("doctor", "plan", "demo", "generate", "serve", *LATER)
 """Commands in the order of the help: what a newcomer runs first."""
 
 
@@ -103,6 +104,7 @@ class Commands(TyperGroup):
 
 app = typer.Typer(no_args_is_help=True, cls=Commands)
 app.command("generate")(generate_command)
+app.command("serve")(serve_command)
 
 
 def _print_version(wanted: bool) -> None:
