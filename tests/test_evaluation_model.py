@@ -11,7 +11,10 @@ pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e 
 pytest.importorskip("datasets", reason='datasets is not installed: pip install -e ".[eval]"')
 
 import json
+import runpy
+import tomllib
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,26 @@ def scores(lm: Any, requests: Any) -> torch.Tensor:
 
 def test_it_is_registered_in_the_harness() -> None:
     assert get_model("turbo-hf") is TurboLM
+    project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
+    (point,) = project["entry-points"]["lm_eval.models"].items()
+    assert EntryPoint(*point, "lm_eval.models").load() is get_model(point[0])
+
+
+def test_the_harness_s_command_line_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data.json").write_text('{"text": "The special magic number is 4281. The number is"}')
+    task = {
+        "task": "needle", "dataset_path": "json", "dataset_kwargs": {"data_files": str(tmp_path / "data.json")},
+        "test_split": "train", "output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": " 4281.",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8}, "metric_list": [{"metric": "exact_match"}],
+    }  # fmt: skip
+    (tmp_path / "needle.yaml").write_text(json.dumps(task))
+    given = f"--model turbo-hf --model_args pretrained={LAB_MODEL},preset=turbo4 --tasks needle --device cpu"
+    paths = f"--include_path {tmp_path} --output_path {tmp_path / 'out'}"
+    monkeypatch.setattr("sys.argv", ["lm_eval", "run", *given.split(), *paths.split()])
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    runpy.run_module("turbo_hf.eval.lm_eval", run_name="__main__")
+    (found,) = (tmp_path / "out").rglob("results*.json")
+    assert json.loads(found.read_text())["results"]["needle"]["exact_match,none"] == 1
 
 
 def test_log_likelihoods_read_the_compressed_cache_and_are_stock_without_it() -> None:
