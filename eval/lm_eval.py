@@ -2,7 +2,8 @@
 
     python -m turbo_hf.eval.lm_eval run --model turbo-hf --model_args pretrained=MODEL,preset=turbo4 --tasks gsm8k_cot
 
-Releases after 0.4.13 find the model by its entry point: there `lm_eval` does the same. `preset` is a method of `turbo-hf eval` (fp16, turbo4, kivi4, ...); every other argument is the harness's own.
+`preset` is a method of `turbo-hf eval` (fp16, turbo4, kivi4, ...); every other argument is the harness's own. Releases
+after 0.4.13 find the model by its entry point: there `lm_eval` does the same.
 """
 
 from lm_eval.__main__ import cli_evaluate

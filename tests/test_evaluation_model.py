@@ -52,8 +52,8 @@ def scores(lm: Any, requests: Any) -> torch.Tensor:
 def test_it_is_registered_in_the_harness() -> None:
     assert get_model("turbo-hf") is TurboLM
     project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
-    (point,) = project["entry-points"]["lm_eval.models"].items()
-    assert EntryPoint(*point, "lm_eval.models").load() is get_model(point[0])
+    ((name, value),) = project["entry-points"]["lm_eval.models"].items()
+    assert EntryPoint(name=name, value=value, group="lm_eval.models").load() is get_model(name)
 
 
 def test_the_harness_s_command_line_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from turbo_hf.errors import logger
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {
-    "PRESETS", "Calibration", "Expert", "Handle", "SparseConfig", "TurboCache", "TurboConfig", "Unsupported",
+    "PRESETS", "Calibration", "Chat", "Expert", "Handle", "SparseConfig", "TurboCache", "TurboConfig", "Unsupported",
     "calibrate", "patch",
 }  # fmt: skip
 
@@ -40,7 +40,7 @@ LAYERS = [
     {"turbo_hf.calibration"},
     {"turbo_hf.serving"},
     {"turbo_hf.patching"},
-    {"turbo_hf.console"},
+    {"turbo_hf.chat", "turbo_hf.console"},
     {"turbo_hf.eval"},
     {"turbo_hf.cli"},
 ]

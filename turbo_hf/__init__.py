@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from turbo_hf.cache.turbo_cache import TurboCache
     from turbo_hf.calibration.artifacts import Calibration
     from turbo_hf.calibration.run import calibrate
+    from turbo_hf.chat import Chat
     from turbo_hf.config.turbo_config import PRESETS, Expert, SparseConfig, TurboConfig
     from turbo_hf.errors import Unsupported
     from turbo_hf.patching.handle import Handle
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PRESETS",
     "Calibration",
+    "Chat",
     "Expert",
     "Handle",
     "SparseConfig",
@@ -34,6 +36,7 @@ __all__ = [
 HOMES = {
     "PRESETS": "turbo_hf.config.turbo_config",
     "Calibration": "turbo_hf.calibration.artifacts",
+    "Chat": "turbo_hf.chat",
     "Expert": "turbo_hf.config.turbo_config",
     "Handle": "turbo_hf.patching.handle",
     "SparseConfig": "turbo_hf.config.turbo_config",

@@ -1,4 +1,4 @@
-"""`model.generate(..., custom_generate="ORGANIZATION/turbo", trust_remote_code=True)`: one call on a compressed cache."""
+"""`model.generate(..., custom_generate=REPOSITORY, trust_remote_code=True)`: one call on a compressed cache."""
 
 from typing import Any
 
