@@ -232,7 +232,7 @@ def test_the_wheel_holds_every_module(built: Path) -> None:
     expected = {name.replace(".", "/") for name in modules()}
     missing = {name for name in expected if not {f"{name}.py", f"{name}/__init__.py"} & inside}
     assert not missing
-    assert {"turbo_hf/py.typed", "turbo_hf/eval/haystack.txt"} <= inside
+    assert {"turbo_hf/py.typed", "turbo_hf/eval/haystack.txt", "turbo_hf/texts/moby_dick.txt"} <= inside
     assert {name.split("/")[0] for name in inside} == {"turbo_hf", f"turbo_hf-{turbo_hf.__version__}.dist-info"}
     assert not any("lab-llama" in name or name.endswith((".json", ".png")) for name in inside)
 
