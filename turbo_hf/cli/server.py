@@ -81,8 +81,8 @@ class OneModel(ModelManager):
         return self._pair
 
     def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-        """See Transformers."""
-        return [{**entry, "status": {"value": "loaded"}} for entry in super().list_models(cache_dir)]
+        """The one there is; before 5.24 Transformers lists its whole cache."""
+        return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "local"}]
 
 
 class Draw(ContinuousBatchingLogitsProcessor):
@@ -193,7 +193,9 @@ class Requests(CBGenerateManager):
         self._cb.register_result_handler(name, deliver)
         self.waiting.add(name)
         ends = {"max_new_tokens": new, "eos_token_id": wanted.eos_token_id}
-        self._cb.add_request(ids, request_id=name, streaming=True, **ends, **draw)
+        if self._cb.add_request(ids, request_id=name, streaming=True, **ends, **draw) is None:
+            self.forget(name)
+            raise HTTPException(503, "the server is ending, and takes no more requests.")
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
