@@ -122,7 +122,7 @@ finally:
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--version"], [], *([name, "--help"] for name in ("generate", "demo", "plan", "doctor"))],
+    [["--help"], ["--version"], [], *([name, "--help"] for name in ("generate", "serve", "demo", "plan", "doctor"))],
     ids=" ".join,
 )
 def test_help_is_there_at_once(words: list[str]) -> None:
@@ -148,7 +148,7 @@ def test_commands_that_are_imported_later_are_as_the_help_says(name: str) -> Non
 def test_the_help_lists_every_command() -> None:
     group: Any = typer.main.get_command(app)
     listed = group.list_commands(group.make_context("turbo-hf", [], resilient_parsing=True))
-    assert listed == ["doctor", "plan", "demo", "generate", "calibrate", "fidelity", "eval", "bench"]
+    assert listed == ["doctor", "plan", "demo", "generate", "serve", "calibrate", "fidelity", "eval", "bench"]
     assert set(group.commands) | set(LATER) == set(listed)
     printed = run("--help").output
     places = [printed.index(f" {name} ") for name in listed]

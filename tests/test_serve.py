@@ -11,15 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from cli_support import check_refused
 from models import LAB_MODEL
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import turbo_hf
+from turbo_hf.cli.serve import OLDEST
 
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
-# these two import fastapi
+if Version(transformers.__version__) < Version(OLDEST):
+    pytest.skip(f"serve needs transformers {OLDEST}", allow_module_level=True)
+# it imports fastapi, too
 from turbo_hf.cli import server as served  # noqa: E402
 
 TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"

@@ -81,8 +81,11 @@ class OneModel(ModelManager):
         return self._pair
 
     def list_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-        """The one there is; before 5.24 Transformers lists its whole cache."""
+        """The one there is; Transformers before 5.24 lists all that is downloaded."""
         return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "local"}]
+
+    # so called before 5.24
+    get_gen_models = list_models
 
 
 class Draw(ContinuousBatchingLogitsProcessor):
