@@ -1,4 +1,7 @@
-"""Attention over blocks of INT8 keys and values, one per warp, or one for all warps: scores, softmax, weighted sum of values."""
+"""Attention over blocks of INT8 keys and values: scores, softmax, weighted sum of values.
+
+Each warp has a block, or all warps share one.
+"""
 
 import triton
 import triton.language as tl
