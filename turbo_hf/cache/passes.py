@@ -11,8 +11,8 @@ from turbo_hf.cache.known_tokens import KnowsTokens
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, Planned, columns_from_mask
 from turbo_hf.cache.other_layers import MarkedUpdates
+from turbo_hf.cache.page_pool import PageTable
 from turbo_hf.cache.pass_mark import PassMark
-from turbo_hf.cache.rows import SharedStates
 from turbo_hf.ops.host_device import require_finite
 from turbo_hf.parallel.context import WHOLE, ContextRanks
 from turbo_hf.ranks import ALONE, Ranks
@@ -37,9 +37,9 @@ class CachePasses(KnowsTokens, MarkedUpdates):
         self.all_layers: list[Any] = []
         super().__init__(layers=layers)
         self.mark = PassMark(sum(isinstance(layer, CacheLayerMixin) for layer in layers))
-        self.deferred, states = DeferredStores(self.mark), SharedStates()
+        self.deferred, empty = DeferredStores(self.mark), PageTable()
         for layer in self.turbo_layers():
-            layer.mark, layer.states, layer.given_mask = self.mark, states, given_mask
+            layer.mark, layer.empty, layer.given_mask = self.mark, empty, given_mask
         # of the pass under way: plans by mask, the first compressed layer, columns without a mask
         self._planned: list[Planned] = []
         self._first: TurboLayer | None = None

@@ -9,9 +9,9 @@ import torch
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.open_buffer import OpenBuffer
-from turbo_hf.cache.page_pool import PagePool
+from turbo_hf.cache.page_pool import PagePool, PageTable
 from turbo_hf.cache.pass_mark import PassMark, storing
-from turbo_hf.cache.rows import DeviceCounts, RowState, SharedStates
+from turbo_hf.cache.rows import DeviceCounts, RowState
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED, KVStore, Scoring, type_16bit
 from turbo_hf.ops.host_device import require_finite, shared
@@ -106,12 +106,12 @@ class LayerStorage:
         self.balance = None if config.bits == UNQUANTIZED else balance
         self.config, self.window, self.index, self.head_order = config, window, index, head_order
         # shared by all layers of a cache
-        self.mark, self.name = PassMark(1), f"layer {index}"
+        self.mark, self.empty = PassMark(1), PageTable()
+        self.name = f"layer {index}"
         self.is_sliding = window is not None
         # whose order of tokens has a meaning, or whose store kernels seal all of them: `layout`
         first = 0 if window is not None or selector is not None or latent else config.first_tokens
         self.state = RowState(config.expert.block_size, [], [], [], [], recent=config.recent_tokens, first=first)
-        self.states = SharedStates()
         # bool [B, columns], which of the first columns hold a token; None: all of them
         self.valid_prefix: torch.Tensor | None = None
         # whether `nonfinite`, which kernels set, is still to be read
@@ -147,7 +147,8 @@ class LayerStorage:
         self.balance = None if self.balance is None else self.balance.to(self.device)
         groups = self.config.head_groups(self.heads)
         block, dtype_16bit = self.config.expert.block_size, type_16bit(self.dtype)
-        self.pool = PagePool(rows, groups, self.dim, block, self.device, dtype_16bit, self.rotary_dim)
+        table = self.empty.with_rows(rows)
+        self.pool = PagePool(table, groups, self.dim, block, self.device, dtype_16bit, self.rotary_dim)
         self.bucket_index = BucketIndex(rows, self.heads, block, self.selector, self.device)
         opened = dtype_16bit if UNQUANTIZED in dict(groups) else torch.int8
         buffer = (opened, key_states.shape[2], self.rotary_dim)
@@ -200,7 +201,7 @@ class LayerStorage:
         if kept.store is not None and self.replay is None and all(map(operator.is_, self._held(), kept.of)):
             return kept.store
         state, counts, replay = self.state, self.device_counts, self.replay
-        places = (self.order, self.pool.device_table(), counts.sealed(state))
+        places = (self.order, self.pool.table.on(self.device), counts.sealed(state))
         opened = (*self.buffer.tensors(), counts.open(state))
         known, plans = (tuple(state.pages()), None) if replay is None else (replay.sealed, replay.plans)
         return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans, state.first)
@@ -208,7 +209,7 @@ class LayerStorage:
     def _held(self) -> tuple[Any, ...]:
         """What launches have the addresses of, and the lengths that they are planned for."""
         state, counts, pool = self.state, self.device_counts, self.pool
-        placed = (self.order, pool.device_table(), counts.sealed(state), counts.open(state), state.sealed)
+        placed = (self.order, pool.table.on(self.device), counts.sealed(state), counts.open(state), state.sealed)
         return (pool.paged, self.buffer.k, *placed, self.nonfinite, self.universal)
 
     def to_repeat(self, key: Any) -> tuple[KVStore, Repeat | None]:
@@ -245,7 +246,7 @@ class LayerStorage:
             return None
         if most + tokens > store.k_open.shape[2] or state.is_due() or not self.is_decoding(tokens):
             return None
-        mark, after = self.mark, self.states.stored(state, tokens, None, True)
+        mark, after = self.mark, state.stored(tokens, None, True)
         mark.turn(self.index)
         mark.writing = self.name
         balanced = repeat.append(k, v, None if self.balance is None else q)
@@ -355,7 +356,7 @@ class LayerStorage:
                 return self.ops.append_step(k, v, self.kv_store(), noted=self.bucket_index.noted(buckets), **how)
             return self.ops.append_tokens(k, v, self.kv_store(), **how)
         state, decoding = self.state, self.is_decoding(new.tokens)
-        after = self.states.stored(state, new.tokens, new.starts, decoding)
+        after = state.stored(new.tokens, new.starts, decoding)
         if self.selector is not None:
             self.bucket_index.append(buckets, state.lengths(), new.tokens, new.starts)
         room = max(after.open)
@@ -434,13 +435,14 @@ class LayerStorage:
         self._check_finite(check_later)
         if any(row.leaving for row in rows):
             leaving = [row.leaving for row in rows]
-            pool.drop_front(self.state.sealed, leaving)
+            pool.follow(pool.table.drop_front(self.state.sealed, leaving))
             self.state = self.state.without_front(leaving)
         if any(row.sealed for row in rows):
             before, sealed = self.state, [held + row.sealed for held, row in zip(self.state.sealed, rows, strict=True)]
             after = before._replace(sealed=sealed)
             held = before.pages()
-            pool.reserve(held, [then - now for now, then in zip(held, after.pages(), strict=True)])
+            more = [then - now for now, then in zip(held, after.pages(), strict=True)]
+            pool.follow(pool.table.reserve(held, more))
             for n, row in enumerate(rows):
                 if row.sorted:
                     buffer.reorder(n, (row.sorted.start - before.sealed[n]) * block, index.sort(n, row.sorted))

@@ -232,8 +232,8 @@ class ReplayableSteps:
         more = [pages - now for pages, now in zip(after._replace(sealed=group.reserved).pages(), held, strict=True)]
         for layer in group.layers:
             if any(leaving):
-                layer.pool.drop_front(before.sealed, leaving, shrink=False)
-            layer.pool.reserve(held, more)
+                layer.pool.follow(layer.pool.table.drop_front(before.sealed, leaving, shrink=False))
+            layer.pool.follow(layer.pool.table.reserve(held, more))
             layer.buffer.reserve(block * (BLOCKS if before.recording else 1) + before.staying, before.open)
         if group.sealed.numel() and any(leaving):
             group.sealed.copy_(shared(after.sealed, group.sealed.device))
@@ -354,7 +354,7 @@ class ReplayableSteps:
         tensors: list[Any] = [plan.words for plan in plans]
         for layer in self.layers:
             pool, counts, state = layer.pool, layer.device_counts, layer.state
-            tensors += (pool.paged, pool.device_table(), counts.sealed(state), layer.order, layer.universal)
+            tensors += (pool.paged, pool.table.on(layer.device), counts.sealed(state), layer.order, layer.universal)
             tensors += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
             tensors.append(layer.bucket_index.spans)
             tensors += [] if layer.selector is None else layer.selector.tensors()
@@ -369,7 +369,7 @@ class ReplayableSteps:
             for layer in self.layers:
                 # NaN in the block is reported at the next use of the cache
                 layer.commit(check_later=True)
-                layer.pool.trim(layer.state.pages())
+                layer.pool.follow(layer.pool.table.trim(layer.state.pages()))
                 layer.bucket_index.trim(max(layer.lengths()))
 
     def finish(self, tokens: int = 1, surplus: int = 0) -> None:
@@ -457,7 +457,7 @@ class ReplayableSteps:
         masks = dict[int, tuple[torch.Tensor, torch.Tensor]]()
         for layer in self.layers:
             layer.forget_repeats()
-            layer.pool.select_rows_in_place(layer.state.pages(), rows)
+            layer.pool.follow(layer.pool.table.select_rows_in_place(layer.state.pages(), rows))
             mask = layer.valid_prefix
             if mask is not None:
                 if id(mask) not in masks:
