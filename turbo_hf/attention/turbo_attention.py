@@ -3,8 +3,7 @@
 import functools
 import math
 import weakref
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -163,8 +162,7 @@ def _attention(
         if reason is not None:
             raise Unsupported(f"layer {layer}: {reason}")
         qkv, scoring = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux)
-        with _without_autocast(query.device):
-            out = packed.attend(module, *qkv, scoring, call.window)
+        out = _without_autocast(query.device, packed.attend, module, *qkv, scoring, call.window)
         return out.transpose(1, 2).contiguous(), None
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
     if call.cache is not None and call.layer is not None:
@@ -178,11 +176,8 @@ def _attention(
         _require_unchanged(call.cache, call.layer, key, value)
         if reason is None:
             qkv, scoring = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux)
-            plain = call.cache.plain_columns(attention_mask, call.layer, query.shape[2])
-            with _without_autocast(query.device):
-                done = _repeated(call.layer, qkv, scoring) if plain else None
-                if done is None:
-                    done = compressed(call.cache, call.layer, Source(module, call.rotary), qkv, attention_mask, scoring)
+            to = (call.cache, call.layer, Source(module, call.rotary))
+            done = _without_autocast(query.device, compressed, *to, qkv, attention_mask, scoring)
             return done.transpose(1, 2).contiguous(), None
         key, value = decompressed(call.cache, call.layer, query, key, value, attention_mask)
     if keeps_latent(module):
@@ -247,19 +242,13 @@ def _of_one_type(qkv: NewQKV) -> NewQKV:
     return NewQKV(*(x.to(narrow) for x in qkv))
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Products of codes, sums of whole numbers up to a million, are neither exact nor finite in autocast's types."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
-
-
-def _repeated(layer: TurboLayer, qkv: NewQKV, scoring: Scoring) -> torch.Tensor | None:
-    """`compressed` of a step without padding, by the launches of the step before; None: it has none that fit."""
-    if torch.is_grad_enabled():
-        return None
-    threshold = sas_threshold(layer.config, layer.seen + qkv.query.shape[2])
-    if threshold is not None:
-        scoring = scoring._replace(sas_threshold=threshold)
-    return layer.repeat_step(*qkv, scoring)
+def _without_autocast(device: torch.device, attend: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+    """`attend(*given)`: products of codes, sums of whole numbers up to a million, are neither exact nor finite in
+    autocast's types."""
+    if not torch.is_autocast_enabled(device.type):
+        return attend(*given)
+    with torch.autocast(device.type, enabled=False):
+        return attend(*given)
 
 
 def compressed(
@@ -272,23 +261,17 @@ def compressed(
 ) -> torch.Tensor:
     """Attention over the compressed cache, which the new tokens join."""
     layer.prepare_for(qkv.key, qkv.value)
-    layer.seal_leftovers(qkv.key.shape[2], check_later=True)
-    if mask is not None and len(mask) != len(qkv.query):
-        raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(qkv.query)}. Pass one row for each.")
-    if mask is None and layer.replay is None:
-        # a step that may be captured has been checked against its mask before
-        layer.require_no_given_padding(qkv.query.shape[2])
-    new = cache.new_columns(mask, layer, qkv.query.shape[2])
-    repeated = _repeated(layer, qkv, scoring) if new.valid is None else None
-    if repeated is not None:
-        return repeated
-    threshold = sas_threshold(layer.config, layer.seen + new.tokens)
-    if threshold is not None:
-        scoring = scoring._replace(sas_threshold=threshold)
+    rows, _, tokens, _ = qkv.query.shape
+    if mask is not None and len(mask) != rows:
+        raise ValueError(f"attention_mask has {len(mask)} rows, this pass {rows}. Pass one row for each.")
+    new = cache.new_columns(mask, layer, tokens)
+    if layer.config.expert.sas:
+        scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + tokens))
     if not torch.is_grad_enabled():
-        return new.restore(_attend(cache, layer, source, qkv, new, scoring))
+        again = layer.repeat_step(*qkv, scoring) if new.valid is None else None
+        return _attend(cache, layer, source, qkv, new, scoring) if again is None else again
     with torch.no_grad():
-        out = new.restore(_attend(cache, layer, source, qkv, new, scoring))
+        out = _attend(cache, layer, source, qkv, new, scoring)
     return _NoGradient.apply(qkv.query, out) if qkv.query.requires_grad else out
 
 
@@ -296,15 +279,19 @@ def _attend(
     cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
     """A step or a prompt, over keys and values or over latents."""
+    layer.seal_leftovers(new.tokens, check_later=True)
     decoding = layer.is_decoding(new.tokens)
     if layer.latent:
         require_plain(layer.index, scoring)
         if decoding:
-            return latent_step(layer, source.module, qkv, new, scoring)
-        return latent_prompt(cache, layer, source.module, qkv, new, scoring)
-    if decoding:
-        return _step(layer, source, qkv, new, scoring)
-    return attend_prompt(cache, layer, source, qkv, new, scoring)
+            out = latent_step(layer, source.module, qkv, new, scoring)
+        else:
+            out = latent_prompt(cache, layer, source.module, qkv, new, scoring)
+    elif decoding:
+        out = _step(layer, source, qkv, new, scoring)
+    else:
+        out = attend_prompt(cache, layer, source, qkv, new, scoring)
+    return new.restore(out)
 
 
 def _step(layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring) -> torch.Tensor:
@@ -318,12 +305,16 @@ def _step(layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scori
         layer.commit(check_later=True)
         return out
     # launches of a replayed step are captured; those over a spread context are not repeated
-    kept = layer.in_place and layer.replay is None and not layer.state.context
+    context = layer.state.context
+    kept = layer.replay is None and not context and layer.in_place
     key = repeat_key(q, k, v, starts, scoring) if kept else None
     queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
     assert queries is not None
     store, repeat = layer.to_repeat(key)
-    out = layer.state.context.decode(layer.ops, queries, store, scoring, starts, layer.window, repeat)
+    if context:
+        out = context.decode(layer.ops, queries, store, scoring, starts, layer.window)
+    else:
+        out = layer.ops.decode(queries, store, scoring, starts=starts, window=layer.window, repeat=repeat).out
     layer.commit(check_later=True)
     return out
 

@@ -38,16 +38,19 @@ class PageTable:
         """A table of so many rows, without pages."""
         return PageTable(np.zeros((rows, 0), dtype=np.int64), [0] * rows, 0)
 
-    @ordinary
     def on(self, device: torch.device) -> torch.Tensor:
         """int64 [B, blocks] on a device; at least as many blocks as the longest row has. Only to be read.
 
         It includes reserved pages, so that replayed launches find the pages of blocks to come.
         """
-        if device not in self._sent:
-            sent = torch.empty(self.numbers.shape, dtype=torch.int64, device=device)
-            self._sent[device] = sent.copy_(torch.from_numpy(self.numbers), non_blocking=True)
-        return self._sent[device]
+        sent = self._sent.get(device)
+        return self._send(device) if sent is None else sent
+
+    @ordinary
+    def _send(self, device: torch.device) -> torch.Tensor:
+        sent = torch.empty(self.numbers.shape, dtype=torch.int64, device=device)
+        self._sent[device] = sent.copy_(torch.from_numpy(self.numbers), non_blocking=True)
+        return sent
 
     def _in_use(self, sealed: Sequence[int]) -> Any:
         """Which places name a sealed block, bool [B, blocks]."""

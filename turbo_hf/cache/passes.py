@@ -40,10 +40,8 @@ class CachePasses(KnowsTokens, MarkedUpdates):
         self.deferred, empty = DeferredStores(self.mark), PageTable()
         for layer in self.turbo_layers():
             layer.mark, layer.empty, layer.given_mask = self.mark, empty, given_mask
-        # of the pass under way: plans by mask, the first compressed layer, columns without a mask
+        # of the pass under way, by mask
         self._planned: list[Planned] = []
-        self._first: TurboLayer | None = None
-        self._unmasked: tuple[int, int] | None = None
         # the captured steps over this cache (not over a copy of it), which change it without a new capture
         self.captured: weakref.ref[InPlace] | None = None
         # whether some pass could not be served compressed: the next may not be, either
@@ -77,39 +75,24 @@ class CachePasses(KnowsTokens, MarkedUpdates):
             ValueError: an earlier pass was interrupted, so that layers hold different numbers of tokens.
         """
         if layer.replay is not None:
+            # it has been checked before
             return NewColumns(tokens)
-        for each in self.all_layers:
+        for index, each in enumerate(self.all_layers):
             if layer is each:
                 # plans of an earlier pass may be for a mask that has been changed in place since
-                self._planned, self._first, self._unmasked = [], layer, None
-                self._require_one_length(self.all_layers.index(layer), tokens)
+                self._planned = []
+                self._require_one_length(index, tokens)
             if isinstance(each, TurboLayer):
                 break
-        if mask is None and layer.valid_prefix is None:
-            self._unmasked = layer.seen, tokens
-            return NewColumns(tokens)
-        columns = (layer.seen, tokens)
+        seen = layer.seen
         for at in self._planned:
-            if (at.seen, at.tokens) == columns and at.under(mask):
+            if at.seen == seen and at.tokens == tokens and at.under(mask):
                 return at.new if mask is None else at.new.on(mask.device)
-        new = columns_from_mask(mask, *columns, layer.valid)
-        self._planned.append(Planned(mask, *columns, new))
-        return new if mask is None else new.on(mask.device)
-
-    def plain_columns(self, mask: torch.Tensor | None, layer: TurboLayer, tokens: int) -> bool:
-        """Whether this pass is known to bring `tokens` tokens to each row of a layer, and none of them padding.
-
-        The pass's first layer asks `new_columns`, which reads the mask.
-        """
-        seen, planned = layer.seen, self._planned
-        if layer is self._first:
-            return False
-        if mask is None:
-            return layer.valid_prefix is None and layer.given_mask is None and self._unmasked == (seen, tokens)
-        if not planned:
-            return False
-        at = planned[-1]
-        return at.seen == seen and at.tokens == tokens and at.new.valid is None and at.under(mask)
+        if mask is None and layer.given_mask is not None:
+            layer.require_no_given_padding(tokens)
+        new = columns_from_mask(mask, seen, tokens, layer.valid)
+        self._planned.append(Planned(mask, seen, tokens, new))
+        return new
 
     def _require_one_length(self, first: int, tokens: int) -> None:
         """ValueError unless all layers held equally many tokens before this pass, which has reached layer `first`."""

@@ -244,7 +244,8 @@ class LayerStorage:
         repeat = kept.known.get(repeat_key(q, k, v, None, scoring))
         if repeat is None or repeat.append is None or repeat.decode is None:
             return None
-        if most + tokens > store.k_open.shape[2] or state.is_due() or not self.is_decoding(tokens):
+        due = most >= state.block + state.staying
+        if due or most + tokens > store.k_open.shape[2] or not self.is_decoding(tokens):
             return None
         mark, after = self.mark, state.stored(tokens, None, True)
         mark.turn(self.index)
@@ -271,15 +272,15 @@ class LayerStorage:
         Raises:
             ValueError: other rows, heads or channels than the cache holds.
         """
-        if self.is_initialized and (*k.shape[:2], k.shape[3]) != (self.rows, self.heads, self.dim):
+        rows, heads, _, dim = k.shape
+        if self.is_initialized and (rows != self.rows or heads != self.heads or dim != self.dim):
             raise ValueError(
                 f"layer {self.index}: the cache holds {self.rows} rows of {self.heads} heads of {self.dim} channels; "
-                f"this pass brings {k.shape[0]} of {k.shape[1]} of {k.shape[3]}. Use a new TurboCache, or reset() this "
-                "one."
+                f"this pass brings {rows} of {heads} of {dim}. Use a new TurboCache, or reset() this one."
             )
         kind = (k.dtype, k.device)
         if kind != self.chosen_for:
-            self.ops = ops_of(self.config, k, self.config.head_groups(k.shape[1]), v.shape[-1] if self.latent else None)
+            self.ops = ops_of(self.config, k, self.config.head_groups(heads), v.shape[-1] if self.latent else None)
             self.chosen_for = kind
 
     def seal_leftovers(self, tokens: int, check_later: bool = False) -> None:

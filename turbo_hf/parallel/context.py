@@ -26,7 +26,6 @@ from turbo_hf.ops.decode.contract import DecodeOps
 from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.maths import checksum
-from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ranks import ALONE, Ranks, ranks_of
 
 COMPARED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
@@ -181,11 +180,8 @@ class ContextRanks(Ranks):
         scoring: Scoring,
         starts: torch.Tensor | None,
         window: int | None,
-        repeat: Repeat | None,
     ) -> torch.Tensor:
         """`DecodeOps.decode` over the blocks of all ranks: out [B, Hq, M, D], the same bits on each."""
-        if not self:
-            return ops.decode(q, store, scoring, starts=starts, window=window, repeat=repeat).out
         store, scoring = self.own_part(store, scoring)
         if self.counts_open:
             return self.merged(ops.decode(q, store, scoring, starts=starts, window=window), starts)
