@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from turbo_hf.attention.full_precision import decompressed, full_precision_attention, hf_attention
-from turbo_hf.attention.latent import latent_prompt, latent_step, require_plain
+from turbo_hf.attention.latent import absorbed_attention, require_plain, up_projections
 from turbo_hf.attention.packed import PACKED_KEYWORDS, packed_cache
 from turbo_hf.attention.prompt import attend_prompt
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets_and_logits
@@ -280,14 +280,9 @@ def _attend(
 ) -> torch.Tensor:
     """A step or a prompt, over keys and values or over latents."""
     layer.seal_leftovers(new.tokens, check_later=True)
-    decoding = layer.is_decoding(new.tokens)
     if layer.latent:
         require_plain(layer.index, scoring)
-        if decoding:
-            out = latent_step(layer, source.module, qkv, new, scoring)
-        else:
-            out = latent_prompt(cache, layer, source.module, qkv, new, scoring)
-    elif decoding:
+    if layer.is_decoding(new.tokens):
         out = _step(layer, source, qkv, new, scoring)
     else:
         out = attend_prompt(cache, layer, source, qkv, new, scoring)
@@ -297,24 +292,26 @@ def _attend(
 def _step(layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
     q, k, v = qkv if new.gather is None else (new.align(x) for x in qkv)
-    starts = new.starts_on(q.device)
-    if layer.selector is not None:
+    starts, context = new.starts_on(q.device), layer.state.context
+    if layer.latent:
+        up = up_projections(source.module, q.dtype)
+        layer.append(k, v, new, check_later=True)
+        out = absorbed_attention(layer.ops, up, q, layer.kv_store(), starts, scoring)
+    elif layer.selector is not None:
         buckets, logits = new_buckets_and_logits(layer, source, qkv.query, qkv.key, new)
         layer.append(k, v, new, buckets, check_later=True)
         out = attend_sparse(layer, logits, qkv.query, new, starts, scoring).out
-        layer.commit(check_later=True)
-        return out
-    # launches of a replayed step are captured; those over a spread context are not repeated
-    context = layer.state.context
-    kept = layer.replay is None and not context and layer.in_place
-    key = repeat_key(q, k, v, starts, scoring) if kept else None
-    queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
-    assert queries is not None
-    store, repeat = layer.to_repeat(key)
-    if context:
-        out = context.decode(layer.ops, queries, store, scoring, starts, layer.window)
     else:
-        out = layer.ops.decode(queries, store, scoring, starts=starts, window=layer.window, repeat=repeat).out
+        # launches of a replayed step are captured; those over a spread context are not repeated
+        kept = layer.replay is None and not context and layer.in_place
+        key = repeat_key(q, k, v, starts, scoring) if kept else None
+        queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
+        assert queries is not None
+        store, repeat = layer.to_repeat(key)
+        if context:
+            out = context.decode(layer.ops, queries, store, scoring, starts, layer.window)
+        else:
+            out = layer.ops.decode(queries, store, scoring, starts=starts, window=layer.window, repeat=repeat).out
     layer.commit(check_later=True)
     return out
 
