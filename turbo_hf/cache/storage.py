@@ -60,26 +60,6 @@ class _Repeats:
         return _Repeats, ()
 
 
-class RowBlocks(NamedTuple):
-    """What a commit does with the blocks of one row.
-
-    leaving: how many of its oldest pages have left the window.
-    whole: how many whole blocks leave its open buffer.
-    skipped: how many of those have left the window too, and are not sealed.
-    sorted: blocks, by their number in the row, whose tokens are sorted by bucket before they are sealed.
-    """
-
-    leaving: int
-    whole: int
-    skipped: int
-    sorted: range
-
-    @property
-    def sealed(self) -> int:
-        """Blocks that are sealed."""
-        return self.whole - self.skipped
-
-
 class LayerStorage:
     """Keys and values of one layer: sealed pages and an open INT8 buffer.
 
@@ -409,61 +389,51 @@ class LayerStorage:
         if state.waits() and self.selector is None and max(state.open) > 2 * state.block + state.staying:
             self._commit(check_later=True, kept=self.config.expert.block_size)
 
-    def _row_blocks(self, whole_prompt: bool, kept: int) -> list[RowBlocks]:
-        """What to commit of each row, whose newest `kept` tokens stay open; []: nothing."""
-        state, index = self.state, self.bucket_index
-        if not self._may_commit():
-            return []
-        lengths, whole = state.lengths(), state.whole(kept)
-        if index.sorts and not (whole_prompt or state.decoded):
-            whole = [max(0, end - sealed) for end, sealed in zip(index.outside(lengths), state.sealed, strict=True)]
-        to_sort = index.sortable(state.sealed, lengths, state.turn_start)
-        rows = []
-        leaves = state.leaving(self.window, kept)
-        for gone, sealed, count, order in zip(leaves, state.sealed, whole, to_sort, strict=True):
-            leaving = min(gone, sealed)
-            rows.append(RowBlocks(leaving, count, min(gone - leaving, count), order))
-        return rows if any(row.whole or row.leaving for row in rows) else []
-
     @storing
     def _commit(self, check_later: bool = False, whole_prompt: bool = False, kept: int = 0) -> None:
-        block, pool, buffer, index = self.config.expert.block_size, self.pool, self.buffer, self.bucket_index
-        rows = self._row_blocks(whole_prompt, kept)
-        if not rows:
+        """As `commit`; the newest `kept` tokens stay open."""
+        if not self._may_commit():
+            return
+        before, pool, buffer, index = self.state, self.pool, self.buffer, self.bucket_index
+        block, lengths, whole = before.block, before.lengths(), before.whole(kept)
+        if index.sorts and not (whole_prompt or before.decoded):
+            whole = [max(0, end - sealed) for end, sealed in zip(index.outside(lengths), before.sealed, strict=True)]
+        gone = before.leaving(self.window, kept)
+        # what has left the window: sealed blocks, and open ones, which are not sealed
+        leaving = list(map(min, gone, before.sealed))
+        skipped = [min(n - left, count) for n, left, count in zip(gone, leaving, whole, strict=True)]
+        if not any(whole) and not any(leaving):
             return
         self.forget_repeats()
         # a block is final: NaN or Inf noted for its tokens must be reported
         self._check_finite(check_later)
-        if any(row.leaving for row in rows):
-            leaving = [row.leaving for row in rows]
-            pool.follow(pool.table.drop_front(self.state.sealed, leaving))
-            self.state = self.state.without_front(leaving)
-        if any(row.sealed for row in rows):
-            before, sealed = self.state, [held + row.sealed for held, row in zip(self.state.sealed, rows, strict=True)]
-            after = before._replace(sealed=sealed)
-            held = before.pages()
-            more = [then - now for now, then in zip(held, after.pages(), strict=True)]
-            pool.follow(pool.table.reserve(held, more))
-            for n, row in enumerate(rows):
-                if row.sorted:
-                    buffer.reorder(n, (row.sorted.start - before.sealed[n]) * block, index.sort(n, row.sorted))
-            self.state = after
+        to_sort = index.sortable(before.sealed, lengths, before.turn_start)
+        if any(leaving):
+            pool.follow(pool.table.drop_front(before.sealed, leaving))
+            self.state = before = before.without_front(leaving)
+        if whole != skipped:
+            self.state = before._replace(
+                sealed=list(map(operator.add, before.sealed, map(operator.sub, whole, skipped)))
+            )
+            after, held = self.state, before.pages()
+            pool.follow(pool.table.reserve(held, list(map(operator.sub, after.pages(), held))))
+            for row, blocks in enumerate(to_sort):
+                if blocks:
+                    buffer.reorder(row, (blocks.start - before.sealed[row]) * block, index.sort(row, blocks))
             # the op seals every whole block among `open_len` tokens, but for the first ones
             store = self.kv_store()
             if index.sorts or kept or after.recent:
-                ends = [after.first + row.whole * block for row in rows]
-                store = store._replace(open_len=shared(ends, self.device))
-            store, most = after.context.own_blocks(store, before.sealed, [row.whole for row in rows])
+                store = store._replace(open_len=shared([after.first + n * block for n in whole], self.device))
+            store, most = after.context.own_blocks(store, before.sealed, whole)
             if most:
                 self.ops.seal_open(store, most)
-        if any(row.whole for row in rows):
-            state, gone = self.state, [row.whole * block for row in rows]
-            opened = [held - count for held, count in zip(state.open, gone, strict=True)]
+        if any(whole):
+            opened = [held - n * block for held, n in zip(before.open, whole, strict=True)]
             # in steady decoding no token moves, and the memory serves the next block
-            steady = self.state.decoded and self.in_place
-            if steady and state.recent:
-                buffer.drop_front_in_place(gone, opened)
+            steady = before.decoded and self.in_place
+            if steady and before.recent:
+                buffer.drop_front_in_place([n * block for n in whole], opened)
             else:
-                buffer.drop_front(gone, opened, block + state.first if steady else 0)
-            dropped = [held + row.skipped * block for held, row in zip(state.dropped, rows, strict=True)]
-            self.state = state._replace(open=opened, dropped=dropped)
+                buffer.drop_front([n * block for n in whole], opened, block + before.first if steady else 0)
+            dropped = [held + n * block for held, n in zip(before.dropped, skipped, strict=True)]
+            self.state = self.state._replace(open=opened, dropped=dropped)
