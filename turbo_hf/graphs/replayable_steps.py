@@ -23,8 +23,7 @@ from turbo_hf.cache.pass_mark import STEP, storing
 from turbo_hf.cache.rows import RowState
 from turbo_hf.cache.storage import ReplayState
 from turbo_hf.cache.turbo_cache import TurboCache
-from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import UNQUANTIZED
+from turbo_hf.graphs.why_not import BLOCKS
 from turbo_hf.ops.host_device import require_finite, shared
 
 AHEAD = 8
@@ -33,9 +32,6 @@ AHEAD = 8
 SLACK = 32
 """Pages of a layer that may always be reserved; beyond them, one block per row, or a twentieth of the pages in use.
 Unused pages are given back when steps end."""
-
-BLOCKS = 2
-"""Blocks of open tokens for which there is room while they wait for a `crop`; a longer draft makes more."""
 
 STEPS = "a decode step"
 
@@ -101,53 +97,6 @@ class _Group:
         """Whether the next step seals a block for which no page is reserved."""
         rows = zip(self.state.due(), self.state.sealed, self.reserved, strict=True)
         return self.seals() and any(due and blocks == pages for due, blocks, pages in rows)
-
-
-def why_no_replay_under(config: TurboConfig, latent: bool = False) -> str | None:
-    """Why no step under a config can ever be replayed, whatever its selectors; None if one may be.
-
-    latent: of layers of latent attention.
-    """
-    if config.expert.backend == "reference":
-        return 'backend "reference" has no kernels'
-    if config.bits == UNQUANTIZED and config.sparse is not None and not latent:
-        return "16-bit pages of sparse layers"
-    return None
-
-
-def why_never_replayed(cache: TurboCache) -> str | None:
-    """Why no step of a cache can ever be replayed; None if one may be. Not all is known of an empty layer."""
-    if cache.decompressed:
-        return "a pass over this cache was computed in full precision, and its steps may be, too"
-    for index, layer in enumerate(cache.layers):
-        if not isinstance(layer, TurboLayer):
-            return f"layer {index} is not compressed"
-        reason = why_no_replay_under(layer.config, layer.latent)
-        if reason is None and layer.is_initialized and layer.seen:
-            # of latents, `in_place` tells of all kernels
-            known = None if layer.latent else layer.ops.why_no_step_kernel()
-            reason = known if layer.in_place else f"layer {index} runs without kernels"
-        if reason is not None:
-            return reason
-    return None
-
-
-def why_no_replay(cache: TurboCache) -> str | None:
-    """Why the next step of a cache cannot be replayed as it is now; None if it can."""
-    lasting = why_never_replayed(cache)
-    if lasting is not None:
-        return lasting
-    for index, layer in enumerate(cache.turbo_layers()):
-        if not (layer.is_initialized and layer.seen):
-            return f"layer {index} holds no tokens"
-        if layer.seen != cache.get_seq_length():
-            return f"layer {index} holds {layer.seen} columns, and the first layer {cache.get_seq_length()}"
-        room = BLOCKS * layer.state.block + layer.state.recent
-        if layer.state.recording and not layer.state.waits() and max(layer.state.open) >= room:
-            return "blocks of a prompt wait for a crop"
-        if layer.state.recording and layer.selector is not None:
-            return f"layer {index} is sparse, and its blocks wait for a crop"
-    return None
 
 
 class ReplayableSteps:
