@@ -1,7 +1,7 @@
 """What a forward pass calls of the compressed cache."""
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
@@ -15,18 +15,6 @@ from turbo_hf.cache.pass_mark import PassMark
 from turbo_hf.ops.host_device import require_finite
 from turbo_hf.parallel.context import WHOLE, ContextRanks
 from turbo_hf.ranks import ALONE, Ranks
-
-
-class InPlace(Protocol):
-    """What holds on to the memory of a cache's layers, and changes them in place."""
-
-    cache: Any
-
-    def crop(self, columns: int) -> bool:
-        """As `TurboCache.crop`, of as many columns as there are. False: it cannot, and has changed nothing."""
-
-    def select_rows(self, rows: list[int]) -> bool:
-        """As `TurboCache.reorder_cache`, of rows that exist. False: it cannot, and has changed nothing."""
 
 
 class CachePasses(MarkedUpdates):
@@ -47,8 +35,8 @@ class CachePasses(MarkedUpdates):
             layer.mark, layer.empty, layer.given_mask = self.mark, empty, given_mask
         # of the pass under way, by mask
         self._planned: list[Planned] = []
-        # the captured steps over this cache (not over a copy of it), which change it without a new capture
-        self.captured: weakref.ref[InPlace] | None = None
+        # the captured steps over this cache (`ReplayableSteps`; not over a copy of it), which change it in place
+        self.captured: weakref.ref[Any] | None = None
         # whether some pass could not be served compressed: the next may not be, either
         self.decompressed = False
         # the patched model that has run over it
