@@ -23,6 +23,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.layout import Rotary, Scoring, power_of_two
 from turbo_hf.ops.repeat import repeat_key
+from turbo_hf.parallel.context import WHOLE
 from turbo_hf.patches.latent import expanded, keeps_latent
 
 NAME = "turbo_hf"
@@ -303,15 +304,15 @@ def _step(layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scori
         out = attend_sparse(layer, logits, qkv.query, new, starts, scoring).out
     else:
         # launches of a replayed step are captured; those over a spread context are not repeated
-        kept = layer.replay is None and not context and layer.in_place
+        kept = layer.replay is None and context is WHOLE and layer.in_place
         key = repeat_key(q, k, v, starts, scoring) if kept else None
         queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
         assert queries is not None
         store, repeat = layer.to_repeat(key)
-        if context:
-            out = context.decode(layer.ops, queries, store, scoring, starts, layer.window)
-        else:
+        if context is WHOLE:
             out = layer.ops.decode(queries, store, scoring, starts=starts, window=layer.window, repeat=repeat).out
+        else:
+            out = context.decode(layer.ops, queries, store, scoring, starts, layer.window)
     layer.commit(check_later=True)
     return out
 

@@ -51,7 +51,7 @@ class RowState(NamedTuple):
 
     def pages(self) -> list[int]:
         """Sealed blocks of each row that are in this process: the pages that its pool names."""
-        return self.context.pages(self.sealed)
+        return self.sealed if self.context is WHOLE else self.context.pages(self.sealed)
 
     def leaving(self, window: int | None, kept: int = 0) -> list[int]:
         """Whole blocks of each row that no later query of a layer with this window will see.

@@ -18,6 +18,7 @@ from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.layer_ops import LayerOps, ops_of
 from turbo_hf.ops.repeat import Repeat, repeat_key
 from turbo_hf.ops.store.quantize import check_float
+from turbo_hf.parallel.context import WHOLE
 from turbo_hf.sparse.bucket_index import BucketIndex
 from turbo_hf.sparse.selectors import Selector
 
@@ -395,8 +396,9 @@ class LayerStorage:
         if not self._may_commit():
             return
         before, pool, buffer, index = self.state, self.pool, self.buffer, self.bucket_index
+        sorts = self.selector is not None and index.sorts
         block, lengths, whole = before.block, before.lengths(), before.whole(kept)
-        if index.sorts and not (whole_prompt or before.decoded):
+        if sorts and not (whole_prompt or before.decoded):
             whole = [max(0, end - sealed) for end, sealed in zip(index.outside(lengths), before.sealed, strict=True)]
         gone = before.leaving(self.window, kept)
         # what has left the window: sealed blocks, and open ones, which are not sealed
@@ -407,7 +409,7 @@ class LayerStorage:
         self.forget_repeats()
         # a block is final: NaN or Inf noted for its tokens must be reported
         self._check_finite(check_later)
-        to_sort = index.sortable(before.sealed, lengths, before.turn_start)
+        to_sort = index.sortable(before.sealed, lengths, before.turn_start) if sorts else []
         if any(leaving):
             pool.follow(pool.table.drop_front(before.sealed, leaving))
             self.state = before = before.without_front(leaving)
@@ -420,13 +422,7 @@ class LayerStorage:
             for row, blocks in enumerate(to_sort):
                 if blocks:
                     buffer.reorder(row, (blocks.start - before.sealed[row]) * block, index.sort(row, blocks))
-            # the op seals every whole block among `open_len` tokens, but for the first ones
-            store = self.kv_store()
-            if index.sorts or kept or after.recent:
-                store = store._replace(open_len=shared([after.first + n * block for n in whole], self.device))
-            store, most = after.context.own_blocks(store, before.sealed, whole)
-            if most:
-                self.ops.seal_open(store, most)
+            self.seal(before, whole)
         if any(whole):
             opened = [held - n * block for held, n in zip(before.open, whole, strict=True)]
             # in steady decoding no token moves, and the memory serves the next block
@@ -437,3 +433,17 @@ class LayerStorage:
                 buffer.drop_front([n * block for n in whole], opened, block + before.first if steady else 0)
             dropped = [held + n * block for held, n in zip(before.dropped, skipped, strict=True)]
             self.state = self.state._replace(open=opened, dropped=dropped)
+
+    def seal(self, before: RowState, whole: list[int]) -> None:
+        """Seal the oldest `whole[row]` blocks of open tokens of each row, for which there are pages.
+
+        They are sealed in `state` already, and open in `before`.
+        """
+        store, most = self.kv_store(), max(whole)
+        if before.recent or whole != before.whole():
+            # the op seals every whole block among `open_len` tokens, but for the first ones
+            store = store._replace(open_len=shared([before.first + n * before.block for n in whole], self.device))
+        if before.context is not WHOLE:
+            store, most = before.context.own_blocks(store, before.sealed, whole)
+        if most:
+            self.ops.seal_open(store, most)

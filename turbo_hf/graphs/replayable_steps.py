@@ -378,15 +378,9 @@ class ReplayableSteps:
         gone, device = [count * before.block for count in whole], group.open.device
         own = [then - now for now, then in zip(before.pages(), after.pages(), strict=True)]
         group.sealed.add_(shared(own, device))
-        # the op seals the whole blocks among open tokens, and counts them as sealed already
         group.become(before._replace(sealed=after.sealed))
         for layer in group.layers:
-            store = layer.kv_store()
-            if before.recent:
-                store = store._replace(open_len=shared([before.first + count for count in gone], device))
-            store, most = before.context.own_blocks(store, before.sealed, whole)
-            if most:
-                layer.ops.seal_open(store, most)
+            layer.seal(before, whole)
             layer.buffer.drop_front_in_place(gone, after.open)
         group.open.sub_(shared(gone, device))
         group.become(after)

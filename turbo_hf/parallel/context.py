@@ -111,7 +111,7 @@ class ContextRanks(Ranks):
 
     def pages(self, sealed: list[int]) -> list[int]:
         """`own` of each row."""
-        return [self.own(blocks) for blocks in sealed] if self else sealed
+        return [self.own(blocks) for blocks in sealed]
 
     def pages_of_all(self, pages: int, sealed: Sequence[int]) -> int:
         """A number of pages that is the same on all ranks: `pages`, those of this one's pool, or all `sealed` ones."""
@@ -126,8 +126,6 @@ class ContextRanks(Ranks):
 
         before: blocks of each row before these. whole: whole blocks of open tokens of each row.
         """
-        if not self:
-            return store, max(whole)
         first = [(self.rank - held) % self.count for held in before]
         counts = [len(range(skip, blocks, self.count)) for skip, blocks in zip(first, whole, strict=True)]
         most, device, block, begin = max(counts), store.k_open.device, store.block, store.first
