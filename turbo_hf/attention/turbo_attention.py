@@ -154,12 +154,12 @@ def _attention(
     if turbo is None:
         _say_unpatched(module)
     call = TurboCall(None, None, sliding_window, "raise") if turbo is None else turbo
-    unknown = sorted([name for name, value in kwargs.items() if value is not None and name not in HARMLESS])
+    unknown = [name for name in kwargs.keys() - HARMLESS if kwargs[name] is not None]
     packed = packed_cache(kwargs)
     if packed is not None:
         # Transformers says is_causal=True here to attention without a mask
         layer: Any = module.layer_idx
-        reason = _refusal(None, causal, sorted({*unknown} - PACKED_KEYWORDS))
+        reason = _refusal(None, causal, {*unknown} - PACKED_KEYWORDS)
         if reason is not None:
             raise Unsupported(f"layer {layer}: {reason}")
         qkv, scoring = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux)
@@ -208,7 +208,7 @@ def _refusal(mask: torch.Tensor | None, causal: bool, unknown: Collection[str]) 
     """Why this call cannot run on the compressed cache; None if it can."""
     if unknown:
         return (
-            f"the model passes {', '.join(unknown)} to its attention, which the compressed cache does not know. "
+            f"the model passes {', '.join(sorted(unknown))} to its attention, which the compressed cache does not know. "
             "Generate without it, or without the patch."
         )
     if not causal:
