@@ -208,8 +208,8 @@ def _refusal(mask: torch.Tensor | None, causal: bool, unknown: Collection[str]) 
     """Why this call cannot run on the compressed cache; None if it can."""
     if unknown:
         return (
-            f"the model passes {', '.join(sorted(unknown))} to its attention, which the compressed cache does not know. "
-            "Generate without it, or without the patch."
+            f"the model passes {', '.join(sorted(unknown))} to its attention, which the compressed cache does not "
+            "know. Generate without it, or without the patch."
         )
     if not causal:
         return "attention is not causal here. Run this model without the patch."
@@ -261,8 +261,10 @@ def compressed(
     scoring: Scoring,
 ) -> torch.Tensor:
     """Attention over the compressed cache, which the new tokens join."""
-    layer.prepare_for(qkv.key, qkv.value)
     rows, _, tokens, _ = qkv.query.shape
+    if layer.mark.now is None or not layer.mark.now.stored:
+        # the first layer of a pass: before its mask is read
+        layer.prepare_for(qkv.key, qkv.value)
     if mask is not None and len(mask) != rows:
         raise ValueError(f"attention_mask has {len(mask)} rows, this pass {rows}. Pass one row for each.")
     new = cache.new_columns(mask, layer, tokens)
@@ -280,6 +282,7 @@ def _attend(
     cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
     """A step or a prompt, over keys and values or over latents."""
+    layer.prepare_for(qkv.key, qkv.value)
     layer.seal_leftovers(new.tokens, check_later=True)
     if layer.latent:
         require_plain(layer.index, scoring)

@@ -47,17 +47,17 @@ def ordinary(method: Callable[P, R]) -> Callable[P, R]:
 
 def once(method: Callable[P, R]) -> Callable[P, R]:
     """A method of what is never changed: layers that ask equal ones the same get one answer, worked out once."""
-    known: list[tuple[Any, R]] = []
+    known: tuple[list[Any], list[R]] = [], []
 
     @functools.wraps(method)
     def answer(*args: P.args, **kwargs: P.kwargs) -> R:
-        asked = (*args, kwargs)
-        for before, found in known:
-            if before == asked:
-                return found
+        nonlocal known
+        question, (asked, answers) = (*args, kwargs), known
+        if question in asked:
+            return answers[asked.index(question)]
         found = method(*args, **kwargs)
-        # of each window one
-        known[:] = [(asked, found), *known[:2]]
+        # of each window one; in one assignment, as threads share them
+        known = [question, *asked[:2]], [found, *answers[:2]]
         return found
 
     return answer
