@@ -40,11 +40,12 @@ def test_a_replayed_step_waits_for_nothing_but_the_mask(sparse: Any, runners: li
     config = replace(SMALL, sparse=sparse)
     with turbo_hf.patch(model, config, calibration=an_index(model)) as handle, torch.no_grad():
         cache = handle.new_cache()
-        ids = prompts(3, 40).cuda()
+        # a block is sealed, so that the plan of attention has one from the first step on
+        ids = prompts(3, 56).cuda()
         model(ids, **{CACHE: cache}, use_cache=True)
         runner = StepRunner(model, None, CudaDevice(model.device))
         new = ids[:, :1].contiguous()
-        at = torch.full((3, 1), 40, device="cuda")
+        at = torch.full((3, 1), 56, device="cuda")
 
         def step() -> None:
             runner(input_ids=new, position_ids=at, **{CACHE: cache}, use_cache=True, return_dict=True)
@@ -65,13 +66,14 @@ def test_a_replayed_step_waits_for_nothing_but_the_mask(sparse: Any, runners: li
                 torch.cuda.set_sync_debug_mode("default")
             if seals:
                 step()
-        assert sealed == 2
+        # dense layers keep first tokens open, and seal at other steps than sparse ones
+        assert sealed == (4 if sparse is not None and sparse.read_all_layers else 2)
         assert runner.captures == 1
         for _ in range(300):
             step()
         # pages were reserved again; and at nine blocks the plan of dense attention wants more CTAs
         assert runner.captures == (3 if sparse is None or sparse.read_all_layers else 2)
-    assert cache.get_seq_length() == 404
+    assert cache.get_seq_length() == 420
 
 
 @pytest.mark.gpu

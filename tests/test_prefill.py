@@ -57,7 +57,7 @@ def test_strides_do_not_matter(mode: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [0.0, 1e-6, 1e2, 3e2, 1e3, 1e4, 1e6])
-def test_scores_of_any_size(size: float, mode: str, device: torch.device) -> None:
+def test_scores_of_any_size(size: float, mode: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """One key takes all of P, or all keys the same share, without a NaN and with lse as large as the scores.
 
     Scores of which INT8 tells nothing are not left to it.
@@ -68,6 +68,9 @@ def test_scores_of_any_size(size: float, mode: str, device: torch.device) -> Non
         check_prefill(size * q, k, v, mode, scaling=1.0)
         check_prefill(size * q, k, v, mode, **options)
         return
+    if device.type == "cuda":
+        # a tile that is computed again is not split over its past, and sums in another order
+        monkeypatch.setattr("turbo_hf.ops.prefill.launch.past_parts", lambda *given: 1)
     exact = check_prefill(size * q, k, v, "native", **options)
     out = prefill(size * q, k, v, mode=mode, **options)
     wild = (exact.lse.abs() > SCORE_LIMIT).any(-1)

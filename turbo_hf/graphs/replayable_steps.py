@@ -232,11 +232,13 @@ class ReplayableSteps:
     @storing
     def begin(self, tokens: int = 1) -> None:
         """Make ready for a step of `tokens` tokens per row: pages or room where needed, and the plans of attention."""
+        # for all at once: a step is captured again for any of them
+        short = self.needs_pages()
         for group in self._groups:
             if group.state.recording:
                 for layer in group.layers:
                     layer.buffer.reserve(max(group.state.open) + tokens, group.state.open)
-            if group.needs_pages():
+            if short:
                 self._reserve(group)
             if group.seals() and group.seals_in_step:
                 group.plan(group.state.sealed_by_step())
