@@ -177,6 +177,19 @@ def test_rows_of_other_lengths_end_the_steps() -> None:
     assert not run.intact()
 
 
+def test_caches_in_one_state_have_tables_of_their_own() -> None:
+    one, other = (filled(flat_config(block_size=32), lengths=EQUAL) for _ in range(2))
+    run = ReplayableSteps(one, None)
+    ReplayableSteps(other, None)
+    tables = [layer.pool.table.on(layer.device) for layer in other.turbo_layers()]
+    held = [table.clone() for table in tables]
+    one.reorder_cache([1, 0, 2, 3, 4, 5])
+    assert run.intact()
+    for layer, table, numbers in zip(other.turbo_layers(), tables, held, strict=True):
+        assert layer.pool.table.on(layer.device) is table
+        assert torch.equal(table, numbers)
+
+
 def test_a_copy_goes_its_own_way() -> None:
     cache = filled(flat_config(block_size=32))
     run = ReplayableSteps(cache, None)
