@@ -173,7 +173,7 @@ def test_latents_behind_a_block_take_its_place(device: torch.device, bits: int) 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     for backend in ("triton", "reference"):
         layer = layer_of(bits, "reference", [63, 30], device, dtype)
-        layer.pool.reserve(layer.state.sealed, [1, 1])
+        layer.pool.follow(layer.pool.table.reserve(layer.state.sealed, [1, 1]))
         layer.buffer.reserve(96, layer.state.open)
         store, nonfinite = layer.kv_store(), torch.zeros(1, dtype=torch.int32, device=device)
         store = store._replace(open_len=store.open_len.clone(), sealed=torch.tensor([1, 0], device=device))
