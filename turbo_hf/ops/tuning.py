@@ -189,6 +189,7 @@ def decode_tiles(
     if unpacks:
         return DecodeTiles(1, 2, 1, 1)
     unquantized = UNQUANTIZED in bits
+    chosen: tuple[DecodeTiles, ...]
     if unquantized:
         chosen = ONE_WARP_TILES
     elif codes > WIDE:
