@@ -150,14 +150,16 @@ def _why_slow(device: torch.device) -> str:
 class DecodeTiles(NamedTuple):
     """Tiles of a decode kernel.
 
-    blocks: blocks per tile, one per warp (in `tiles_16bit` all warps share one).
+    blocks: blocks per tile, one per warp; if it is one, all warps share it.
     occupancy: CTAs per SM.
     stages: stages of the load pipeline.
+    warps: warps per CTA.
     """
 
     blocks: int
     occupancy: int
     stages: int
+    warps: int
 
 
 RESERVED = 7 << 10
@@ -179,14 +181,25 @@ def decode_tiles(
         codes: numbers of K per block, padding included.
         bits: bits per number of K, and of V.
         unpacks: whether codes are converted to the query's type, as in "native"; memory then suffices for one block.
-        many: whether there are at least twice as many outputs as SMs: small CTAs compute whole outputs, few are merged.
+        many: whether there are at least twice as many outputs as SMs: small CTAs compute whole outputs, few are merged;
+            of wide heads, a quarter as many.
         itemsize: bytes per number of the queries.
         shared: bytes of shared memory per program; an SM has 1 KiB more.
     """
     if unpacks:
-        return DecodeTiles(1, 2, 1)
+        return DecodeTiles(1, 2, 1, 1)
     unquantized = UNQUANTIZED in bits
-    chosen = ONE_WARP_TILES if unquantized else MANY_TILES + FEW_TILES if many else FEW_TILES
+    chosen: tuple[DecodeTiles, ...]
+    if unquantized:
+        chosen = ONE_WARP_TILES
+    elif codes > WIDE:
+        chosen = WIDEST_TILES
+    elif codes == WIDE and sum(bits) > 8:
+        chosen = WIDE_TILES if many else WIDE_8BIT_TILES
+    elif codes == WIDE:
+        chosen = MANY_WIDE_TILES + WIDE_TILES if many else WIDE_TILES
+    else:
+        chosen = MANY_TILES + FEW_TILES if many else FEW_TILES
     for tiles in chosen:
         waiting = tiles.blocks * (tiles.stages - 1) * codes * sum(bits) // 8
         # unpacked K and V pass through shared memory; at 3 bit, and from 16 bit to float32, beside the loads in flight
@@ -198,40 +211,48 @@ def decode_tiles(
     return chosen[-1]
 
 
-WARPS_16BIT = 4
-"""Warps that share a block where all is in 16 bit."""
-
-
 def tiles_16bit(numbers: int, shared: int = H200_SHARED) -> DecodeTiles | None:
     """Tiles of `attend_16bit`, which decodes over pages, open tokens and queries of one 16-bit type: one block each.
 
     numbers: numbers of K per block, padding included. shared: as in `decode_tiles`. None: no such tile fits. From
     Triton 3.8 on all stages take shared memory, not all but one.
     """
-    for tiles in (DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3), DecodeTiles(1, 1, 2)):
+    for tiles in (DecodeTiles(1, 2, 3, 4), DecodeTiles(1, 1, 3, 4), DecodeTiles(1, 1, 2, 4)):
         if tiles.occupancy * tiles.stages * numbers * 4 <= shared - RESERVED:
             return tiles
     return None
 
 
 FEW_TILES = (
-    DecodeTiles(4, 2, 3),
-    DecodeTiles(4, 1, 3),
-    DecodeTiles(4, 1, 2),
-    DecodeTiles(2, 1, 2),
-    DecodeTiles(1, 1, 2),
+    DecodeTiles(4, 2, 3, 4),
+    DecodeTiles(4, 1, 3, 4),
+    DecodeTiles(4, 1, 2, 4),
+    DecodeTiles(2, 1, 2, 2),
+    DecodeTiles(1, 1, 2, 1),
 )
 """Tiles of decode, the first that fits. H200, 2026-11-21: the table of short contexts in the log."""
 
-MANY_TILES = (DecodeTiles(2, 4, 3),)
+MANY_TILES = (DecodeTiles(2, 4, 3, 2),)
 """The same where there are twice as many outputs as SMs, or more."""
 
+WIDE = 1 << 14
+"""Numbers of K per block, 256 channels of 64 tokens, which do not fit the registers of one warp."""
+
+WIDE_TILES = (DecodeTiles(1, 2, 3, 4), DecodeTiles(1, 1, 3, 4), DecodeTiles(1, 1, 2, 4))
+WIDE_8BIT_TILES = (DecodeTiles(1, 2, 2, 4), DecodeTiles(1, 1, 2, 4))
+MANY_WIDE_TILES = (DecodeTiles(1, 4, 3, 2),)
+"""The same from there on: where K and V have more than 8 bit together, and, if they have not, with a quarter as many
+outputs as SMs, or more (H200, 2026-11-28)."""
+
+WIDEST_TILES = (DecodeTiles(1, 1, 2, 8), DecodeTiles(1, 1, 1, 8))
+"""The same for twice as many numbers (blocks of 128 tokens)."""
+
 ONE_WARP_TILES = (
-    DecodeTiles(1, 3, 3),
-    DecodeTiles(1, 2, 3),
-    DecodeTiles(1, 1, 3),
-    DecodeTiles(1, 1, 2),
-    DecodeTiles(1, 1, 1),
+    DecodeTiles(1, 3, 3, 1),
+    DecodeTiles(1, 2, 3, 1),
+    DecodeTiles(1, 1, 3, 1),
+    DecodeTiles(1, 1, 2, 1),
+    DecodeTiles(1, 1, 1, 1),
 )
 """The same for 16 bit where `tiles_16bit` does not apply: beside other widths, other query types, SAS, sparse."""
 
