@@ -14,7 +14,7 @@ from torch import Tensor
 import turbo_hf
 from turbo_hf import TurboCache
 from turbo_hf.cache.guards import untraced
-from turbo_hf.graphs.step_runner import why_no_replay_of
+from turbo_hf.graphs.why_not import why_no_replay_of
 from turbo_hf.models.versions import CACHE
 
 CONFIG = flat_config(bits=4, block_size=32)
@@ -165,7 +165,7 @@ def test_a_cache_of_an_unpatched_model_that_is_compiled() -> None:
 def test_steps_of_a_compiled_model_are_not_replayed(
     compile_it: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("turbo_hf.graphs.step_runner._why_no_replay_there", lambda *args: None)
+    monkeypatch.setattr("turbo_hf.graphs.why_not._why_no_replay_there", lambda *args: None)
     model = tiny_llama(num_hidden_layers=1)
     with turbo_hf.patch(model, CONFIG):
         assert why_no_replay_of(model) is None

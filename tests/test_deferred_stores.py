@@ -16,7 +16,7 @@ from turbo_hf import TurboCache
 from turbo_hf.cache import deferred_stores
 from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.graphs.step_runner import is_compiled
+from turbo_hf.graphs.why_not import is_compiled
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods
 

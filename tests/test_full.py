@@ -177,7 +177,7 @@ def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -
         narrow.append(kept[0], kept[1], NewColumns(FIRST + 64))
         narrow.commit()
         for name in ("k", "v", "meta", "size"):
-            first = layer.pool.table[:, 0]
+            first = layer.pool.table.numbers[:, 0]
             assert torch.equal(getattr(layer.pool.paged[1], name)[first], getattr(narrow.pool.paged[0], name)[:2])
 
 

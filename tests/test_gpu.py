@@ -20,7 +20,7 @@ from turbo_hf import TurboConfig
 from turbo_hf.attention.prompt import _is_plain
 from turbo_hf.attention.turbo_attention import sas_threshold
 from turbo_hf.errors import Notices
-from turbo_hf.graphs import step_runner as graphs
+from turbo_hf.graphs import why_not
 from turbo_hf.layout import UNQUANTIZED, Scoring, Width
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.patching import doctor
@@ -73,7 +73,7 @@ def on_a_gpu(config: TurboConfig, devices: Any, dtype: torch.dtype, dims: set[in
 
 def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "why_no_kernels_on", lambda device: TOO_OLD)
-    monkeypatch.setattr(graphs, "why_no_kernels_on", gpu.why_no_kernels_on)
+    monkeypatch.setattr(why_not, "why_no_kernels_on", gpu.why_no_kernels_on)
     monkeypatch.setattr(patching, "forecast", on_a_gpu)
     model = tiny_llama()
     with pytest.warns(UserWarning, match=f"plain torch, which is slow: {TOO_OLD}"), turbo_hf.patch(model) as handle:

@@ -22,8 +22,9 @@ from turbo_hf.attention import turbo_attention
 from turbo_hf.config.turbo_config import with_options
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import replayable_steps as steps
-from turbo_hf.graphs import step_runner as graphs
-from turbo_hf.graphs.step_runner import StepRunner, describe
+from turbo_hf.graphs import why_not
+from turbo_hf.graphs.step_runner import StepRunner
+from turbo_hf.graphs.why_not import describe
 from turbo_hf.layout import FIRST
 from turbo_hf.models.versions import CACHE
 
@@ -416,7 +417,7 @@ def test_without_a_gpu_all_is_as_before() -> None:
 def test_the_report_says_how_steps_run(
     config: TurboConfig, dense: list[int], known: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "why_no_kernels_on", lambda device: None)
+    monkeypatch.setattr(why_not, "why_no_kernels_on", lambda device: None)
     text, reason = describe(config, dense, known, torch.device("cuda"))
     assert text.startswith(f"decode steps: {words}")
     assert (reason is None) == (not words.startswith("no") or config.cuda_graphs is False)

@@ -30,8 +30,9 @@ from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import with_options
 from turbo_hf.graphs import replayable_steps as steps
-from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_no_replay
+from turbo_hf.graphs.replayable_steps import ReplayableSteps
 from turbo_hf.graphs.step_runner import StepRunner
+from turbo_hf.graphs.why_not import why_no_replay
 from turbo_hf.layout import FIRST
 
 # --- the same tokens -----------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import turbo_hf
 from turbo_hf import SparseConfig
 from turbo_hf.graphs.devices import CudaDevice, Parts, only_moves
-from turbo_hf.graphs.step_runner import StepRunner, why_no_replay_of
+from turbo_hf.graphs.step_runner import StepRunner
+from turbo_hf.graphs.why_not import why_no_replay_of
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods as generation
 
@@ -268,7 +269,7 @@ def test_what_a_model_over_devices_may_have(monkeypatch: pytest.MonkeyPatch) -> 
     assert only_moves(model.lm_head._hf_hook)
     assert not only_moves(hooks.ModelHook())
     with turbo_hf.patch(model):
-        monkeypatch.setattr("turbo_hf.graphs.step_runner._why_no_replay_there", lambda *_: None)
+        monkeypatch.setattr("turbo_hf.graphs.why_not._why_no_replay_there", lambda *_: None)
         assert why_no_replay_of(model) is None
         model.lm_head._hf_hook.offload = True
         assert "lm_head has hooks" in str(why_no_replay_of(model))

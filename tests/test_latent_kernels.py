@@ -129,7 +129,7 @@ def test_a_replayable_step_seals_and_stores_as_the_reference(device: torch.devic
         # rows that are about to seal a block, and one that is not
         layer = layer_of(bits, "reference", [127, 63, 10], device, dtype)
         state = layer.state
-        layer.pool.reserve(state.sealed, [1, 1, 1])
+        layer.pool.follow(layer.pool.table.reserve(state.sealed, [1, 1, 1]))
         layer.buffer.reserve(64, state.open)
         layer.device_counts.keep(state, *(layer.device_counts._written(x) for x in (state.sealed, state.open)))
         nonfinite, seeded = torch.zeros(1, dtype=torch.int32, device=device), torch.Generator().manual_seed(3)
@@ -153,7 +153,7 @@ def test_whole_blocks_are_sealed_as_the_reference_seals_them(device: torch.devic
     for backend in ("triton", "reference"):
         layer = layer_of(bits, "reference", [127, 63, 10], device, dtype)
         state, seeded = layer.state, torch.Generator().manual_seed(3)
-        layer.pool.reserve(state.sealed, [2, 1, 1])
+        layer.pool.follow(layer.pool.table.reserve(state.sealed, [2, 1, 1]))
         layer.buffer.reserve(160, state.open)
         store, nonfinite = layer.kv_store(), torch.zeros(1, dtype=torch.int32, device=device)
         store = store._replace(open_len=store.open_len.clone(), sealed=store.sealed.clone())
@@ -173,7 +173,7 @@ def test_latents_behind_a_block_take_its_place(device: torch.device, bits: int) 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     for backend in ("triton", "reference"):
         layer = layer_of(bits, "reference", [63, 30], device, dtype)
-        layer.pool.reserve(layer.state.sealed, [1, 1])
+        layer.pool.follow(layer.pool.table.reserve(layer.state.sealed, [1, 1]))
         layer.buffer.reserve(96, layer.state.open)
         store, nonfinite = layer.kv_store(), torch.zeros(1, dtype=torch.int32, device=device)
         store = store._replace(open_len=store.open_len.clone(), sealed=torch.tensor([1, 0], device=device))

@@ -56,7 +56,7 @@ def test_a_loaded_cache_goes_on_bit_by_bit(make: Make, tmp_path: Path) -> None:
     for one, other in zip(cache.turbo_layers(), loaded.turbo_layers(), strict=True):
         assert one.state == other.state
         # pages of both rows are stored once
-        assert other.pool.pages == len(set(one.pool.table[:, : max(one.state.sealed)].flatten().tolist()))
+        assert other.pool.pages == len(set(one.pool.table.numbers[:, : max(one.state.sealed)].flatten().tolist()))
     assert torch.equal(loaded.known_ids(), ids)  # type: ignore[arg-type]
     assert make is not by_bucket or any(cache.turbo_layers()[0].bucket_index.sorted_blocks)
     for tokens, seed in ((1, 3), (40, 4), (1, 5)):

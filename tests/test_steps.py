@@ -32,7 +32,8 @@ from transformers.cache_utils import DynamicLayer
 from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.graphs import replayable_steps as steps
-from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_no_replay
+from turbo_hf.graphs.replayable_steps import ReplayableSteps
+from turbo_hf.graphs.why_not import why_no_replay
 from turbo_hf.layout import FIRST
 
 
@@ -86,11 +87,11 @@ def test_no_page_is_reserved_for_tokens_that_stay_open(monkeypatch: pytest.Monke
     for _ in range(80):
         by_steps(run, new_tokens(2))
         for layer in cache.turbo_layers():
-            assert layer.pool.reserved <= [sealed + 1 for sealed in layer.state.sealed]
+            assert layer.pool.table.reserved <= [sealed + 1 for sealed in layer.state.sealed]
     # what will have been sealed at the end: 120 + 160 tokens, of which 128 stay
     cache = filled(flat_config(block_size=32, recent_tokens=128), lengths=[120])
     ReplayableSteps(cache, 280)
-    assert cache.turbo_layers()[0].pool.reserved == [1]
+    assert cache.turbo_layers()[0].pool.table.reserved == [1]
 
 
 def test_a_window_drops_its_blocks_when_pages_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +154,7 @@ EQUAL = [70, 70, 33, 70, 33, 33]
 def test_rows_of_equal_lengths_are_reordered_in_place(config: TurboConfig) -> None:
     replayed, plain = (filled(config, lengths=EQUAL) for _ in range(2))
     run, generator = ReplayableSteps(replayed, None), torch.Generator().manual_seed(1)
-    for count in range(150):
+    for _ in range(150):
         new = new_tokens(len(EQUAL))
         by_host(plain, new)
         by_steps(run, new)
@@ -164,13 +165,11 @@ def test_rows_of_equal_lengths_are_reordered_in_place(config: TurboConfig) -> No
         for cache in (replayed, plain):
             cache.reorder_cache(order)
         assert run.intact()
-        # the first reordering gives each pool a table of its own
-        same = all(x is y for x, y in zip(run.tensors(), before, strict=True))
-        assert same or count == 0
+        assert all(x is y for x, y in zip(run.tensors(), before, strict=True))
         for layer in replayed.turbo_layers():
-            table = layer.pool.device_table()
-            for row, reserved in enumerate(layer.pool.reserved):
-                assert table[row, :reserved].tolist() == layer.pool.table[row, :reserved].tolist()
+            table = layer.pool.table.on(layer.device)
+            for row, reserved in enumerate(layer.pool.table.reserved):
+                assert table[row, :reserved].tolist() == layer.pool.table.numbers[row, :reserved].tolist()
         if run.needs_pages():
             run.begin()
     settle(replayed)
@@ -191,6 +190,19 @@ def test_rows_of_other_lengths_end_the_steps() -> None:
         assert run.intact()
     cache.reorder_cache([2, 1, 2, 3, 4, 5])
     assert not run.intact()
+
+
+def test_caches_in_one_state_have_tables_of_their_own() -> None:
+    one, other = (filled(flat_config(block_size=32), lengths=EQUAL) for _ in range(2))
+    run = ReplayableSteps(one, None)
+    ReplayableSteps(other, None)
+    tables = [layer.pool.table.on(layer.device) for layer in other.turbo_layers()]
+    held = [table.clone() for table in tables]
+    one.reorder_cache([1, 0, 2, 3, 4, 5])
+    assert run.intact()
+    for layer, table, numbers in zip(other.turbo_layers(), tables, held, strict=True):
+        assert layer.pool.table.on(layer.device) is table
+        assert torch.equal(table, numbers)
 
 
 def test_a_copy_goes_its_own_way() -> None:
@@ -240,6 +252,7 @@ def test_layers_that_hold_the_same_share_one_count() -> None:
     first, second = cache.turbo_layers()
     assert first.state.open is second.state.open
     assert first.state.sealed is second.state.sealed
+    assert first.pool.table is second.pool.table
     first.crop(-1)
     assert second.state.open == [n + 1 for n in first.state.open]
 
@@ -411,7 +424,8 @@ def test_pages_that_are_reserved_again_and_again_are_the_same() -> None:
     pool, sealed = layer.pool, layer.state.sealed
     assert sealed == [1, 0, 0]
     for _ in range(50):
-        pool.reserve(sealed, [8] * len(LENGTHS))
-        assert pool.pages == sum(pool.reserved) == sum(sealed) + 8 * len(LENGTHS)
-        owned = [page for row, count in enumerate(pool.reserved) for page in pool.table[row, :count].tolist()]
+        pool.follow(pool.table.reserve(sealed, [8] * len(LENGTHS)))
+        table = pool.table
+        assert pool.pages == sum(table.reserved) == sum(sealed) + 8 * len(LENGTHS)
+        owned = [page for row, count in enumerate(table.reserved) for page in table.numbers[row, :count].tolist()]
         assert sorted(owned) == list(range(pool.pages))

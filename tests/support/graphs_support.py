@@ -16,7 +16,7 @@ from turbo_hf import Calibration, TurboCache, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import Checkpoint
-from turbo_hf.graphs import step_runner as graphs
+from turbo_hf.graphs import why_not
 from turbo_hf.graphs.step_runner import StepRunner
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods as generation
@@ -87,7 +87,7 @@ def watch_runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
     monkeypatch.setattr(generation, "StepRunner", make)
     if not torch.cuda.is_available():
         monkeypatch.setattr(generation, "cuda_device", Again)
-        monkeypatch.setattr(graphs, "_why_no_replay_there", lambda *args: None)
+        monkeypatch.setattr(why_not, "_why_no_replay_there", lambda *args: None)
         monkeypatch.setattr(TurboLayer, "in_place", True)
     return made
 

@@ -227,8 +227,8 @@ def tensors_of(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
 
 def allocated(layer: TurboLayer) -> int:
     """Bytes of the storages behind a layer, each counted once; of the host's table, what a device would hold."""
-    table, _ = layer.pool.device_table(), layer.kv_store()
+    table, _ = layer.pool.table.on(layer.device), layer.kv_store()
     # an order of heads may be the same numbers, and then shares its storage with the table
-    others = [x for x in tensors_of(layer) if x is not table and x is not layer.pool.table]
+    others = [x for x in tensors_of(layer) if x is not table]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in others}
     return sum(storages.values()) + table.nbytes

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from graphs_support import Again
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.graphs import step_runner as graphs
+from turbo_hf.graphs import why_not
 from turbo_hf.graphs.devices import CudaDevice
+from turbo_hf.graphs.step_runner import StepRunner
 from turbo_hf.patching import generate_methods as generation
 
 SUPPORT = Path(__file__).resolve().parent
@@ -114,7 +115,7 @@ def stand_ins(device: str, fails: str = "") -> Iterator[list[Any]]:
     made: list[Any] = []
 
     def make(*args: Any, **kwargs: Any) -> Any:
-        made.append(graphs.StepRunner(*args, **kwargs))
+        made.append(StepRunner(*args, **kwargs))
         return made[-1]
 
     def fail(device: Any, step: Any) -> Any:
@@ -124,7 +125,7 @@ def stand_ins(device: str, fails: str = "") -> Iterator[list[Any]]:
     if device == "cpu":
         changes += [
             (generation, "cuda_device", lambda device: Again(device, fails)),
-            (graphs, "_why_no_replay_there", lambda model: None),
+            (why_not, "_why_no_replay_there", lambda model: None),
             (TurboLayer, "in_place", True),
         ]
     elif fails:

@@ -2,17 +2,15 @@
 
 Transformers caches a latent and a rotary part per token, and `expand_kv` of the attention module makes keys and values
 of all of them in each pass. On a patched model it hands both on as they are (`patches.latent.keep_latent`). Decode
-steps then attend to the latents (`latent_step`); prompts expand their own tokens, and those of the past, as without a
-patch (`latent_prompt`).
+steps then attend to the latents (`absorbed_attention`); prompts expand their own tokens, and those of the past, as
+without a patch (`expanded_attention`).
 """
 
 from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns, NewQKV
-from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import KVStore, Scoring
 from turbo_hf.ops.latent.contract import LatentOps
@@ -51,21 +49,6 @@ def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return product.transpose(0, 1)
 
 
-def latent_step(
-    layer: TurboLayer, module: Any, qkv: tuple[torch.Tensor, ...], new: NewColumns, scoring: Scoring
-) -> torch.Tensor:
-    """The new tokens join the cache, then attention reads its latents.
-
-    qkv: queries [B, H, M, nope + R], latents [B, 1, M, rank], rotary parts [B, 1, M, R]. Returns [B, H, M, Dv].
-    """
-    q, latent, rotary = (new.align(x) for x in qkv)
-    up = up_projections(module, q.dtype)
-    layer.append(latent, rotary, new, check_later=True)
-    out = absorbed_attention(layer.ops, up, q, layer.kv_store(), new.starts_on(q.device), scoring)
-    layer.commit(check_later=True)
-    return out
-
-
 def absorbed_attention(
     ops: LatentOps,
     up: UpProjections,
@@ -82,29 +65,6 @@ def absorbed_attention(
     absorbed = _by_head(q_nope, up.keys)
     out = ops.latent_decode(absorbed, q_rotary, store, scoring.scaling, starts=starts).out
     return _by_head(out, up.values.mT)
-
-
-def latent_prompt(
-    cache: TurboCache,
-    layer: TurboLayer,
-    module: Any,
-    qkv: tuple[torch.Tensor, ...],
-    new: NewColumns,
-    scoring: Scoring,
-) -> torch.Tensor:
-    """Attention over the expanded new tokens and the expanded past, as without a patch; then they join the cache.
-
-    qkv and result as in `latent_step`.
-    """
-    q, latent, rotary = (new.align(x) for x in qkv)
-    # made here, FP8 weights of steps are none of a CUDA graph's
-    up_projections(module, q.dtype)
-    # what padding holds is arbitrary, and 0 times NaN is NaN
-    given = NewQKV(q, *expanded(module, new.blank(latent), new.blank(rotary)))
-    past = layer.kv_store() if layer.seen else None
-    out = expanded_attention(module, given, past, new.starts_on(q.device), scoring)
-    cache.store_prompt(layer, latent, rotary, new, None)
-    return out
 
 
 def expanded_attention(

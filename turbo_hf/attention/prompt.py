@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from turbo_hf.attention.latent import expanded_attention, up_projections
 from turbo_hf.attention.sparse_step import Source, new_buckets
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, NewQKV
@@ -16,6 +17,7 @@ from turbo_hf.ops.maths import balanced_keys, balanced_queries
 from turbo_hf.ops.prefill.contract import PrefillOps
 from turbo_hf.ops.tuning import in_tiles, prefill_mode
 from turbo_hf.parallel.context import WHOLE, ContextRanks
+from turbo_hf.patches.latent import expanded
 
 PLAN_PAYS = 1 << 27
 """Rows times tokens squared from which cuDNN should pay off although it makes a plan for each new shape.
@@ -30,14 +32,21 @@ def attend_prompt(
 ) -> torch.Tensor:
     """Attention over the new tokens, not yet rounded to the cache's widths, and over the cache; then they join it."""
     q, k, v = (new.align(x) for x in qkv)
-    starts = new.starts_on(q.device)
-    buckets = new_buckets(layer, source, qkv.key, new)
+    starts, buckets = new.starts_on(q.device), None
     past = layer.kv_store() if layer.seen else None
-    # the model may have been moved since the patch
-    balance = None if layer.balance is None else layer.balance.to(q.device)
-    held, context = None if past is None else layer.lengths(), layer.state.context
-    given = (NewQKV(q, k, v), past, starts, layer.window, scoring)
-    out = prompt_attention(layer.config, layer.ops, *given, held=held, context=context, balance=balance)
+    if layer.latent:
+        # made here, FP8 weights of steps are none of a CUDA graph's
+        up_projections(source.module, q.dtype)
+        # what padding holds is arbitrary, and 0 times NaN is NaN
+        own = NewQKV(q, *expanded(source.module, new.blank(k), new.blank(v)))
+        out = expanded_attention(source.module, own, past, starts, scoring)
+    else:
+        buckets = new_buckets(layer, source, qkv.key, new)
+        # the model may have been moved since the patch
+        balance = None if layer.balance is None else layer.balance.to(q.device)
+        held, context = None if past is None else layer.lengths(), layer.state.context
+        given = (NewQKV(q, k, v), past, starts, layer.window, scoring)
+        out = prompt_attention(layer.config, layer.ops, *given, held=held, context=context, balance=balance)
     cache.store_prompt(layer, k, v, new, buckets)
     return out
 

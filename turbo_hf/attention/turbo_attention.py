@@ -3,14 +3,13 @@
 import functools
 import math
 import weakref
-from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
 
 from turbo_hf.attention.full_precision import decompressed, full_precision_attention, hf_attention
-from turbo_hf.attention.latent import latent_prompt, latent_step, require_plain
+from turbo_hf.attention.latent import absorbed_attention, require_plain, up_projections
 from turbo_hf.attention.packed import PACKED_KEYWORDS, packed_cache
 from turbo_hf.attention.prompt import attend_prompt
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets_and_logits
@@ -24,6 +23,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.layout import Rotary, Scoring, power_of_two
 from turbo_hf.ops.repeat import repeat_key
+from turbo_hf.parallel.context import WHOLE
 from turbo_hf.patches.latent import expanded, keeps_latent
 
 NAME = "turbo_hf"
@@ -143,17 +143,16 @@ def turbo_attention(
     if turbo is None:
         _say_unpatched(module)
     call = TurboCall(None, None, sliding_window, "raise") if turbo is None else turbo
-    unknown = sorted([name for name, value in kwargs.items() if value is not None and name not in HARMLESS])
+    unknown = [name for name in kwargs.keys() - HARMLESS if kwargs[name] is not None]
     packed = packed_cache(kwargs)
     if packed is not None:
         # Transformers says is_causal=True here to attention without a mask
         layer: Any = module.layer_idx
-        reason = _refusal(None, causal, sorted({*unknown} - PACKED_KEYWORDS))
+        reason = _refusal(None, causal, {*unknown} - PACKED_KEYWORDS)
         if reason is not None:
             raise Unsupported(f"layer {layer}: {reason}")
         qkv, scoring = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux)
-        with _without_autocast(query.device):
-            out = packed.attend(module, *qkv, scoring, call.window)
+        out = _without_autocast(query.device, packed.attend, module, *qkv, scoring, call.window)
         return out.transpose(1, 2).contiguous(), None
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
     if call.cache is not None and call.layer is not None:
@@ -167,11 +166,8 @@ def turbo_attention(
         _require_unchanged(call.cache, call.layer, key, value)
         if reason is None:
             qkv, scoring = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux)
-            plain = call.cache.plain_columns(attention_mask, call.layer, query.shape[2])
-            with _without_autocast(query.device):
-                done = _repeated(call.layer, qkv, scoring) if plain else None
-                if done is None:
-                    done = compressed(call.cache, call.layer, Source(module, call.rotary), qkv, attention_mask, scoring)
+            to = (call.cache, call.layer, Source(module, call.rotary))
+            done = _without_autocast(query.device, compressed, *to, qkv, attention_mask, scoring)
             return done.transpose(1, 2).contiguous(), None
         key, value = decompressed(call.cache, call.layer, query, key, value, attention_mask)
     if keeps_latent(module):
@@ -201,8 +197,8 @@ def _refusal(mask: torch.Tensor | None, causal: bool, unknown: Collection[str]) 
     """Why this call cannot run on the compressed cache; None if it can."""
     if unknown:
         return (
-            f"the model passes {', '.join(unknown)} to its attention, which the compressed cache does not know. "
-            "Generate without it, or without the patch."
+            f"the model passes {', '.join(sorted(unknown))} to its attention, which the compressed cache does not "
+            "know. Generate without it, or without the patch."
         )
     if not causal:
         return "attention is not causal here. Run this model without the patch."
@@ -236,19 +232,13 @@ def _of_one_type(qkv: NewQKV) -> NewQKV:
     return NewQKV(*(x.to(narrow) for x in qkv))
 
 
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Products of codes, sums of whole numbers up to a million, are neither exact nor finite in autocast's types."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
-
-
-def _repeated(layer: TurboLayer, qkv: NewQKV, scoring: Scoring) -> torch.Tensor | None:
-    """`compressed` of a step without padding, by the launches of the step before; None: it has none that fit."""
-    if torch.is_grad_enabled():
-        return None
-    threshold = sas_threshold(layer.config, layer.seen + qkv.query.shape[2])
-    if threshold is not None:
-        scoring = scoring._replace(sas_threshold=threshold)
-    return layer.repeat_step(*qkv, scoring)
+def _without_autocast(device: torch.device, attend: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+    """`attend(*given)`: products of codes, sums of whole numbers up to a million, are neither exact nor finite in
+    autocast's types."""
+    if not torch.is_autocast_enabled(device.type):
+        return attend(*given)
+    with torch.autocast(device.type, enabled=False):
+        return attend(*given)
 
 
 def compressed(
@@ -260,24 +250,20 @@ def compressed(
     scoring: Scoring,
 ) -> torch.Tensor:
     """Attention over the compressed cache, which the new tokens join."""
-    layer.prepare_for(qkv.key, qkv.value)
-    layer.seal_leftovers(qkv.key.shape[2], check_later=True)
-    if mask is not None and len(mask) != len(qkv.query):
-        raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(qkv.query)}. Pass one row for each.")
-    if mask is None and layer.replay is None:
-        # a step that may be captured has been checked against its mask before
-        layer.require_no_given_padding(qkv.query.shape[2])
-    new = cache.new_columns(mask, layer, qkv.query.shape[2])
-    repeated = _repeated(layer, qkv, scoring) if new.valid is None else None
-    if repeated is not None:
-        return repeated
-    threshold = sas_threshold(layer.config, layer.seen + new.tokens)
-    if threshold is not None:
-        scoring = scoring._replace(sas_threshold=threshold)
+    rows, _, tokens, _ = qkv.query.shape
+    if layer.mark.now is None or not layer.mark.now.stored:
+        # the first layer of a pass: before its mask is read
+        layer.prepare_for(qkv.key, qkv.value)
+    if mask is not None and len(mask) != rows:
+        raise ValueError(f"attention_mask has {len(mask)} rows, this pass {rows}. Pass one row for each.")
+    new = cache.new_columns(mask, layer, tokens)
+    if layer.config.expert.sas:
+        scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + tokens))
     if not torch.is_grad_enabled():
-        return new.restore(_attend(cache, layer, source, qkv, new, scoring))
+        again = layer.repeat_step(*qkv, scoring) if new.valid is None else None
+        return _attend(cache, layer, source, qkv, new, scoring) if again is None else again
     with torch.no_grad():
-        out = new.restore(_attend(cache, layer, source, qkv, new, scoring))
+        out = _attend(cache, layer, source, qkv, new, scoring)
     return _NoGradient.apply(qkv.query, out) if qkv.query.requires_grad else out
 
 
@@ -285,34 +271,40 @@ def _attend(
     cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
     """A step or a prompt, over keys and values or over latents."""
-    decoding = layer.is_decoding(new.tokens)
+    layer.prepare_for(qkv.key, qkv.value)
+    layer.seal_leftovers(new.tokens, check_later=True)
     if layer.latent:
         require_plain(layer.index, scoring)
-        if decoding:
-            return latent_step(layer, source.module, qkv, new, scoring)
-        return latent_prompt(cache, layer, source.module, qkv, new, scoring)
-    if decoding:
-        return _step(layer, source, qkv, new, scoring)
-    return attend_prompt(cache, layer, source, qkv, new, scoring)
+    if layer.is_decoding(new.tokens):
+        out = _step(layer, source, qkv, new, scoring)
+    else:
+        out = attend_prompt(cache, layer, source, qkv, new, scoring)
+    return new.restore(out)
 
 
 def _step(layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
     q, k, v = qkv if new.gather is None else (new.align(x) for x in qkv)
-    starts = new.starts_on(q.device)
-    if layer.selector is not None:
+    starts, context = new.starts_on(q.device), layer.state.context
+    if layer.latent:
+        up = up_projections(source.module, q.dtype)
+        layer.append(k, v, new, check_later=True)
+        out = absorbed_attention(layer.ops, up, q, layer.kv_store(), starts, scoring)
+    elif layer.selector is not None:
         buckets, logits = new_buckets_and_logits(layer, source, qkv.query, qkv.key, new)
         layer.append(k, v, new, buckets, check_later=True)
         out = attend_sparse(layer, logits, qkv.query, new, starts, scoring).out
-        layer.commit(check_later=True)
-        return out
-    # launches of a replayed step are captured; those over a spread context are not repeated
-    kept = layer.in_place and layer.replay is None and not layer.state.context
-    key = repeat_key(q, k, v, starts, scoring) if kept else None
-    queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
-    assert queries is not None
-    store, repeat = layer.to_repeat(key)
-    out = layer.state.context.decode(layer.ops, queries, store, scoring, starts, layer.window, repeat)
+    else:
+        # launches of a replayed step are captured; those over a spread context are not repeated
+        kept = layer.replay is None and context is WHOLE and layer.in_place
+        key = repeat_key(q, k, v, starts, scoring) if kept else None
+        queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
+        assert queries is not None
+        store, repeat = layer.to_repeat(key)
+        if context is WHOLE:
+            out = layer.ops.decode(queries, store, scoring, starts=starts, window=layer.window, repeat=repeat).out
+        else:
+            out = context.decode(layer.ops, queries, store, scoring, starts, layer.window)
     layer.commit(check_later=True)
     return out
 

@@ -1,4 +1,4 @@
-"""Decorators for methods that change a cache: ordinary tensors, no tracing by torch.compile."""
+"""Decorators for methods of a cache: ordinary tensors, no tracing by torch.compile, one answer for all layers."""
 
 import functools
 from collections.abc import Callable
@@ -43,3 +43,21 @@ def ordinary(method: Callable[P, R]) -> Callable[P, R]:
         return method(*args, **kwargs) if plain else guarded(*args, **kwargs)
 
     return stores
+
+
+def once(method: Callable[P, R]) -> Callable[P, R]:
+    """A method of what is never changed: layers that ask equal ones the same get one answer, worked out once."""
+    known: tuple[list[Any], list[R]] = [], []
+
+    @functools.wraps(method)
+    def answer(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal known
+        question, (asked, answers) = (*args, kwargs), known
+        if question in asked:
+            return answers[asked.index(question)]
+        found = method(*args, **kwargs)
+        # of each window one; in one assignment, as threads share them
+        known = [question, *asked[:2]], [found, *answers[:2]]
+        return found
+
+    return answer

@@ -76,7 +76,7 @@ class TurboLayer(DequantizedLayer):
         empty = type(self)(
             self.config, self.window, self.index, self.head_order, self.selector, self.latent, self.balance
         )
-        empty.mark, empty.states = self.mark, self.states
+        empty.mark, empty.empty = self.mark, self.empty
         empty.state = empty.state._replace(context=self.state.context)
         # in one assignment, so that an exception leaves nothing half reset
         self.__dict__ = vars(empty)
@@ -162,7 +162,7 @@ class TurboLayer(DequantizedLayer):
         """As `reorder_cache`, of rows that exist."""
         self.forget_repeats()
         index = shared(rows, self.device)
-        self.pool.select_rows(self.state.pages(), rows)
+        self.pool.follow(self.pool.table.select_rows(self.state.pages(), rows))
         self.buffer.select_rows(index)
         self.bucket_index.select_rows(rows, index)
         self.order = self.order[index]

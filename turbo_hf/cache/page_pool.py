@@ -1,4 +1,4 @@
-"""The sealed part of one layer's cache: a pool of pages, and the table of which row holds which pages."""
+"""The sealed part of a cache: a pool of pages for each layer, and the table of which row holds which pages."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -7,15 +7,114 @@ from typing import Any
 import numpy as np
 import torch
 
-from turbo_hf.cache.guards import ordinary
+from turbo_hf.cache.guards import once, ordinary
 from turbo_hf.cache.open_buffer import Tokens
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, Width, empty_pages, narrowed
-from turbo_hf.ops.host_device import nothing, shared
+from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks, token_sizes
 from turbo_hf.parallel.context import WHOLE, ContextRanks
 
-TABLE_GRAIN = 16
-"""Blocks by which the table grows at least."""
+
+class PageTable:
+    """Which page of a pool holds which block of which row: one table for all layers that count alike.
+
+    It is on the host, where it is read without waiting for the device; `on` is a copy there. It is never changed: what
+    follows it is another table, in which each of these layers finds its pages. `RowState` counts the sealed blocks: the
+    argument `sealed` is its `pages`.
+
+    numbers: int64 [B, blocks], the page of each block, 0 past a row's end. A page may belong to several rows (beams of
+        one prompt). Those that no sealed block has are free.
+    reserved: pages of each row: those of sealed blocks, and of blocks to come.
+    pages: of the pool, used or not.
+    keep: the pages of the pool before that stay, in their new order; None: all do, and new ones follow them.
+    """
+
+    def __init__(self, numbers: Any = None, reserved: Sequence[int] = (), pages: int = 0, keep: Any = None):
+        self.numbers, self.reserved, self.pages, self.keep = numbers, list(reserved), pages, keep
+        self._sent: dict[torch.device, torch.Tensor] = {}
+
+    @once
+    def with_rows(self, rows: int) -> "PageTable":
+        """A table of so many rows, without pages."""
+        return PageTable(np.zeros((rows, 0), dtype=np.int64), [0] * rows, 0)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """int64 [B, blocks] on a device; at least as many blocks as the longest row has. Only to be read.
+
+        It includes reserved pages, so that replayed launches find the pages of blocks to come.
+        """
+        sent = self._sent.get(device)
+        return self._send(device) if sent is None else sent
+
+    @ordinary
+    def _send(self, device: torch.device) -> torch.Tensor:
+        sent = torch.empty(self.numbers.shape, dtype=torch.int64, device=device)
+        self._sent[device] = sent.copy_(torch.from_numpy(self.numbers), non_blocking=True)
+        return sent
+
+    def _in_use(self, sealed: Sequence[int]) -> Any:
+        """Which places name a sealed block, bool [B, blocks]."""
+        return np.arange(self.numbers.shape[1]) < np.array(sealed)[:, None]
+
+    @once
+    def reserve(self, sealed: list[int], ahead: list[int]) -> "PageTable":
+        """With pages for the next `ahead[row]` blocks of each row."""
+        if self.reserved == sealed and not any(ahead):
+            return self
+        in_use, free = self._in_use(sealed), np.ones(self.pages, dtype=bool)
+        free[self.numbers[in_use]] = False
+        missing = sum(ahead) - int(free.sum())
+        # growth by 1/32: copying stays a constant cost per token, and unused pages stay below 5 %
+        pages = self.pages + (max(missing, self.pages // 32) if missing > 0 else 0)
+        found = np.concatenate((free.nonzero()[0], np.arange(self.pages, pages)))
+        end = [held + more for held, more in zip(sealed, ahead, strict=True)]
+        numbers = np.zeros((len(end), max(end)), dtype=np.int64)
+        column, held = np.arange(max(end)), np.where(in_use, self.numbers, 0)[:, : max(end)]
+        numbers[:, : held.shape[1]] = held
+        new = (column >= np.array(sealed)[:, None]) & (column < np.array(end)[:, None])
+        numbers[new] = found[: sum(ahead)]
+        return PageTable(numbers, end, pages)
+
+    def compact(self, sealed: Sequence[int]) -> "PageTable":
+        """Without the pages that hold none of the `sealed[row]` oldest blocks of each row."""
+        in_use = self._in_use(sealed)
+        used = np.unique(self.numbers[in_use])
+        numbers = np.where(in_use, np.searchsorted(used, self.numbers), 0)[:, : max(sealed)]
+        return PageTable(numbers, sealed, len(used), used)
+
+    @once
+    def trim(self, sealed: list[int], shrink: bool = True) -> "PageTable":
+        """Without reserved pages. shrink: also `compact`, if it is worth it."""
+        least = self.compact(sealed)
+        if shrink and self.pages - least.pages > self.pages // 32:
+            return least
+        return self if self.reserved == sealed else PageTable(self.numbers, sealed, self.pages)
+
+    @once
+    def drop_front(self, sealed: list[int], counts: list[int], shrink: bool = True) -> "PageTable":
+        """Without the oldest `counts[row]` blocks of each row. shrink: as in `trim`."""
+        place = np.arange(self.numbers.shape[1]) + np.array(counts)[:, None]
+        numbers = np.take_along_axis(self.numbers, place.clip(max=self.numbers.shape[1] - 1), 1)
+        left = [held - count for held, count in zip(sealed, counts, strict=True)]
+        return PageTable(numbers, left, self.pages).trim(left, shrink)
+
+    @once
+    def select_rows(self, sealed: list[int], rows: list[int]) -> "PageTable":
+        """Row i becomes what row `rows[i]` was. Pages are shared, not copied."""
+        left = [sealed[row] for row in rows]
+        return PageTable(self.numbers[rows], left, self.pages).trim(left)
+
+    @once
+    @ordinary
+    def select_rows_in_place(self, sealed: list[int], rows: list[int]) -> "PageTable":
+        """As `select_rows`, of rows with as many blocks as those whose place they take. Every row keeps the pages that
+        are reserved for it; copies on devices keep their address."""
+        numbers = np.where(self._in_use(sealed), self.numbers[rows], self.numbers)
+        after = PageTable(numbers, self.reserved, self.pages)
+        after._sent, self._sent = self._sent, {}
+        for sent in after._sent.values():
+            sent.copy_(torch.from_numpy(numbers), non_blocking=True)
+        return after
 
 
 @lru_cache(maxsize=64)
@@ -34,17 +133,14 @@ def _no_pages(
 
 
 class PagePool:
-    """Pages of all rows of a layer. A page may belong to several rows (beams of one prompt).
-
-    The table is on the host, where it is read and written without waiting for the device; `device_table` is its copy.
-    `RowState` counts the sealed blocks: the argument `sealed` is its `pages` before the call.
+    """Pages of all rows of a layer, which follow their `table`. The argument `sealed` is as in `PageTable`.
 
     rotary_dim: of a layer of latent attention, as in `layout.page_bytes`.
     """
 
     def __init__(
         self,
-        rows: int,
+        table: PageTable,
         groups: HeadGroups,
         dim: int,
         block: int,
@@ -53,123 +149,43 @@ class PagePool:
         rotary_dim: int | None = None,
     ):
         self.groups, self.dim, self.block, self.device = groups, dim, block, device
-        self.dtype_16bit, self.rotary_dim = dtype_16bit, rotary_dim
+        self.dtype_16bit, self.rotary_dim, self.table = dtype_16bit, rotary_dim, table
         self.paged = tuple(
             _no_pages(width, slots, dim, block, device, dtype_16bit, rotary_dim) for width, slots in groups
         )
-        self.table = nothing((rows, 0), torch.int64, torch.device("cpu"))
-        # pages of each row in the table: sealed ones, and those reserved for blocks to come
-        self.reserved = [0] * rows
-        self._free: list[int] = []
-        # whether rows have dropped pages that `_free` does not name yet
-        self._dropped = False
-        # whether the device's table is this pool's alone, and keeps its address while rows are reordered
-        self._own_table = False
-        self._device_table: torch.Tensor | None = nothing((rows, 0), torch.int64, device)
 
     @property
     def pages(self) -> int:
         """Pages allocated, used or not."""
         return self.paged[0].k.shape[0]
 
-    def device_table(self) -> torch.Tensor:
-        """int64 [B, blocks] on the cache's device; at least as many blocks as the longest row has. Only to be read.
-
-        It includes reserved pages, so that replayed launches find the pages of blocks to come.
-        """
-        if self._device_table is None:
-            sent = self._sent_table()
-            self._device_table = ordinary(sent.clone)() if self._own_table else sent
-        return self._device_table
-
-    def _sent_table(self) -> torch.Tensor:
-        table = self.table[:, : max(self.reserved, default=0)]
-        return shared(table, self.device).view(table.shape)
-
     def nbytes(self) -> tuple[int, int]:
         """Bytes of codes, and of their metadata: zeros, spans, sizes, table."""
-        codes = sum(h.k.nbytes + h.v.nbytes for h in self.paged)
-        places = 8 * len(self.reserved) * (1 + max(self.reserved, default=0))
+        codes, reserved = sum(h.k.nbytes + h.v.nbytes for h in self.paged), self.table.reserved
+        places = 8 * len(reserved) * (1 + max(reserved, default=0))
         return codes, sum(h.meta.nbytes + h.size.nbytes for h in self.paged) + places
-
-    def reserve(self, sealed: list[int], ahead: Sequence[int]) -> None:
-        """Pages for the next `ahead[row]` blocks of each row, in the table before blocks are sealed to them."""
-        if self._dropped:
-            self.trim(sealed, shrink=False)
-        self._release(sealed)
-        self.reserved = self._enter(ahead, self._allocate(sum(ahead)))
-        self._device_table = None
-
-    def _enter(self, ahead: Sequence[int], pages: list[int]) -> list[int]:
-        """Append `ahead[row]` of `pages` to each row of the table; returns how many pages each row then has."""
-        end = [held + count for held, count in zip(self.reserved, ahead, strict=True)]
-        missing = max(end) - self.table.shape[1]
-        if missing > 0:
-            # doubling is affordable: the table is a thousandth of the pages
-            more = -(-max(missing, self.table.shape[1]) // TABLE_GRAIN) * TABLE_GRAIN
-            self.table = torch.nn.functional.pad(self.table, (0, more))
-        # NumPy shares the memory, and takes less time on the host
-        table, first = self.table.numpy(), 0
-        for row, (held, count) in enumerate(zip(self.reserved, ahead, strict=True)):
-            table[row, held : held + count] = pages[first : first + count]
-            first += count
-        return end
-
-    def _in_use(self, sealed: list[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Which places of the table name a sealed block, bool [B, blocks]; and the pages that they name, each once."""
-        table = self.table.numpy()
-        in_use = np.arange(table.shape[1]) < np.array(sealed)[:, None]
-        return in_use, np.unique(table[in_use])
 
     def kept(self, sealed: list[int]) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
         """What `hold` takes: k, v, meta and size of the pages in use, for each width, and the table [B, most blocks]
         of their numbers."""
-        in_use, used = self._in_use(sealed)
-        pick = torch.from_numpy(used).to(self.device)
-        pages = [[x.index_select(0, pick) for x in heads[1:]] for heads in self.paged]
-        table = np.where(in_use, np.searchsorted(used, self.table.numpy()), 0)[:, : max(sealed)]
-        return pages, torch.from_numpy(table)
+        table = self.table.compact(sealed)
+        pick = shared(torch.from_numpy(table.keep), self.device)
+        return [[x.index_select(0, pick) for x in heads[1:]] for heads in self.paged], torch.from_numpy(table.numbers)
 
     def hold(self, paged: tuple[PagedHeads, ...], table: torch.Tensor, sealed: list[int]) -> None:
         """Take these pages, all in use, and this table of them, in place of those of a new pool."""
-        self.paged, self.table, self.reserved, self._device_table = paged, table, list(sealed), None
+        self.paged, self.table = paged, PageTable(table.numpy(), sealed, len(paged[0].k))
 
-    def trim(self, sealed: list[int], shrink: bool = True) -> None:
-        """Free the pages that hold none of the `sealed[row]` oldest blocks of each row. shrink: release their memory,
-        if it is worth it."""
-        table = self.table.numpy()
-        in_use, used = self._in_use(sealed)
-        if shrink and self.pages - len(used) > self.pages // 32:
-            # first, since it may run out of memory
-            self._resize(torch.from_numpy(used).to(self.device, non_blocking=True), 0)
-            self.table = torch.from_numpy(np.where(in_use, np.searchsorted(used, table), 0))
-            self._free = []
-        else:
-            free = np.ones(self.pages, dtype=bool)
-            free[used] = False
-            self._free = np.flatnonzero(free).tolist()
-        self._dropped = False
-        self.reserved = list(sealed)
-        self._device_table = None
+    def follow(self, table: PageTable) -> None:
+        """Take a table that follows the pool's own, and the pages that it asks for: allocate, or release their memory.
 
-    def _release(self, sealed: list[int]) -> None:
-        """Take back reserved pages to which no block was sealed."""
-        if self.reserved == sealed:
-            return
-        spans = [(row, n) for row in range(len(sealed)) for n in range(sealed[row], self.reserved[row])]
-        where = torch.tensor(spans, device="cpu").T
-        self._free += self.table[where[0], where[1]].tolist()
-        self.reserved = list(sealed)
-
-    def _allocate(self, count: int) -> list[int]:
-        missing = count - len(self._free)
-        if missing > 0:
-            # growth by 1/32: copying stays a constant cost per token, and unused pages stay below 5 %
-            first, grow = self.pages, max(missing, self.pages // 32)
-            self._resize(range(first), grow)
-            self._free += range(first, first + grow)
-        taken, self._free = self._free[:count], self._free[count:]
-        return taken
+        First the pages, since memory may run out.
+        """
+        if table.keep is not None and table is not self.table:
+            self._resize(shared(torch.from_numpy(table.keep), self.device), 0)
+        elif table.pages > self.pages:
+            self._resize(range(self.pages), table.pages - self.pages)
+        self.table = table
 
     def _resize(self, keep: torch.Tensor | range, extra: int) -> None:
         """Keep the pages `keep`, in that order, and add `extra` uninitialized ones. A range: all, from the first on."""
@@ -189,30 +205,6 @@ class PagePool:
                 target[: len(keep)] = source
             else:
                 torch.index_select(source, 0, keep, out=target[: len(keep)])
-
-    def drop_front(self, sealed: list[int], counts: Sequence[int], shrink: bool = True) -> None:
-        """Drop the oldest `counts[row]` blocks of each row. shrink: as in `trim`."""
-        for row, count in enumerate(counts):
-            if count:
-                self.table[row, : sealed[row] - count] = self.table[row, count : sealed[row]].clone()
-        self.trim([held - count for held, count in zip(sealed, counts, strict=True)], shrink)
-
-    def select_rows(self, sealed: list[int], rows: list[int]) -> None:
-        """Row i becomes what row `rows[i]` was. Pages are shared, not copied."""
-        self.table = self.table[rows]
-        self.trim([sealed[row] for row in rows])
-
-    def select_rows_in_place(self, sealed: list[int], rows: list[int]) -> None:
-        """As `select_rows`, of rows with as many blocks as those whose place they take. Every row keeps the pages that
-        are reserved for it; the device's table keeps its address, from the second time on."""
-        table = self.table.numpy()
-        held = np.arange(table.shape[1]) < np.array(sealed)[:, None]
-        self.table = torch.from_numpy(np.where(held, table[rows], table))
-        self._dropped = True
-        if self._own_table and self._device_table is not None:
-            self._device_table.copy_(self._sent_table())
-        else:
-            self._own_table, self._device_table = True, None
 
     def reopen(
         self, sealed: list[int], counts: list[int], order: torch.Tensor, context: ContextRanks = WHOLE
@@ -240,7 +232,7 @@ class PagePool:
                 for x, part in zip(tokens, parts, strict=True):
                     x[row, :, most - keep :] = part[:, :keep]
         whole = [held - count for held, count in zip(sealed, cut, strict=True)]
-        self.trim(context.pages(whole))
+        self.follow(self.table.trim(context.pages(whole)))
         return Tokens(*map(context.summed, tokens)), [most - keep for keep in left]
 
     def block_tokens(self, row: int, block: int, order: torch.Tensor) -> Tokens:
@@ -249,7 +241,7 @@ class PagePool:
         Exact at 8 and at 16 bit. Below, the open buffer's INT8 codes are in units of the token's size, so that numbers
         move by up to half of it.
         """
-        at, wide = int(self.table[row, block]), UNQUANTIZED in dict(self.groups)
+        at, wide = int(self.table.numbers[row, block]), UNQUANTIZED in dict(self.groups)
         keys, values, sizes = [], [], []
         for pages in self.paged:
             page = PagedHeads(pages.bits, *(x[at : at + 1] for x in pages[1:]))

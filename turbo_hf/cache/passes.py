@@ -1,51 +1,42 @@
 """What a forward pass calls of the compressed cache."""
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from turbo_hf.cache.deferred_stores import DeferredStores
-from turbo_hf.cache.known_tokens import KnowsTokens
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, Planned, columns_from_mask
 from turbo_hf.cache.other_layers import MarkedUpdates
+from turbo_hf.cache.page_pool import PageTable
 from turbo_hf.cache.pass_mark import PassMark
-from turbo_hf.cache.rows import SharedStates
 from turbo_hf.ops.host_device import require_finite
 from turbo_hf.parallel.context import WHOLE, ContextRanks
 from turbo_hf.ranks import ALONE, Ranks
 
 
-class InPlace(Protocol):
-    """What holds on to the memory of a cache's layers, and changes them in place."""
+class CachePasses(MarkedUpdates):
+    """The part of a `TurboCache` that a forward pass calls, and what belongs to all layers. It knows its tokens, as far
+    as whoever passes them shows them."""
 
-    cache: Any
-
-    def crop(self, columns: int) -> bool:
-        """As `TurboCache.crop`, of as many columns as there are. False: it cannot, and has changed nothing."""
-
-    def select_rows(self, rows: list[int]) -> bool:
-        """As `TurboCache.reorder_cache`, of rows that exist. False: it cannot, and has changed nothing."""
-
-
-class CachePasses(KnowsTokens, MarkedUpdates):
-    """The part of a `TurboCache` that a forward pass calls, and what belongs to all layers."""
+    # [B, n], the first n columns, padding included; None: not known
+    _known: torch.Tensor | None = None
+    # they came from a file, and were not compared with the input of a `generate` call since
+    _saved: bool = False
 
     def __init__(self, layers: list[Any], given_mask: torch.Tensor | None = None):
         self.all_layers: list[Any] = []
         super().__init__(layers=layers)
         self.mark = PassMark(sum(isinstance(layer, CacheLayerMixin) for layer in layers))
-        self.deferred, states = DeferredStores(self.mark), SharedStates()
+        self.deferred, empty = DeferredStores(self.mark), PageTable()
         for layer in self.turbo_layers():
-            layer.mark, layer.states, layer.given_mask = self.mark, states, given_mask
-        # of the pass under way: plans by mask, the first compressed layer, columns without a mask
+            layer.mark, layer.empty, layer.given_mask = self.mark, empty, given_mask
+        # of the pass under way, by mask
         self._planned: list[Planned] = []
-        self._first: TurboLayer | None = None
-        self._unmasked: tuple[int, int] | None = None
-        # the captured steps over this cache (not over a copy of it), which change it without a new capture
-        self.captured: weakref.ref[InPlace] | None = None
+        # the captured steps over this cache (`ReplayableSteps`; not over a copy of it), which change it in place
+        self.captured: weakref.ref[Any] | None = None
         # whether some pass could not be served compressed: the next may not be, either
         self.decompressed = False
         # the patched model that has run over it
@@ -77,39 +68,24 @@ class CachePasses(KnowsTokens, MarkedUpdates):
             ValueError: an earlier pass was interrupted, so that layers hold different numbers of tokens.
         """
         if layer.replay is not None:
+            # it has been checked before
             return NewColumns(tokens)
-        for each in self.all_layers:
+        for index, each in enumerate(self.all_layers):
             if layer is each:
                 # plans of an earlier pass may be for a mask that has been changed in place since
-                self._planned, self._first, self._unmasked = [], layer, None
-                self._require_one_length(self.all_layers.index(layer), tokens)
+                self._planned = []
+                self._require_one_length(index, tokens)
             if isinstance(each, TurboLayer):
                 break
-        if mask is None and layer.valid_prefix is None:
-            self._unmasked = layer.seen, tokens
-            return NewColumns(tokens)
-        columns = (layer.seen, tokens)
+        seen = layer.seen
         for at in self._planned:
-            if (at.seen, at.tokens) == columns and at.under(mask):
+            if at.seen == seen and at.tokens == tokens and at.under(mask):
                 return at.new if mask is None else at.new.on(mask.device)
-        new = columns_from_mask(mask, *columns, layer.valid)
-        self._planned.append(Planned(mask, *columns, new))
-        return new if mask is None else new.on(mask.device)
-
-    def plain_columns(self, mask: torch.Tensor | None, layer: TurboLayer, tokens: int) -> bool:
-        """Whether this pass is known to bring `tokens` tokens to each row of a layer, and none of them padding.
-
-        The pass's first layer asks `new_columns`, which reads the mask.
-        """
-        seen, planned = layer.seen, self._planned
-        if layer is self._first:
-            return False
-        if mask is None:
-            return layer.valid_prefix is None and layer.given_mask is None and self._unmasked == (seen, tokens)
-        if not planned:
-            return False
-        at = planned[-1]
-        return at.seen == seen and at.tokens == tokens and at.new.valid is None and at.under(mask)
+        if mask is None and layer.given_mask is not None:
+            layer.require_no_given_padding(tokens)
+        new = columns_from_mask(mask, seen, tokens, layer.valid)
+        self._planned.append(Planned(mask, seen, tokens, new))
+        return new
 
     def _require_one_length(self, first: int, tokens: int) -> None:
         """ValueError unless all layers held equally many tokens before this pass, which has reached layer `first`."""
@@ -168,3 +144,56 @@ class CachePasses(KnowsTokens, MarkedUpdates):
             require_finite({layer.index: layer.nonfinite for layer in layers}, ranks)
         for layer in layers:
             layer.unchecked = False
+
+    def know(self, ids: torch.Tensor | None, saved: bool = False) -> None:
+        """Note the tokens [B, columns] that an empty cache will hold once a pass is over; None: they are not known."""
+        self._known, self._saved = ids, saved
+
+    def known_ids(self) -> torch.Tensor | None:
+        """int64 [B, columns], its tokens, padding included; None: not all of them are known."""
+        ids = self._known
+        return ids if ids is not None and ids.dim() == 2 and ids.shape[1] == self.get_seq_length() else None
+
+    def compare(self, ids: torch.Tensor | None) -> None:
+        """The first `generate` step over a loaded cache begins: its whole input is [B, columns]; None: not shown.
+
+        Raises:
+            ValueError: the cache holds the keys and values of other tokens.
+        """
+        if ids is not None and self._saved and self._known is not None:
+            valid = next((layer.valid for layer in self.turbo_layers() if layer.is_initialized), None)
+            _require_same(self._known.to(ids.device), ids, self.get_seq_length(), valid)
+        self._saved = False
+
+    def _cut_known(self) -> None:
+        if self._known is not None:
+            self._known = self._known[:, : self.get_seq_length()]
+
+    def _select_known(self, rows: list[int]) -> None:
+        if self._known is not None:
+            self._known = self._known[rows]
+
+
+def _require_same(own: torch.Tensor, ids: torch.Tensor, seen: int, valid: torch.Tensor | None) -> None:
+    """ValueError unless `ids`, the whole input of a `generate` call, begin with the tokens `own` and go on.
+
+    own: the first tokens of a cache of `seen` columns. valid: bool [B, seen], which are no padding; None: all.
+    """
+    if len(own) != len(ids):
+        raise ValueError(
+            f"this saved cache holds {len(own)} rows, and input_ids has {len(ids)}. Repeat its rows for beams and "
+            "returned sequences: cache.batch_repeat_interleave(n)."
+        )
+    if ids.shape[1] <= seen:
+        raise ValueError(
+            f"this saved cache holds {seen} columns, and input_ids has {ids.shape[1]}: pass the saved prompt and at "
+            "least one token more."
+        )
+    differs = own != ids[:, : own.shape[1]]
+    if valid is not None:
+        differs &= valid.to(ids.device)[:, : own.shape[1]]
+    for row, column in differs.nonzero()[:1].tolist():
+        raise ValueError(
+            f"input_ids does not begin with the prompt of this saved cache: row {row} has token "
+            f"{int(ids[row, column])} in column {column}, the saved prompt {int(own[row, column])}."
+        )

@@ -1,11 +1,11 @@
 """Rows of a batch: what the host counts for each, and the device's copies of it."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from turbo_hf.cache.guards import ordinary
+from turbo_hf.cache.guards import once, ordinary
 from turbo_hf.ops.host_device import send, shared
 from turbo_hf.parallel.context import WHOLE, ContextRanks
 
@@ -51,7 +51,7 @@ class RowState(NamedTuple):
 
     def pages(self) -> list[int]:
         """Sealed blocks of each row that are in this process: the pages that its pool names."""
-        return self.context.pages(self.sealed)
+        return self.sealed if self.context is WHOLE else self.context.pages(self.sealed)
 
     def leaving(self, window: int | None, kept: int = 0) -> list[int]:
         """Whole blocks of each row that no later query of a layer with this window will see.
@@ -72,6 +72,7 @@ class RowState(NamedTuple):
             return [held + tokens for held in self.open]
         return [held + tokens - start for held, start in zip(self.open, starts, strict=True)]
 
+    @once
     def stored(self, tokens: int, starts: Sequence[int] | None, decoding: bool) -> "RowState":
         """The state after `tokens` new columns, row r's tokens from column `starts[r]` on. decoding: in a step."""
         return self._replace(
@@ -139,24 +140,6 @@ class RowState(NamedTuple):
         lists = (self.sealed, self.open, self.dropped, self.turn_start)
         sealed, opened, dropped, turn_start = ([numbers[row] for row in rows] for numbers in lists)
         return self._replace(sealed=sealed, open=opened, dropped=dropped, turn_start=turn_start)
-
-
-class SharedStates:
-    """What follows the state of a layer, worked out once for the layers that hold the same one, and then share it."""
-
-    def __init__(self) -> None:
-        self._known: list[tuple[RowState, Any, RowState]] = []
-
-    def stored(self, before: RowState, tokens: int, starts: Sequence[int] | None, decoding: bool) -> RowState:
-        """`RowState.stored`."""
-        how = (tokens, starts, decoding)
-        for state, given, after in self._known:
-            if (state is before or state == before) and given == how:
-                return after
-        after = before.stored(*how)
-        # of each window one
-        self._known = [(before, how, after), *self._known[:2]]
-        return after
 
 
 class DeviceCounts:

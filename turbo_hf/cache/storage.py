@@ -9,15 +9,16 @@ import torch
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.open_buffer import OpenBuffer
-from turbo_hf.cache.page_pool import PagePool
+from turbo_hf.cache.page_pool import PagePool, PageTable
 from turbo_hf.cache.pass_mark import PassMark, storing
-from turbo_hf.cache.rows import DeviceCounts, RowState, SharedStates
+from turbo_hf.cache.rows import DeviceCounts, RowState
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED, KVStore, Scoring, type_16bit
 from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.layer_ops import LayerOps, ops_of
 from turbo_hf.ops.repeat import Repeat, repeat_key
 from turbo_hf.ops.store.quantize import check_float
+from turbo_hf.parallel.context import WHOLE
 from turbo_hf.sparse.bucket_index import BucketIndex
 from turbo_hf.sparse.selectors import Selector
 
@@ -60,26 +61,6 @@ class _Repeats:
         return _Repeats, ()
 
 
-class RowBlocks(NamedTuple):
-    """What a commit does with the blocks of one row.
-
-    leaving: how many of its oldest pages have left the window.
-    whole: how many whole blocks leave its open buffer.
-    skipped: how many of those have left the window too, and are not sealed.
-    sorted: blocks, by their number in the row, whose tokens are sorted by bucket before they are sealed.
-    """
-
-    leaving: int
-    whole: int
-    skipped: int
-    sorted: range
-
-    @property
-    def sealed(self) -> int:
-        """Blocks that are sealed."""
-        return self.whole - self.skipped
-
-
 class LayerStorage:
     """Keys and values of one layer: sealed pages and an open INT8 buffer.
 
@@ -106,13 +87,13 @@ class LayerStorage:
         self.balance = None if config.bits == UNQUANTIZED else balance
         self.config, self.window, self.index, self.head_order = config, window, index, head_order
         # shared by all layers of a cache
-        self.mark, self.name = PassMark(1), f"layer {index}"
+        self.mark, self.empty = PassMark(1), PageTable()
+        self.name = f"layer {index}"
         self.is_sliding = window is not None
         # whose order of tokens has a meaning, or whose store kernels seal all of them: `layout`
         first = 0 if window is not None or selector is not None or latent else config.first_tokens
         recent = 0 if latent else config.recent
         self.state = RowState(config.expert.block_size, [], [], [], [], recent=recent, first=first)
-        self.states = SharedStates()
         # bool [B, columns], which of the first columns hold a token; None: all of them
         self.valid_prefix: torch.Tensor | None = None
         # whether `nonfinite`, which kernels set, is still to be read
@@ -148,7 +129,8 @@ class LayerStorage:
         self.balance = None if self.balance is None else self.balance.to(self.device)
         groups = self.config.head_groups(self.heads)
         block, dtype_16bit = self.config.expert.block_size, type_16bit(self.dtype)
-        self.pool = PagePool(rows, groups, self.dim, block, self.device, dtype_16bit, self.rotary_dim)
+        table = self.empty.with_rows(rows)
+        self.pool = PagePool(table, groups, self.dim, block, self.device, dtype_16bit, self.rotary_dim)
         self.bucket_index = BucketIndex(rows, self.heads, block, self.selector, self.device)
         opened = dtype_16bit if UNQUANTIZED in dict(groups) else torch.int8
         buffer = (opened, key_states.shape[2], self.rotary_dim)
@@ -201,7 +183,7 @@ class LayerStorage:
         if kept.store is not None and self.replay is None and all(map(operator.is_, self._held(), kept.of)):
             return kept.store
         state, counts, replay = self.state, self.device_counts, self.replay
-        places = (self.order, self.pool.device_table(), counts.sealed(state))
+        places = (self.order, self.pool.table.on(self.device), counts.sealed(state))
         opened = (*self.buffer.tensors(), counts.open(state))
         known, plans = (tuple(state.pages()), None) if replay is None else (replay.sealed, replay.plans)
         return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans, state.first, state.recent)
@@ -209,7 +191,7 @@ class LayerStorage:
     def _held(self) -> tuple[Any, ...]:
         """What launches have the addresses of, and the lengths that they are planned for."""
         state, counts, pool = self.state, self.device_counts, self.pool
-        placed = (self.order, pool.device_table(), counts.sealed(state), counts.open(state), state.sealed)
+        placed = (self.order, pool.table.on(self.device), counts.sealed(state), counts.open(state), state.sealed)
         return (pool.paged, self.buffer.k, *placed, self.nonfinite, self.universal)
 
     def to_repeat(self, key: Any) -> tuple[KVStore, Repeat | None]:
@@ -244,9 +226,10 @@ class LayerStorage:
         repeat = kept.known.get(repeat_key(q, k, v, None, scoring))
         if repeat is None or repeat.append is None or repeat.decode is None:
             return None
-        if most + tokens > store.k_open.shape[2] or state.is_due() or not self.is_decoding(tokens):
+        due = most >= state.block + state.staying
+        if due or most + tokens > store.k_open.shape[2] or not self.is_decoding(tokens):
             return None
-        mark, after = self.mark, self.states.stored(state, tokens, None, True)
+        mark, after = self.mark, state.stored(tokens, None, True)
         mark.turn(self.index)
         mark.writing = self.name
         balanced = repeat.append(k, v, None if self.balance is None else q)
@@ -271,15 +254,15 @@ class LayerStorage:
         Raises:
             ValueError: other rows, heads or channels than the cache holds.
         """
-        if self.is_initialized and (*k.shape[:2], k.shape[3]) != (self.rows, self.heads, self.dim):
+        rows, heads, _, dim = k.shape
+        if self.is_initialized and (rows != self.rows or heads != self.heads or dim != self.dim):
             raise ValueError(
                 f"layer {self.index}: the cache holds {self.rows} rows of {self.heads} heads of {self.dim} channels; "
-                f"this pass brings {k.shape[0]} of {k.shape[1]} of {k.shape[3]}. Use a new TurboCache, or reset() this "
-                "one."
+                f"this pass brings {rows} of {heads} of {dim}. Use a new TurboCache, or reset() this one."
             )
         kind = (k.dtype, k.device)
         if kind != self.chosen_for:
-            self.ops = ops_of(self.config, k, self.config.head_groups(k.shape[1]), v.shape[-1] if self.latent else None)
+            self.ops = ops_of(self.config, k, self.config.head_groups(heads), v.shape[-1] if self.latent else None)
             self.chosen_for = kind
 
     def seal_leftovers(self, tokens: int, check_later: bool = False) -> None:
@@ -356,7 +339,7 @@ class LayerStorage:
                 return self.ops.append_step(k, v, self.kv_store(), noted=self.bucket_index.noted(buckets), **how)
             return self.ops.append_tokens(k, v, self.kv_store(), **how)
         state, decoding = self.state, self.is_decoding(new.tokens)
-        after = self.states.stored(state, new.tokens, new.starts, decoding)
+        after = state.stored(new.tokens, new.starts, decoding)
         if self.selector is not None:
             self.bucket_index.append(buckets, state.lengths(), new.tokens, new.starts)
         room = max(after.open)
@@ -408,60 +391,60 @@ class LayerStorage:
         if state.waits() and self.selector is None and max(state.open) > 2 * state.block + state.staying:
             self._commit(check_later=True, kept=self.config.expert.block_size)
 
-    def _row_blocks(self, whole_prompt: bool, kept: int) -> list[RowBlocks]:
-        """What to commit of each row, whose newest `kept` tokens stay open; []: nothing."""
-        state, index = self.state, self.bucket_index
-        if not self._may_commit():
-            return []
-        lengths, whole = state.lengths(), state.whole(kept)
-        if index.sorts and not (whole_prompt or state.decoded):
-            whole = [max(0, end - sealed) for end, sealed in zip(index.outside(lengths), state.sealed, strict=True)]
-        to_sort = index.sortable(state.sealed, lengths, state.turn_start)
-        rows = []
-        leaves = state.leaving(self.window, kept)
-        for gone, sealed, count, order in zip(leaves, state.sealed, whole, to_sort, strict=True):
-            leaving = min(gone, sealed)
-            rows.append(RowBlocks(leaving, count, min(gone - leaving, count), order))
-        return rows if any(row.whole or row.leaving for row in rows) else []
-
     @storing
     def _commit(self, check_later: bool = False, whole_prompt: bool = False, kept: int = 0) -> None:
-        block, pool, buffer, index = self.config.expert.block_size, self.pool, self.buffer, self.bucket_index
-        rows = self._row_blocks(whole_prompt, kept)
-        if not rows:
+        """As `commit`; the newest `kept` tokens stay open."""
+        if not self._may_commit():
+            return
+        before, pool, buffer, index = self.state, self.pool, self.buffer, self.bucket_index
+        sorts = self.selector is not None and index.sorts
+        block, lengths, whole = before.block, before.lengths(), before.whole(kept)
+        if sorts and not (whole_prompt or before.decoded):
+            whole = [max(0, end - sealed) for end, sealed in zip(index.outside(lengths), before.sealed, strict=True)]
+        gone = before.leaving(self.window, kept)
+        # what has left the window: sealed blocks, and open ones, which are not sealed
+        leaving = list(map(min, gone, before.sealed))
+        skipped = [min(n - left, count) for n, left, count in zip(gone, leaving, whole, strict=True)]
+        if not any(whole) and not any(leaving):
             return
         self.forget_repeats()
         # a block is final: NaN or Inf noted for its tokens must be reported
         self._check_finite(check_later)
-        if any(row.leaving for row in rows):
-            leaving = [row.leaving for row in rows]
-            pool.drop_front(self.state.sealed, leaving)
-            self.state = self.state.without_front(leaving)
-        if any(row.sealed for row in rows):
-            before, sealed = self.state, [held + row.sealed for held, row in zip(self.state.sealed, rows, strict=True)]
-            after = before._replace(sealed=sealed)
-            held = before.pages()
-            pool.reserve(held, [then - now for now, then in zip(held, after.pages(), strict=True)])
-            for n, row in enumerate(rows):
-                if row.sorted:
-                    buffer.reorder(n, (row.sorted.start - before.sealed[n]) * block, index.sort(n, row.sorted))
-            self.state = after
-            # the op seals every whole block among `open_len` tokens, but for those that stay
-            store = self.kv_store()
-            if index.sorts or kept:
-                ends = [after.staying + row.whole * block for row in rows]
-                store = store._replace(open_len=shared(ends, self.device))
-            store, most = after.context.own_blocks(store, before.sealed, [row.whole for row in rows])
-            if most:
-                self.ops.seal_open(store, most)
-        if any(row.whole for row in rows):
-            state, gone = self.state, [row.whole * block for row in rows]
-            opened = [held - count for held, count in zip(state.open, gone, strict=True)]
+        to_sort = index.sortable(before.sealed, lengths, before.turn_start) if sorts else []
+        if any(leaving):
+            pool.follow(pool.table.drop_front(before.sealed, leaving))
+            self.state = before = before.without_front(leaving)
+        if whole != skipped:
+            self.state = before._replace(
+                sealed=list(map(operator.add, before.sealed, map(operator.sub, whole, skipped)))
+            )
+            after, held = self.state, before.pages()
+            pool.follow(pool.table.reserve(held, list(map(operator.sub, after.pages(), held))))
+            for row, blocks in enumerate(to_sort):
+                if blocks:
+                    buffer.reorder(row, (blocks.start - before.sealed[row]) * block, index.sort(row, blocks))
+            self.seal(before, whole)
+        if any(whole):
+            opened = [held - n * block for held, n in zip(before.open, whole, strict=True)]
             # in steady decoding no token moves, and the memory serves the next block
-            steady = self.state.decoded and self.in_place
-            if steady and state.recent:
-                buffer.drop_front_in_place(gone, opened)
+            steady = before.decoded and self.in_place
+            if steady and before.recent:
+                buffer.drop_front_in_place([n * block for n in whole], opened)
             else:
-                buffer.drop_front(gone, opened, block + state.first if steady else 0)
-            dropped = [held + row.skipped * block for held, row in zip(state.dropped, rows, strict=True)]
-            self.state = state._replace(open=opened, dropped=dropped)
+                buffer.drop_front([n * block for n in whole], opened, block + before.first if steady else 0)
+            dropped = [held + n * block for held, n in zip(before.dropped, skipped, strict=True)]
+            self.state = self.state._replace(open=opened, dropped=dropped)
+
+    def seal(self, before: RowState, whole: list[int]) -> None:
+        """Seal the oldest `whole[row]` blocks of open tokens of each row, for which there are pages.
+
+        They are sealed in `state` already, and open in `before`.
+        """
+        store, most = self.kv_store(), max(whole)
+        if whole != before.whole():
+            # the op seals every whole block among `open_len` tokens, but for those that stay
+            store = store._replace(open_len=shared([before.staying + n * before.block for n in whole], self.device))
+        if before.context is not WHOLE:
+            store, most = before.context.own_blocks(store, before.sealed, whole)
+        if most:
+            self.ops.seal_open(store, most)

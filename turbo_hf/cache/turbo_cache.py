@@ -15,7 +15,7 @@ from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
 from turbo_hf.cache.memory import Memory, measure
 from turbo_hf.cache.other_layers import require_recorded, stop_recording
 from turbo_hf.cache.pass_mark import Pass
-from turbo_hf.cache.passes import CachePasses, InPlace
+from turbo_hf.cache.passes import CachePasses
 from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.cache.saved_cache import load, save
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, of_layer, resolve_config
@@ -188,7 +188,7 @@ class TurboCache(CachePasses):
             super().crop(tokens_to_remove)
         self._cut_known()
 
-    def _captured_steps(self) -> InPlace | None:
+    def _captured_steps(self) -> Any:
         captured = None if self.captured is None else self.captured()
         return captured if captured is not None and captured.cache is self else None
 

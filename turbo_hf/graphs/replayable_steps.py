@@ -23,8 +23,7 @@ from turbo_hf.cache.pass_mark import STEP, storing
 from turbo_hf.cache.rows import RowState
 from turbo_hf.cache.storage import ReplayState
 from turbo_hf.cache.turbo_cache import TurboCache
-from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import UNQUANTIZED
+from turbo_hf.graphs.why_not import BLOCKS
 from turbo_hf.ops.host_device import require_finite, shared
 
 AHEAD = 8
@@ -33,9 +32,6 @@ AHEAD = 8
 SLACK = 32
 """Pages of a layer that may always be reserved; beyond them, one block per row, or a twentieth of the pages in use.
 Unused pages are given back when steps end."""
-
-BLOCKS = 2
-"""Blocks of open tokens for which there is room while they wait for a `crop`; a longer draft makes more."""
 
 STEPS = "a decode step"
 
@@ -98,53 +94,6 @@ class _Group:
         """Whether the next step seals a block for which no page is reserved."""
         rows = zip(self.state.due(), self.state.sealed, self.reserved, strict=True)
         return self.seals() and any(due and blocks == pages for due, blocks, pages in rows)
-
-
-def why_no_replay_under(config: TurboConfig, latent: bool = False) -> str | None:
-    """Why no step under a config can ever be replayed, whatever its selectors; None if one may be.
-
-    latent: of layers of latent attention.
-    """
-    if config.expert.backend == "reference":
-        return 'backend "reference" has no kernels'
-    if config.bits == UNQUANTIZED and config.sparse is not None and not latent:
-        return "16-bit pages of sparse layers"
-    return None
-
-
-def why_never_replayed(cache: TurboCache) -> str | None:
-    """Why no step of a cache can ever be replayed; None if one may be. Not all is known of an empty layer."""
-    if cache.decompressed:
-        return "a pass over this cache was computed in full precision, and its steps may be, too"
-    for index, layer in enumerate(cache.layers):
-        if not isinstance(layer, TurboLayer):
-            return f"layer {index} is not compressed"
-        reason = why_no_replay_under(layer.config, layer.latent)
-        if reason is None and layer.is_initialized and layer.seen:
-            # of latents, `in_place` tells of all kernels
-            known = None if layer.latent else layer.ops.why_no_step_kernel()
-            reason = known if layer.in_place else f"layer {index} runs without kernels"
-        if reason is not None:
-            return reason
-    return None
-
-
-def why_no_replay(cache: TurboCache) -> str | None:
-    """Why the next step of a cache cannot be replayed as it is now; None if it can."""
-    lasting = why_never_replayed(cache)
-    if lasting is not None:
-        return lasting
-    for index, layer in enumerate(cache.turbo_layers()):
-        if not (layer.is_initialized and layer.seen):
-            return f"layer {index} holds no tokens"
-        if layer.seen != cache.get_seq_length():
-            return f"layer {index} holds {layer.seen} columns, and the first layer {cache.get_seq_length()}"
-        room = BLOCKS * layer.state.block + layer.state.recent
-        if layer.state.recording and not layer.state.waits() and max(layer.state.open) >= room:
-            return "blocks of a prompt wait for a crop"
-        if layer.state.recording and layer.selector is not None:
-            return f"layer {index} is sparse, and its blocks wait for a crop"
-    return None
 
 
 class ReplayableSteps:
@@ -229,8 +178,8 @@ class ReplayableSteps:
         more = [pages - now for pages, now in zip(after._replace(sealed=group.reserved).pages(), held, strict=True)]
         for layer in group.layers:
             if any(leaving):
-                layer.pool.drop_front(before.sealed, leaving, shrink=False)
-            layer.pool.reserve(held, more)
+                layer.pool.follow(layer.pool.table.drop_front(before.sealed, leaving, shrink=False))
+            layer.pool.follow(layer.pool.table.reserve(held, more))
             layer.buffer.reserve(block * (BLOCKS if before.recording else 1) + before.staying, before.open)
         if group.sealed.numel() and any(leaving):
             group.sealed.copy_(shared(after.sealed, group.sealed.device))
@@ -353,7 +302,7 @@ class ReplayableSteps:
         tensors: list[Any] = [plan.words for plan in plans]
         for layer in self.layers:
             pool, counts, state = layer.pool, layer.device_counts, layer.state
-            tensors += (pool.paged, pool.device_table(), counts.sealed(state), layer.order, layer.universal)
+            tensors += (pool.paged, pool.table.on(layer.device), counts.sealed(state), layer.order, layer.universal)
             tensors += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
             tensors.append(layer.bucket_index.spans)
             tensors += [] if layer.selector is None else layer.selector.tensors()
@@ -368,7 +317,7 @@ class ReplayableSteps:
             for layer in self.layers:
                 # NaN in the block is reported at the next use of the cache
                 layer.commit(check_later=True)
-                layer.pool.trim(layer.state.pages())
+                layer.pool.follow(layer.pool.table.trim(layer.state.pages()))
                 layer.bucket_index.trim(max(layer.lengths()))
 
     def finish(self, tokens: int = 1, surplus: int = 0) -> None:
@@ -428,12 +377,9 @@ class ReplayableSteps:
         gone, device = [count * before.block for count in whole], group.open.device
         own = [then - now for now, then in zip(before.pages(), after.pages(), strict=True)]
         group.sealed.add_(shared(own, device))
-        # the op seals the whole blocks among open tokens, and counts them as sealed already
         group.become(before._replace(sealed=after.sealed))
         for layer in group.layers:
-            store, most = before.context.own_blocks(layer.kv_store(), before.sealed, whole)
-            if most:
-                layer.ops.seal_open(store, most)
+            layer.seal(before, whole)
             layer.buffer.drop_front_in_place(gone, after.open)
         group.open.sub_(shared(gone, device))
         group.become(after)
@@ -453,7 +399,7 @@ class ReplayableSteps:
         masks = dict[int, tuple[torch.Tensor, torch.Tensor]]()
         for layer in self.layers:
             layer.forget_repeats()
-            layer.pool.select_rows_in_place(layer.state.pages(), rows)
+            layer.pool.follow(layer.pool.table.select_rows_in_place(layer.state.pages(), rows))
             mask = layer.valid_prefix
             if mask is not None:
                 if id(mask) not in masks:

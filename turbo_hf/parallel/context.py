@@ -26,7 +26,6 @@ from turbo_hf.ops.decode.contract import DecodeOps
 from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.maths import checksum
-from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ranks import ALONE, Ranks, ranks_of
 
 COMPARED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
@@ -112,7 +111,7 @@ class ContextRanks(Ranks):
 
     def pages(self, sealed: list[int]) -> list[int]:
         """`own` of each row."""
-        return [self.own(blocks) for blocks in sealed] if self else sealed
+        return [self.own(blocks) for blocks in sealed]
 
     def pages_of_all(self, pages: int, sealed: Sequence[int]) -> int:
         """A number of pages that is the same on all ranks: `pages`, those of this one's pool, or all `sealed` ones."""
@@ -127,8 +126,6 @@ class ContextRanks(Ranks):
 
         before: blocks of each row before these. whole: whole blocks of open tokens of each row.
         """
-        if not self:
-            return store, max(whole)
         first = [(self.rank - held) % self.count for held in before]
         counts = [len(range(skip, blocks, self.count)) for skip, blocks in zip(first, whole, strict=True)]
         most, device, block, begin = max(counts), store.k_open.device, store.block, store.first
@@ -183,11 +180,8 @@ class ContextRanks(Ranks):
         scoring: Scoring,
         starts: torch.Tensor | None,
         window: int | None,
-        repeat: Repeat | None,
     ) -> torch.Tensor:
         """`DecodeOps.decode` over the blocks of all ranks: out [B, Hq, M, D], the same bits on each."""
-        if not self:
-            return ops.decode(q, store, scoring, starts=starts, window=window, repeat=repeat).out
         store, scoring = self.own_part(store, scoring)
         if self.counts_open:
             return self.merged(ops.decode(q, store, scoring, starts=starts, window=window), starts)

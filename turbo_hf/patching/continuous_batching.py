@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.graphs.step_runner import why_no_replay_of
+from turbo_hf.graphs.why_not import why_no_replay_of
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, in_words, type_16bit
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.patching.handle import CacheMaker, HeadSizes, LayerReport

@@ -17,7 +17,8 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported, warn
 from turbo_hf.graphs.devices import CudaDevice, cuda_device
-from turbo_hf.graphs.step_runner import HandOff, StepRunner, is_compiled, is_dispatched, why_no_replay_of
+from turbo_hf.graphs.step_runner import HandOff, StepRunner
+from turbo_hf.graphs.why_not import is_compiled, is_dispatched, why_no_replay_of
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.families import Family
 from turbo_hf.patching import continuous_batching

@@ -18,7 +18,7 @@ from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.graphs.compiled_layers import CompiledLayers
-from turbo_hf.graphs.step_runner import hooked_module
+from turbo_hf.graphs.why_not import hooked_module
 from turbo_hf.layout import HeadGroups, in_words
 from turbo_hf.parallel.context import spread
 from turbo_hf.patching.other_threads import alone

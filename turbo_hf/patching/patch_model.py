@@ -18,7 +18,8 @@ from turbo_hf.calibration.choice import HeadChoice, choose_selectors, load_calib
 from turbo_hf.config.turbo_config import ConfigLike, TurboConfig
 from turbo_hf.errors import Notices, Strict
 from turbo_hf.graphs.compiled_layers import CompiledLayers
-from turbo_hf.graphs.step_runner import HandOff, describe, is_dispatched, why_no_replay_over
+from turbo_hf.graphs.step_runner import HandOff
+from turbo_hf.graphs.why_not import describe, is_dispatched, why_no_replay_over
 from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.models.quantized_weights import why_not_captured

@@ -17,7 +17,7 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs.devices import CudaDevice
 from turbo_hf.graphs.runner import Runner
-from turbo_hf.graphs.step_runner import why_hooked
+from turbo_hf.graphs.why_not import why_hooked
 from turbo_hf.serving.paged_cache import Serving, TurboPagedCache
 from turbo_hf.serving.runner import TurboBatchProcessor
 
