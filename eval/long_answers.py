@@ -13,10 +13,10 @@ CITIES = ("Lisbon", "Oslo", "Quito", "Nairobi", "Hanoi", "Perth", "Turin", "Lyon
 BEGUN = 2
 """Rows of the answer that the prompt has."""
 
-ROWS = {"json": 70, "sentences": 100, "sums": 160}
+ROWS = {"json": 70, "sql": 90, "tuples": 120}
 """Rows of each form whose answer takes 2k tokens and more."""
 
-NEW_TOKENS = 4096
+NEW_TOKENS = 3072
 
 
 def long_answers(form: str, count: int) -> list[dict[str, Any]]:
@@ -48,21 +48,21 @@ FORMS: dict[str, tuple[str, Callable[[Any], str], Callable[[Any], str]]] = {
         _csv,
         lambda r: f'{{"id": {r[0]}, "name": "{r[1]}", "city": "{r[2]}", "amount": {r[3]}}}',
     ),
-    "sentences": (
-        "Write a sentence for each row of this table, in the same order.",
+    "sql": (
+        "Write an SQL statement that inserts each row of this table, in the same order.",
         _csv,
-        lambda r: f"Customer {r[0]}, {r[1]} from {r[2]}, owes {r[3]} euros.",
+        lambda r: f"INSERT INTO orders VALUES ({r[0]}, '{r[1]}', '{r[2]}', {r[3]});",
     ),
-    "sums": (
-        "Write an assertion for each pair of numbers, in the same order.",
-        lambda r: f"{r[0]} {r[3]}",
-        lambda r: f"assert {r[0]} + {r[3]} == {r[0] + r[3]}",
+    "tuples": (
+        "Write this table as Python tuples, one per row, in the same order.",
+        _csv,
+        lambda r: f'({r[0]}, "{r[1]}", "{r[2]}", {r[3]}),',
     ),
 }
 """(question, row of the table, row of the answer) of each form."""
 
 
 def right_rows(rows: Sequence[str], reply: str) -> list[bool]:
-    """Whether a reply has each row at its place."""
-    lines = [line.strip() for line in reply.splitlines() if line.strip()]
-    return [at < len(lines) and lines[at] == row for at, row in enumerate(rows)]
+    """Whether a reply has each row, wherever: one that is left out makes no other wrong."""
+    lines = [line.strip() for line in reply.splitlines()]
+    return [any(line.startswith(row) for line in lines) for row in rows]

@@ -82,7 +82,7 @@ def long_task(form: str, count: int, limit: int | None = None) -> Spec:
     """Long answers of one form."""
     judge = lambda doc, reply: all(right_rows(doc["rows"], reply))  # noqa: E731
     docs = evenly(long_answers(form, count), limit)
-    return Spec(f"long_{form}", _own_task(f"long_{form}", docs, judge, ["\n\n"], NEW_TOKENS), LONG)
+    return Spec(f"long_{form}", _own_task(f"long_{form}", docs, judge, ["\n\n", "```"], NEW_TOKENS), LONG)
 
 
 def prose_task(name: str, texts: list[str]) -> Spec:

@@ -45,7 +45,6 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"value_bits": 16}, r"value_bits must be one of 8, 4, 3, 2, None; got 16", id="value_bits-16"),
         pytest.param({"bits": 16, "value_bits": 4}, r"value_bits goes with bits of .* leave one of them", id="16/4"),
         pytest.param({"bits": 16, "attention": "turbo"}, r'attention must be "auto" or "native" with bits=16', id="16"),
-        pytest.param({"bits": 16, "smooth_k": True}, r"smooth_k prepares keys for rounding; bits=16", id="16-smooth"),
         pytest.param({"bits": 16, "buffer_scale": "universal"}, r"buffer_scale is of INT8 open tokens", id="16-scale"),
         pytest.param({"recent_tokens": 32}, r"must be None or a multiple of block_size \(64\)", id="recent"),
         *(

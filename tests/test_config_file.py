@@ -14,7 +14,7 @@ from models import prompts, tiny_llama
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
-from turbo_hf.config.turbo_config import BACKENDS, Expert, resolve_config, with_options
+from turbo_hf.config.turbo_config import BACKENDS, resolve_config, with_options
 from turbo_hf.eval.methods import method_named
 
 CONFIGS = [
@@ -66,8 +66,6 @@ def test_layers_may_be_lists() -> None:
 def test_attention_native_rounds_nothing() -> None:
     config = TurboConfig(attention="native")
     assert (config.prompt_attention, config.decode_attention) == ("native", "native")
-    with pytest.raises(ValueError, match='attention "native" rounds none'):
-        TurboConfig(attention="native", expert=Expert(smooth_k=True))
 
 
 def test_options_of_a_preset() -> None:

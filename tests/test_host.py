@@ -229,7 +229,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
     configs = [
         flat_config(attention="turbo", block_size=32, recent_tokens=0, cuda_graphs=False, **KERNELS),
         flat_config(attention="native", sparse=chosen, block_size=32, cuda_graphs=False, **KERNELS),
-        flat_config(attention="int8", v_scale="channel", block_size=32, recent_tokens=0, cuda_graphs=False, **KERNELS),
+        flat_config(attention="int8", block_size=32, recent_tokens=0, cuda_graphs=False, **KERNELS),
     ]
     launched: dict[str, bool] = {}
     guards: list[torch.Tensor] = []

@@ -231,9 +231,7 @@ def test_dense_layers_are_not_rounded(model_type: str, options: dict[str, Any]) 
     # whatever else rounds, they are those of bits=16
     model.bfloat16()
     exact = flat_config(bits=16, attention="native", block_size=32)
-    rounds = flat_config(
-        low_heads=0.5, low_bits=3, recent_tokens=32, sas=True, smooth_k=True, block_size=32, dense_layers=(0, 1)
-    )
+    rounds = flat_config(low_heads=0.5, low_bits=3, recent_tokens=32, sas=True, block_size=32, dense_layers=(0, 1))
     answers = []
     for own in (exact, rounds):
         with turbo_hf.patch(model, own) as handle:

@@ -323,23 +323,3 @@ def test_nan_ends_the_manager_and_says_why() -> None:
             requests((9,)), max_new_tokens=4, continuous_batching_config=options()
         ).values()
         assert "layer 1: keys or values hold NaN or Inf" in output.error
-
-
-@pytest.mark.parametrize(
-    ("preset", "kind", "found"),
-    [
-        ("turbo-k4v3", "llama", "4/3 bit"),
-        ("turbo2", "sliding", "2 bit with windows"),
-        ("turbo2", "latent", "2 bit with latents"),
-        (TurboConfig(layer_bits=(4, (8, 4))), "llama", "8/4 bit"),
-    ],
-)
-def test_what_gave_other_tokens_on_a_gpu_is_refused_there(
-    preset: Any, kind: str, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = MODELS[kind]()
-    with turbo_hf.patch(model, preset):
-        # moved since the patch
-        monkeypatch.setattr(type(model), "device", torch.device("cuda", 0))
-        with pytest.raises(Unsupported, match=rf"found \({found}\). Use generate"):
-            model.generate_batch(requests())

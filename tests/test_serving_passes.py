@@ -27,6 +27,7 @@ from serving_support import (  # noqa: E402
     PREFIXED,
     PRESETS,
     WINDOW,
+    Stream,
     check_captured_prompts,
     check_near,
     check_same,
@@ -45,9 +46,8 @@ from turbo_hf.attention.latent import expanded_attention  # noqa: E402
 from turbo_hf.attention.prompt import packed_attention, prompt_attention  # noqa: E402
 from turbo_hf.cache.new_columns import NewQKV  # noqa: E402
 from turbo_hf.layout import FIRST, Scoring  # noqa: E402
-from turbo_hf.patching import continuous_batching  # noqa: E402
 from turbo_hf.serving import manager, rows, runner, storage  # noqa: E402
-from turbo_hf.serving.paged_cache import TurboAllocator  # noqa: E402
+from turbo_hf.serving.paged_cache import TurboAllocator, TurboPagedCache  # noqa: E402
 
 
 @pytest.mark.parametrize(("preset", "kind"), [("turbo4", "llama"), ("turbo-mixed", "llama"), ("int8", "sliding")])
@@ -132,6 +132,17 @@ def test_batches_prepared_ahead_give_the_same_tokens(
             assert got == in_static_batches(model, handle, prompt, passes[name])[: len(got)], name
         again = any(sum(past == 0 for past, _ in edges) > 1 for edges in passes.values())
         assert again == (len(lengths) == 3)
+
+
+@pytest.mark.usefixtures("asynchronous")
+def test_inputs_are_sent_once_their_memory_is_cleared(runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, waited = tiny_llama().double(), list[Any]()
+    monkeypatch.setattr(Stream, "wait_stream", lambda self, other: waited.append(self), raising=False)
+    with turbo_hf.patch(model):
+        model.generate_batch(
+            requests((20,)), max_new_tokens=2, continuous_batching_config=options(use_async_batching=True)
+        )
+    assert runners[0].inputs_and_outputs.h2d_stream in waited
 
 
 @pytest.mark.usefixtures("asynchronous")
@@ -337,19 +348,6 @@ def test_kernels_give_the_same_tokens(kind: str, runners: Any) -> None:
     assert tokens["triton"] == tokens["reference"]
 
 
-class Groups:
-    """Every combination is as good as checked."""
-
-    def __contains__(self, item: object) -> bool:
-        return True
-
-
-@pytest.fixture
-def unrefused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what has not been checked on a GPU is served there."""
-    monkeypatch.setattr(continuous_batching, "CHECKED_ON_GPUS", Groups())
-
-
 def wide(kind: str) -> Any:
     """A model on the GPU whose heads have 64 channels. Latents have DeepSeek's own sizes, for which Hopper has kernels,
     in float16, whose rounding is an eighth of bfloat16's: `check_near` then tells it from a wrong token."""
@@ -361,6 +359,26 @@ def wide(kind: str) -> Any:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ahead", [True, False])
+def test_on_a_gpu_the_first_pass_waits_for_what_clears_its_inputs(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, before = wide("llama"), requests((5, 70)), TurboPagedCache.__init__
+
+    def slow(*given: Any, **options: Any) -> None:
+        before(*given, **options)
+        # the current stream is half a second behind when Transformers clears the inputs there
+        torch.cuda._sleep(10**9)
+
+    with turbo_hf.patch(model):
+        tokens = []
+        for init in (before, slow):
+            monkeypatch.setattr(TurboPagedCache, "__init__", init)
+            config = options(100, max_batch_tokens=512, use_async_batching=ahead)
+            outputs = model.generate_batch(inputs, max_new_tokens=8, continuous_batching_config=config)
+            tokens.append([output.generated_tokens for output in outputs.values()])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("preset", "kind"),
     [
@@ -369,13 +387,11 @@ def wide(kind: str) -> Any:
         *((preset, "latent") for preset in (EXACT, "int8", "turbo4")),
     ],
 )
-@pytest.mark.usefixtures("unrefused")
 def test_on_a_gpu_tokens_are_those_of_static_batches(preset: Any, kind: str, passes: Any, runners: Any) -> None:
     check_under_pressure(wide(kind), preset, passes, runners)
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("unrefused")
 def test_on_a_gpu_latents_of_several_widths(passes: Any) -> None:
     model, inputs = lab_latent().half().cuda(), requests((*LENGTHS, 300, 17))
     with turbo_hf.patch(model, "turbo4") as handle:
@@ -385,7 +401,6 @@ def test_on_a_gpu_latents_of_several_widths(passes: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["llama", "latent"])
-@pytest.mark.usefixtures("unrefused")
 def test_on_a_gpu_captured_steps_give_the_launched_tokens(kind: str, runners: Any) -> None:
     model, inputs, tokens = wide(kind), requests((5, 70, 131, 64, 90, 30, 3)), []
     for how in ({}, {"use_async_batching": False}, {"use_cuda_graph": False}):
@@ -402,13 +417,11 @@ def test_on_a_gpu_captured_steps_give_the_launched_tokens(kind: str, runners: An
 @pytest.mark.parametrize(
     ("preset", "kind"), [("turbo4", "llama"), ("int8", "llama"), ("turbo-mixed", "sliding"), ("turbo4", "latent")]
 )
-@pytest.mark.usefixtures("unrefused")
 def test_on_a_gpu_captured_passes_with_prompts(preset: str, kind: str, passes: Any, runners: Any) -> None:
     check_captured_prompts(wide(kind), preset, passes, runners)
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("unrefused")
 def test_on_a_gpu_prefixes_forks_late_and_cancelled_requests(passes: Any) -> None:
     model, system = wide("llama"), prompts(1, 130, seed=1)[0].tolist()
     handle = turbo_hf.patch(model, "turbo4")
@@ -434,10 +447,9 @@ def test_on_a_gpu_prefixes_forks_late_and_cancelled_requests(passes: Any) -> Non
         assert (
             torch.cuda.memory_allocated() - before < 1.2 * (pool.nbytes() + cache.storage.opened[0].nbytes * 3) + 2**26
         )
-    assert [passes[name][0][0] for name in outputs] == [0, 128, 128]
-    for name in list(outputs)[1:]:
-        # as if the prompt had been cut where the stored prefix ends
-        passes[name] = [(0, 128), *passes[name]]
+    # the newest block of a request is open
+    assert [passes[name][0][0] for name in outputs] == [0, FIRST + 64, FIRST + 64]
+    cut_at_prefixes(passes)
     check_near(model, handle, inputs, outputs, passes)
     several = GenerationConfig(
         num_return_sequences=3, max_new_tokens=70, do_sample=True, temperature=1e-5, eos_token_id=-1

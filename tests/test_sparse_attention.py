@@ -168,7 +168,7 @@ def test_many_shares(ctas: int, blocks: int, scan: int, device: torch.device, mo
     decode_launch = pytest.importorskip("turbo_hf.ops.decode.launch")
     monkeypatch.setattr(launch, "SCAN", scan)
     monkeypatch.setattr(gpu, "sms", lambda device: ctas)
-    monkeypatch.setattr(decode_launch, "decode_tiles", lambda *args, **options: DecodeTiles(blocks, 1, 2))
+    monkeypatch.setattr(decode_launch, "decode_tiles", lambda *args, **options: DecodeTiles(blocks, 1, 2, 4))
     launch._workspace.cache_clear()
     store = sparse_store([230, 3, 170], 2, 32, device, block=32)
     index, visited = random_index(store, 2, 9, 0.3)

@@ -121,20 +121,19 @@ def test_low_heads_of_less_than_one_head_are_told() -> None:
         turbo_hf.patch(tiny_llama(), replace(config, int8_layers=(0, 1))).remove()
 
 
-CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0, "v_scale": "channel", "smooth_k": True}
+CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0}
 THRESHOLD: dict[str, Any] = {"sas_threshold": -5.0}
-ROUNDING: dict[str, Any] = {**THRESHOLD, "v_scale": "channel", "smooth_k": True}
 PROMPT, CHUNK = 40, DECODE_TOKENS + 1
 
 
 @pytest.mark.parametrize(
     ("mode", "tokens", "op", "said"),
     [
-        pytest.param("int8", [PROMPT], "prefill", {**ROUNDING, "mode": "int8"}, id="prompt"),
-        pytest.param("int8", [PROMPT, CHUNK], "prefill", {**ROUNDING, "mode": "int8"}, id="chunk"),
+        pytest.param("int8", [PROMPT], "prefill", {**THRESHOLD, "mode": "int8"}, id="prompt"),
+        pytest.param("int8", [PROMPT, CHUNK], "prefill", {**THRESHOLD, "mode": "int8"}, id="chunk"),
         pytest.param("int8", [PROMPT, 1], "decode", {**THRESHOLD, "mode": "turbo"}, id="step"),
         # short prompts are not rounded
-        pytest.param("auto", [PROMPT], "prefill", {**ROUNDING, "mode": "native", "smooth_k": False}, id="exact"),
+        pytest.param("auto", [PROMPT], "prefill", {**THRESHOLD, "mode": "native"}, id="exact"),
     ],
 )
 @torch.no_grad()

@@ -204,17 +204,13 @@ class Operands(NamedTuple):
     k: int8 [B, Hkv, T, D], T a multiple of the block.
     k_scale: float32, per token [B, Hkv, T], or per block [B, Hkv, T/block].
     v: int8 or float8_e4m3fn [B, Hkv, D, T], tokens in VALUE_ORDER; None where values are not quantized.
-    v_scale: float32 [B, Hkv, T/block]; None where values are not scaled per block.
-    v_channel: float32 [B, Hkv, D]; None where values are not scaled per channel.
-    k_mean: float32 [B, Hkv, D], the mean that smoothing subtracted from each key; None without smoothing.
+    v_scale: float32 [B, Hkv, T/block]; None where values are not quantized.
     """
 
     k: torch.Tensor
     k_scale: torch.Tensor
     v: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
-    v_channel: torch.Tensor | None = None
-    k_mean: torch.Tensor | None = None
 
 
 class Scoring(NamedTuple):
@@ -276,14 +272,10 @@ class Rounding(NamedTuple):
 
     mode: one of `MODES`.
     block: tokens per block of K and V, and per tile of P. Over a past, these are the past's own blocks.
-    v_scale: scales of V in 8 bit: one per "block", per "channel" of a row, or per row ("tensor").
-    smooth_k: subtract the row's mean key from its keys before rounding, and add its contribution back to the scores.
     """
 
     mode: str = "turbo"
     block: int = 128
-    v_scale: str = "block"
-    smooth_k: bool = False
 
 
 PROMPT_TILE = 128

@@ -177,7 +177,7 @@ def decode_command(
 ) -> None:
     """One decode step over a compressed cache, against cuDNN and FlashAttention-2 over FP16: checked first, then timed.
 
-    Default: 44 cases at 4 bit; with --selector 32k to 524k tokens of Llama-3-8B. Times are of CUDA graphs that rotate
+    Default: 65 cases at 4 bit; with --selector 32k to 524k tokens of Llama-3-8B. Times are of CUDA graphs that rotate
     over more caches than fit in L2; a launch without a graph is shown separately. Exits with 1 if a result is wrong,
     which is then not timed, or a launch fails.
     """

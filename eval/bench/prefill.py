@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS, V_SCALES
+from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS
 from turbo_hf.console import Device, Json, mistakes_end_the_command, out
 from turbo_hf.eval.bench import checked, runner
 from turbo_hf.eval.bench.random_cache import draw
@@ -29,7 +29,7 @@ HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 def run_case(
     case: PromptCase,
     modes: list[str],
-    options: dict[str, Any],
+    block: int,
     how: Conditions,
     *,
     dtype: torch.dtype,
@@ -37,7 +37,7 @@ def run_case(
     """Check, then time every mode and every rival on one case.
 
     Args:
-        modes: of `ops.prefill`. options: its block, v_scale and smooth_k.
+        modes: of `ops.prefill`. block: as in `Rounding`.
         how: its seed is that of the inputs, N(0, 1), and of the sample that is checked.
 
     Returns:
@@ -59,7 +59,7 @@ def run_case(
         rows.append(row)
     for mode in modes:
         how.tell(f"{case}: checking {mode}")
-        rounding = Rounding(mode, **options_of(mode, options))
+        rounding = Rounding(mode, block)
         given: dict[str, Any] = {"scoring": Scoring(scaling), "rounding": rounding}
 
         def prepare(given: dict[str, Any] = given) -> checked.Prepared:
@@ -84,11 +84,6 @@ def _quantized(ops: LayerOps, mode: str) -> Callable[..., object]:
     from turbo_hf.ops.prefill.launch import launch_quantize_operands  # noqa: PLC0415 - needs Triton
 
     return launch_quantize_operands
-
-
-def options_of(mode: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Those of `options` that the mode has: "native" rounds nothing, so nothing is prepared for rounding."""
-    return {name: x for name, x in options.items() if mode != "native" or name != "smooth_k"}
 
 
 def inputs(
@@ -118,8 +113,6 @@ def prefill_command(
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}; may be repeated.")] = None,
     size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 4x16k; may be repeated.")] = None,
     block: Annotated[int, typer.Option(help="Tokens in a block of keys and values: 32, 64 or 128.")] = 128,
-    v_scale: Annotated[str, typer.Option(help=f"Scales of V: per {', '.join(V_SCALES)}.")] = "block",
-    smooth_k: Annotated[bool, typer.Option("--smooth-k", help="Subtract the keys' channel means first.")] = False,
     backend: runner.Backend = "auto",
     dtype: Annotated[str, typer.Option(help=f"Dtype of the inputs: {', '.join(HALVES)}.")] = "float16",
     seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 3.0,
@@ -138,7 +131,6 @@ def prefill_command(
         modes = [runner.one_of("mode", name, ATTENTION_MODES) for name in mode or QUANTIZED_MODES]
         runner.one_of("dtype", dtype, HALVES)
         runner.one_of("backend", backend, BACKENDS)
-        runner.one_of("v-scale", v_scale, V_SCALES)
         heads = {name: find_shape(name) for name in shape or SHAPES}
         sizes = [parse_size(text) for text in size or SIZES]
         stopwatch = Stopwatch(runner.find_device(device))
@@ -146,12 +138,11 @@ def prefill_command(
         runner.prepare_folder(folder)
     cases = [PromptCase(name, heads[name], *at) for name in heads for at in sizes]
     bench = runner.BenchRun[checked.Row]("prefill", stopwatch.device, folder)
-    options = {"block": block, "v_scale": v_scale, "smooth_k": smooth_k}
     how = Conditions(stopwatch, backend, seed, seconds)
 
     bench.each(
         cases,
-        lambda case, tell: run_case(case, modes, options, how._replace(tell=tell), dtype=HALVES[dtype]),
+        lambda case, tell: run_case(case, modes, block, how._replace(tell=tell), dtype=HALVES[dtype]),
         partial(_print_case, device=stopwatch.device),
         options=given,
     )

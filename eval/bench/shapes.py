@@ -102,8 +102,21 @@ BLOCK = 64
 LATENT_SHAPES = {"deepseek-v2-lite": Heads(16, 1, 512), "deepseek-v3-tp8": Heads(16, 1, 512)}
 """Latent attention (MLA): query heads of one GPU, and channels of the latent. The two cost the same."""
 
-DECODE_SHAPES = SHAPES | {"lean-16": Heads(16, 16, 64), "lean-24": Heads(24, 24, 64)} | LATENT_SHAPES
-"""The models of the prompts, the heads for which LeanAttention sec. V gives its largest and smallest gain, and MLA."""
+NEWER = {
+    "qwen2.5-1.5b": Heads(12, 2, 128),
+    "qwen3.5-24": Heads(24, 4, 256),
+    "qwen3.5-16": Heads(16, 2, 256),
+    "gemma3-4b": Heads(8, 4, 256),
+    "gemma3-8-1": Heads(8, 1, 256),
+    "gemma4-global": Heads(8, 1, 512),
+    "gpt-oss": Heads(64, 8, 64),
+}
+"""Heads of models that people run; by their query heads where several models have them."""
+
+LEAN = {"lean-16": Heads(16, 16, 64), "lean-24": Heads(24, 24, 64)}
+"""The heads for which LeanAttention sec. V gives its largest and smallest gain."""
+
+DECODE_SHAPES = SHAPES | NEWER | LEAN | LATENT_SHAPES
 
 WIDTHS = ("16", "8", "4", "3", "2", "mixed", "k4v3", "k4v2")
 """Bits of keys and values; half of the heads at 4 bit and half at 2; bits of keys and bits of values."""
@@ -114,6 +127,7 @@ STEP_SIZES = {
     " 16x8k 17x8k 20x8k",
     "phi3-medium": "1x4k 1x32k 1x131k 16x4k 16x16k 64x1k",
     "qwen2.5-0.5b": "1x4k 1x32k 1x131k 16x4k 16x32k 64x2k",
+    **dict.fromkeys(NEWER, "1x2k 1x32k 64x4k"),
     "lean-16": "1x32k 1x524k",
     "lean-24": "1x1k 1x32k 1x524k",
     "deepseek-v2-lite": "1x32k 1x131k 16x8k",

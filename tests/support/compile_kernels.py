@@ -189,9 +189,9 @@ def main(everything: bool) -> None:
     for dim, dtype, mode in cases:
         case[0] = f"{mode}, d = {dim}, {dtype}"
         prefill(mode, dim, dtype, pasts[dim])
-    options = {"window": 70, "softcap": 5.0, "sinks": torch.zeros(4), "sas_threshold": -6.0, "v_scale": "channel"}
+    options = {"window": 70, "softcap": 5.0, "sinks": torch.zeros(4), "sas_threshold": -6.0}
     case[0] = "fp8 with every option"
-    prefill("fp8", 64, torch.bfloat16, pasts[64], smooth_k=True, **options)
+    prefill("fp8", 64, torch.bfloat16, pasts[64], **options)
     # the past alone, of a rank of a context group that does not hold the open tokens
     prefill("turbo", 64, torch.bfloat16, pasts[64], own=False)
     case[0] = "a past that programs share"

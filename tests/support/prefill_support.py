@@ -61,7 +61,7 @@ def chunk_codes(parts: Operands, v: Tensor, row: int, count: int, block: int) ->
     k_scale = parts.k_scale[row].double().cpu().repeat_interleave(padded // parts.k_scale.shape[2], -1)[:, :count]
     tile = torch.arange(count) // block
     one = torch.ones_like(k_scale)
-    if parts.v is None:
+    if parts.v is None or parts.v_scale is None:
         narrow = v if v.dtype == torch.float64 else v.to(half_type(v.dtype))
         return Codes(k, k_scale, narrow.double().cpu(), one, tile)
     stored = parts.v[row].cpu().float().double().mT
@@ -69,12 +69,8 @@ def chunk_codes(parts: Operands, v: Tensor, row: int, count: int, block: int) ->
     for position in range(padded):
         values[:, position // 16 * 16 + VALUE_ORDER[position % 16]] = stored[:, position]
     values = values[:, :count]
-    if parts.v_scale is not None:
-        return Codes(
-            k, k_scale, values, parts.v_scale[row].double().cpu().repeat_interleave(block, -1)[:, :count], tile
-        )
-    assert parts.v_channel is not None
-    return Codes(k, k_scale, values * parts.v_channel[row].double().cpu()[:, None], one, tile)
+    v_scale = parts.v_scale[row].double().cpu().repeat_interleave(block, -1)[:, :count]
+    return Codes(k, k_scale, values, v_scale, tile)
 
 
 def past_codes(past: KVStore, mode: str, dtype: torch.dtype, backend: str) -> list[Codes]:
@@ -112,7 +108,7 @@ def join(past: Codes, new: Codes) -> Codes:
 
 def check_prefill(
     q: Tensor, k: Tensor, v: Tensor, mode: str, *, past: KVStore | None = None, starts: Sequence[int] | None = None,
-    block: int = 128, v_scale: str = "block", backend: str = "auto", **options: Any,
+    block: int = 128, backend: str = "auto", **options: Any,
 ) -> AttentionOutput:  # fmt: skip
     """Assert that `prefill` is right in `mode`, and return it. sinks=True stands for random ones."""
     if options.get("sinks") is True:
@@ -122,7 +118,7 @@ def check_prefill(
     held = [no_past(kv_heads, dim)] * batch if past is None else past_codes(past, mode, q.dtype, backend)
     first = [0] * batch if starts is None else list(starts)
     given = None if starts is None else torch.tensor(first, device=q.device)
-    choices: dict[str, Any] = {"mode": mode, "block": block, "v_scale": v_scale}
+    choices: dict[str, Any] = {"mode": mode, "block": block}
     got = prefill(q, k, v, past=past, starts=given, backend=backend, **choices, **options)
     if mode == "native":
         rows: list[KeyValue] = []

@@ -267,3 +267,4 @@ def check_captured_prompts(model: Any, config: Any, passes: Any, runners: Any) -
         check_near(model, handle, PREFIXED, outputs, passes)
     assert any(key[2] and key[5] for key in layouts)
     assert runners[0].graphs.captures > 2
+    assert runners[0]._prompts, "they can be captured"

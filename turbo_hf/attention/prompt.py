@@ -71,8 +71,7 @@ def prompt_attention(
     """
     q, k, v = qkv
     known = 0
-    plain = config.expert.v_scale == "block" and not config.expert.smooth_k
-    if past is not None and window is None and scoring.is_plain and not context and plain and in_tiles(past):
+    if past is not None and window is None and scoring.is_plain and not context and in_tiles(past):
         known = past.table.shape[1] * past.block if held is None else max(held)
     mode = prefill_mode(config.prompt_attention, q, known)
     if balance is not None and (past is not None or mode != "native"):
@@ -80,12 +79,12 @@ def prompt_attention(
         q, k = balanced_queries(q, balance), narrowed(balanced_keys(k, balance), k.dtype)
     if mode == "native" and config.expert.backend == "auto" and past is None and _is_plain(q, starts, window, scoring):
         return _sdpa(q, k, v, scoring.scaling)
-    # "native" rounds nothing, so nothing needs preparing
-    rounding = Rounding(mode, v_scale=config.expert.v_scale, smooth_k=config.expert.smooth_k and mode != "native")
     if past is None:
         context = WHOLE
     past, scoring = context.own_part(past, scoring)
-    found = ops.prefill(q, k, v, scoring, rounding, past=past, starts=starts, window=window, own=context.counts_open)
+    found = ops.prefill(
+        q, k, v, scoring, Rounding(mode), past=past, starts=starts, window=window, own=context.counts_open
+    )
     return context.merged(found, starts)
 
 

@@ -15,7 +15,6 @@ ATTENTION_MODES = tuple(MODES)
 BY_CALIBRATION: Literal["calibrated"] = "calibrated"
 """`TurboConfig.layer_bits` of widths that a calibration names, and the name of that config."""
 BACKENDS = ("auto", "triton", "reference")
-V_SCALES = ("block", "channel", "tensor")
 BUFFER_SCALES = ("token", "universal")
 CALIBRATED = ("saap", "kmeans", "kmeans-rotated")
 """Selectors that choose buckets of keys, and need a calibration."""
@@ -123,9 +122,6 @@ class Expert(Options):
             sec. 3.2, n_h / Hkv).
         head_metric: the metric that ranks the heads (TurboAttention eq. 11, 12 and the ablation): "priority",
             "entropy", "min_max" or "variation" of the channel gaps.
-        v_scale: in attention "turbo", "int8" and "fp8", V has one scale per "block", per "channel" of a row, or per row
-            ("tensor").
-        smooth_k: subtract the prompt's mean key from its keys before rounding, and add its score back.
         sas: replace the softmax exponential by SAS (TurboAttention sec. 4).
         sas_threshold: SAS drops scores further than this below the maximum of their tile; a negative number. None: a
             default that falls with the length: -(6 + ln(N / 1024)), where N is the next power of two, at least 1024.
@@ -137,8 +133,6 @@ class Expert(Options):
     low_bits: int = 2
     low_heads: float = 0.0
     head_metric: Literal["priority", "entropy", "min_max", "variation"] = "priority"
-    v_scale: Literal["block", "channel", "tensor"] = "block"
-    smooth_k: bool = False
     sas: bool = False
     sas_threshold: float | None = None
     backend: Literal["auto", "triton", "reference"] = "auto"
@@ -151,8 +145,6 @@ class Expert(Options):
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"Expert.low_heads must be a share from 0 to 1; got {share!r}.")
         one_of("head_metric", self.head_metric, HEAD_METRICS, "Expert")
-        one_of("v_scale", self.v_scale, V_SCALES, "Expert")
-        one_of("smooth_k", self.smooth_k, (True, False), "Expert")
         one_of("sas", self.sas, (True, False), "Expert")
         threshold = self.sas_threshold
         number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
@@ -232,11 +224,6 @@ class TurboConfig(Options):
             one_of("value_bits", self.value_bits, (*BITS, None), "TurboConfig")
         self._check_layer_bits()
         one_of("attention", self.attention, ("auto", *ATTENTION_MODES), "TurboConfig")
-        if self.attention == "native" and self.expert.smooth_k:
-            raise ValueError(
-                'Expert.smooth_k prepares keys for rounding; attention "native" rounds none. Leave it out, or choose '
-                "another attention."
-            )
         one_of("cuda_graphs", self.cuda_graphs, ("auto", True, False), "TurboConfig")
         one_of("compile", self.compile, ("auto", True, False, "tuned"), "TurboConfig")
         if self.must_compile and self.cuda_graphs is False:
@@ -331,8 +318,6 @@ class TurboConfig(Options):
                 f'TurboConfig.attention must be "auto" or "native" with bits=16, which rounds nothing; '
                 f"got {self.attention!r}."
             )
-        if self.expert.smooth_k:
-            raise ValueError("Expert.smooth_k prepares keys for rounding; bits=16 rounds none. Leave it out.")
         if self.expert.buffer_scale != "token":
             raise ValueError(
                 f"Expert.buffer_scale is of INT8 open tokens, which bits=16 does not have; "

@@ -35,7 +35,9 @@ def compile_ahead(job: Job) -> None:
     Raises:
         Unsupported: its config describes other layers, or they cannot be compiled.
     """
-    torch.set_float32_matmul_precision(job["precision"])
+    if torch.get_float32_matmul_precision() != job["precision"]:
+        # what is set is another key of torch's caches than the same by default
+        torch.set_float32_matmul_precision(job["precision"])
     # which does nothing for a negative number
     torch.cuda.set_device(job["current"])
     config = AutoConfig.for_model(**job["config"])

@@ -42,12 +42,6 @@ def align(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
     return torch.take_along_dim(x, take[:, None, :, None], 2).masked_fill(~occupied(x, starts)[:, None, :, None], 0.0)
 
 
-def key_mean(k: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-    """float32 [B, Hkv, D]: the mean key of each row, its tokens aligned to place 0."""
-    tokens = k.shape[2] if starts is None else (k.shape[2] - starts).clamp(min=1)[:, None, None]
-    return k.sum(2, dtype=torch.float32) / tokens
-
-
 def occupied(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
     """bool [B, M]: which places of aligned x hold a token."""
     column = torch.arange(x.shape[2], device=x.device).expand(x.shape[0], -1)

@@ -31,7 +31,6 @@ class Run(NamedTuple):
     """Keys and values that the queries see, and the queries as these keys see them.
 
     tile: tokens that share one scale of P.
-    bias: [B, Hq, M], added to the scores of a query, or None.
     own: whether the keys are the queries' own, in the same order.
     exact: whether P is not rounded here.
     chosen: bool [B, Hkv, M, T], keys that each query may see; None: all.
@@ -41,7 +40,6 @@ class Run(NamedTuple):
     k: Operand
     v: Operand
     tile: int
-    bias: torch.Tensor | None = None
     own: bool = False
     exact: bool = False
     chosen: torch.Tensor | None = None
@@ -84,9 +82,8 @@ def flash(runs: list[Run], options: FlashOptions) -> AttentionOutput:
 def _cut(run: Run, start: int, end: int) -> Run:
     """Queries `start` to `end` of a run, without the keys that come after all of them."""
     q = Operand(run.q.x[:, :, start:end], run.q.scale[:, :, start:end], run.q.place[:, start:end])
-    bias = None if run.bias is None else run.bias[:, :, start:end]
     chosen = None if run.chosen is None else run.chosen[:, :, start:end]
-    run = run._replace(q=q, bias=bias, chosen=chosen)
+    run = run._replace(q=q, chosen=chosen)
     if run.own:
         seen = -(-end // run.tile) * run.tile
         k, v = (Operand(x.x[:, :, :seen], x.scale[:, :, :seen], x.place[:, :seen]) for x in (run.k, run.v))
@@ -123,8 +120,6 @@ def _run(state: State | None, run: Run, options: FlashOptions, shape: tuple[int,
     grouped, q_scale = run.q.x.reshape(*stacked, -1), (run.q.scale * scoring.scaling).reshape(*stacked, 1)
     score = (grouped * q_scale) @ run.k.x.mT * run.k.scale[:, :, None]
     score = score.unflatten(2, (group, rows))
-    if run.bias is not None:
-        score = score + run.bias.reshape(shape)[..., None]
     if scoring.softcap is not None:
         score = scoring.softcap * torch.tanh(score / scoring.softcap)
     allowed = _allowed(run.q.place, run.k.place, options.window)[:, None, None]

@@ -150,14 +150,16 @@ def _why_slow(device: torch.device) -> str:
 class DecodeTiles(NamedTuple):
     """Tiles of a decode kernel.
 
-    blocks: blocks per tile, one per warp (in `tiles_16bit` all warps share one).
+    blocks: blocks per tile, one per warp; if it is one, all warps share it.
     occupancy: CTAs per SM.
     stages: stages of the load pipeline.
+    warps: warps per CTA.
     """
 
     blocks: int
     occupancy: int
     stages: int
+    warps: int
 
 
 RESERVED = 7 << 10
@@ -184,7 +186,7 @@ def decode_tiles(
         shared: bytes of shared memory per program; an SM has 1 KiB more.
     """
     if unpacks:
-        return DecodeTiles(1, 2, 1)
+        return DecodeTiles(1, 2, 1, 1)
     unquantized = UNQUANTIZED in bits
     chosen = ONE_WARP_TILES if unquantized else MANY_TILES + FEW_TILES if many else FEW_TILES
     for tiles in chosen:
@@ -198,40 +200,36 @@ def decode_tiles(
     return chosen[-1]
 
 
-WARPS_16BIT = 4
-"""Warps that share a block where all is in 16 bit."""
-
-
 def tiles_16bit(numbers: int, shared: int = H200_SHARED) -> DecodeTiles | None:
     """Tiles of `attend_16bit`, which decodes over pages, open tokens and queries of one 16-bit type: one block each.
 
     numbers: numbers of K per block, padding included. shared: as in `decode_tiles`. None: no such tile fits. From
     Triton 3.8 on all stages take shared memory, not all but one.
     """
-    for tiles in (DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3), DecodeTiles(1, 1, 2)):
+    for tiles in (DecodeTiles(1, 2, 3, 4), DecodeTiles(1, 1, 3, 4), DecodeTiles(1, 1, 2, 4)):
         if tiles.occupancy * tiles.stages * numbers * 4 <= shared - RESERVED:
             return tiles
     return None
 
 
 FEW_TILES = (
-    DecodeTiles(4, 2, 3),
-    DecodeTiles(4, 1, 3),
-    DecodeTiles(4, 1, 2),
-    DecodeTiles(2, 1, 2),
-    DecodeTiles(1, 1, 2),
+    DecodeTiles(4, 2, 3, 4),
+    DecodeTiles(4, 1, 3, 4),
+    DecodeTiles(4, 1, 2, 4),
+    DecodeTiles(2, 1, 2, 2),
+    DecodeTiles(1, 1, 2, 1),
 )
 """Tiles of decode, the first that fits. H200, 2026-11-21: the table of short contexts in the log."""
 
-MANY_TILES = (DecodeTiles(2, 4, 3),)
+MANY_TILES = (DecodeTiles(2, 4, 3, 2),)
 """The same where there are twice as many outputs as SMs, or more."""
 
 ONE_WARP_TILES = (
-    DecodeTiles(1, 3, 3),
-    DecodeTiles(1, 2, 3),
-    DecodeTiles(1, 1, 3),
-    DecodeTiles(1, 1, 2),
-    DecodeTiles(1, 1, 1),
+    DecodeTiles(1, 3, 3, 1),
+    DecodeTiles(1, 2, 3, 1),
+    DecodeTiles(1, 1, 3, 1),
+    DecodeTiles(1, 1, 2, 1),
+    DecodeTiles(1, 1, 1, 1),
 )
 """The same for 16 bit where `tiles_16bit` does not apply: beside other widths, other query types, SAS, sparse."""
 

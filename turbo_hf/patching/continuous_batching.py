@@ -1,6 +1,6 @@
 """Whether continuous batching can serve a patched model, and the method that begins it."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,16 +11,12 @@ from transformers import PreTrainedModel
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs.why_not import why_no_replay_of
-from turbo_hf.layout import UNQUANTIZED, HeadGroups, in_words, type_16bit
+from turbo_hf.layout import UNQUANTIZED, type_16bit
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.patching.handle import CacheMaker, HeadSizes, LayerReport
 
 SINCE = Version("5.19")
 """The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
-
-CHECKED_ON_GPUS: set[tuple[tuple[Any, ...], str]] = set()
-"""(widths of the heads of a layer, what is special: "windows" or "latents") whose tokens tests on a GPU found to be
-those of static batches: none since pages have a size per token (11 of 22 found others: an H200, transformers 5.24)."""
 
 CHANNELS = 2048
 """Channels of keys and values of a token, in all heads; `Shape.together` tokens of a past are unpacked."""
@@ -62,23 +58,7 @@ def why_not_served(
     ):
         if found:
             return f"{reason} cannot be served to requests that come and go. Choose another config, use generate"
-    return unchecked(model, widths, latent)
-
-
-def unchecked(model: Any, groups: Iterable[HeadGroups], latent: bool) -> str | None:
-    """Why this GPU may not serve; None: it may, or the model is on none. groups: of the layers, as in
-    `TurboConfig.head_groups`. latent: whether they keep latents."""
-    slides = any(window for _, window in layer_windows(model.config.get_text_config(decoder=True)))
-    kind = "latents" if latent else "windows" if slides else ""
-    found = {tuple(width for width, _ in own) for own in groups}
-    left = sorted((widths for widths in found if (widths, kind) not in CHECKED_ON_GPUS), key=str)
-    if model.device.type != "cuda" or not left:
-        return None
-    own = f"{' and '.join(map(in_words, left[0]))} bit{f' with {kind}' if kind else ''}"
-    return (
-        f"on a GPU its tokens are not always those of generate, as tests with the present pages found ({own}). Use "
-        "generate"
-    )
+    return None
 
 
 def words(why_not: str | None) -> str:
@@ -88,9 +68,7 @@ def words(why_not: str | None) -> str:
 
 def begin(maker: CacheMaker, model: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of `init_continuous_batching`: a manager whose cache is compressed."""
-    # again, as it may have been moved since the patch
-    latent = any(sizes.rotary_dim is not None for sizes in maker.sizes)
-    reason = maker.why_not_served or unchecked(model, maker.groups, latent)
+    reason = maker.why_not_served
     if reason is not None or not maker.active:
         reason = reason or "this model is a copy of a patched one, or its patch was removed. Use generate"
         raise Unsupported(f"continuous batching (generate_batch) on compressed pages: {reason}, or remove the patch.")

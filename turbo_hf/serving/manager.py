@@ -131,9 +131,11 @@ class TurboBatchingManager(ContinuousBatchingManager):
     def _generation_step(self) -> None:
         """See Transformers."""
         processor: Any = self.batch_processor
-        stream = processor.inputs_and_outputs.compute_stream
+        ios = processor.inputs_and_outputs
+        # of those that a pass goes through the first
+        stream = getattr(ios, "h2d_stream", ios.compute_stream)
         if stream is not None:
-            # Transformers fills the inputs on the current stream
+            # Transformers fills the inputs, or clears their memory, on the current stream
             stream.wait_stream(torch.cuda.current_stream(self.model.device))
         with packed_pass():
             super()._generation_step()

@@ -324,9 +324,6 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         )
         self._coming: list[Row] = []
         self.now = Pass([], [])
-        if self.cache_tensor.is_cuda:
-            # passes run on a stream of their own, which does not wait for the zeros
-            torch.cuda.synchronize(self.cache_tensor.device)
 
     def begin_session(self) -> None:
         """Forget what an earlier session has left behind, but for the stored prefixes."""

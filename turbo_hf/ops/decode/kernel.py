@@ -1,6 +1,7 @@
 """Decode attention over the packed cache: one persistent launch over a list of tiles (LeanAttention alg. 4).
 
-A tile is NB blocks of one row and KV head, one block per warp: nothing in the loop crosses warps. For each block:
+A tile is NB blocks of one row and KV head, one per warp: nothing in the loop crosses warps. Of wide heads a tile is one
+block, which all warps share. For each block:
 
     S  = (folded(q, span_k) K + L q . zero_k) * size_k      tensor cores, INT8: channels' spans live in q, as two digits
     P  = exp(S - max S) * size_v                            rounded to INT8 codes, one scale per query row and block

@@ -36,7 +36,7 @@ class DecodeForm(NamedTuple):
     group: query heads per KV head.
     dim, padded_dim: channels per head, and per tile.
     block: tokens per block.
-    tile: blocks per tile, one per warp.
+    tile: blocks per tile, one per warp; if it is one, all warps share it.
     rows: query rows per tile, padded.
     spread: whether `rows` is twice the query rows there are (`rows_of`).
     turbo: whether queries are rounded to 16-bit codes.

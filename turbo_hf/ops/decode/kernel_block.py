@@ -1,4 +1,7 @@
-"""Attention over blocks of INT8 keys and values, one block per warp: scores, softmax, weighted sum of values."""
+"""Attention over blocks of INT8 keys and values: scores, softmax, weighted sum of values.
+
+Each warp has a block, or all warps share one.
+"""
 
 import triton
 import triton.language as tl
@@ -58,12 +61,26 @@ def even(x):
 
 
 @triton.jit
+def _dot(a, b, acc, ACC: tl.constexpr):
+    """a b of each block, [NB, m, n], added to acc, or None. A single block is shared by all warps, among which Triton
+    divides products of two dimensions alone."""
+    if a.shape[0] > 1:
+        return tl.dot(a, b, acc, out_dtype=ACC, input_precision="ieee")
+    else:
+        if acc is not None:
+            acc = acc.reshape(acc.shape[1], acc.shape[2])
+        a, b = a.reshape(a.shape[1], a.shape[2]), b.reshape(b.shape[1], b.shape[2])
+        product = tl.dot(a, b, acc, out_dtype=ACC, input_precision="ieee")
+        return product.reshape(1, product.shape[0], product.shape[1])
+
+
+@triton.jit
 def _float_dot(a, b, ASM: tl.constexpr):
     """a b in float32. The interpreter's product takes no bfloat16, which float32 holds exactly."""
     if ASM:
-        return tl.dot(a, b, input_precision="ieee")
+        return _dot(a, b, None, tl.float32)
     else:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+        return _dot(a.to(tl.float32), b.to(tl.float32), None, tl.float32)
 
 
 @triton.jit
@@ -116,14 +133,14 @@ def scores(q, codes, zero, span, LEVELS: tl.constexpr, ASM: tl.constexpr):
         if LEVELS:
             high, low = folded(*tl.broadcast(q[None], span[:, None, :]), ASM)
             # the zeros' product is the same number in all columns: the sum over channels starts from it
-            s = tl.dot(digits, tl.broadcast_to(zero[:, :, None], [NB, DP, 8]), out_dtype=tl.int32) * LEVELS
+            s = _dot(digits, tl.broadcast_to(zero[:, :, None], [NB, DP, 8]), None, tl.int32) * LEVELS
             z_high, z_low = _halves(s, R)
             s = tl.join(z_high * 0, z_high + (z_low + 128 >> 8)).permute(0, 3, 1, 2).reshape(NB, 2 * R, 1, 8)
             s = tl.broadcast_to(s, [NB, 2 * R, T // 8, 8]).reshape(NB, 2 * R, T)
             both = tl.join(high, low).permute(0, 3, 1, 2).reshape(NB, 2 * R, DP)
-            high, low = _halves(tl.dot(both, codes, s, out_dtype=tl.int32), R)
+            high, low = _halves(_dot(both, codes, s, tl.int32), R)
         else:
-            high, low = _halves(tl.dot(digits, codes, out_dtype=tl.int32), R)
+            high, low = _halves(_dot(digits, codes, None, tl.int32), R)
         return (high * 256 + low).to(tl.float32)
     else:
         return _float_dot(tl.broadcast_to(q[None], [NB, R, DP]), _numbers(codes, zero, span, LEVELS, q.dtype), ASM)
@@ -135,7 +152,7 @@ def accumulate(
 ):  # fmt: skip
     """acc * keep + (V P) * weight, float32 [NB, DP, N]; p: [NB, R, T]; the rest of values as in `scores`."""
     if p.dtype == tl.int8:
-        o = tl.dot(codes, p.permute(0, 2, 1), out_dtype=tl.int32)
+        o = _dot(codes, p.permute(0, 2, 1), None, tl.int32)
         if SPREAD:
             o, total = even(o), even(total)
         if LEVELS:

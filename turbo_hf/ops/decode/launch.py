@@ -17,7 +17,7 @@ from turbo_hf.ops.decode.stream_k import LivePlan, Plan, SteadyPlans, even_round
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.kernel_launch import Launch, launch
 from turbo_hf.ops.repeat import Repeat
-from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WARPS_16BIT, DecodeTiles, decode_tiles, tiles_16bit
+from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, DecodeTiles, decode_tiles, tiles_16bit
 
 OUTPUT_PARTS = 16
 """CTAs are rounded down to a multiple of this many parts per output: a merge costs as much as the next power of two."""
@@ -184,7 +184,7 @@ def launch_decode(
     alike = types == {q.dtype} and len(store.paged) == 1 and scoring.sas_threshold is None
     tune_16bit = tiles_16bit(padded * store.block, gpu.shared_memory(q.device)) if alike else None
     tune = tune_16bit or tune
-    warps = WARPS_16BIT if tune_16bit else tune.blocks
+    warps = tune.warps
     most = gpu.sms(q.device) * tune.occupancy
     shape = PlanKey(groups, row_parts, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps)
     outputs, floats = len(sealed) * kv_heads * row_parts, per_output * (padded + STATS.value)

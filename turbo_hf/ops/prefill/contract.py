@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from turbo_hf.config.turbo_config import ATTENTION_MODES, V_SCALES
+from turbo_hf.config.turbo_config import ATTENTION_MODES
 from turbo_hf.layout import AttentionOutput, KVStore, Rounding, Scoring
 from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.prefill.reference import reference_prefill
@@ -58,15 +58,13 @@ class PrefillOps(Choice):
         mode = rounding.mode
         check_queries(q, k.shape[1], k.shape[3], mode, starts)
         check_scoring(scoring, q.shape[1], window)
-        check_rounding(rounding)
+        check_block(rounding.block)
         for name, x in (("k", k), ("v", v)):
             check_shape(name, x, (q.shape[0], k.shape[1], *q.shape[2:]), q.device, q.dtype)
         if past is not None:
             _check_past(past, k, mode)
         elif not own:
             raise ValueError("own=False leaves the past to attend to; got none.")
-        if mode == "native" and rounding.smooth_k:
-            raise ValueError('smooth_k prepares keys for rounding; mode "native" rounds none. Leave it out.')
         if not self.prompt_kernels(mode):
             return reference_prefill(q, k, v, scoring, rounding, past, starts, window, own)
         from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
@@ -79,13 +77,6 @@ def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:
     check_shape("past.k_open", past.k_open, (*k.shape[:2], "cap", k.shape[3]), k.device)
     if past.k_open.dtype != torch.int8 and mode != "native":
         raise ValueError(f'a past with heads of 16 bit is read in mode "native", which rounds nothing; got {mode!r}.')
-
-
-def check_rounding(rounding: Rounding) -> None:
-    """ValueError unless the blocks and the scales of V exist."""
-    check_block(rounding.block)
-    if rounding.v_scale not in V_SCALES:
-        raise ValueError(f"v_scale must be one of {', '.join(V_SCALES)}; got {rounding.v_scale!r}.")
 
 
 def check_queries(

@@ -28,12 +28,12 @@ DEPTH = tl.constexpr(16.0)  # log2: how far below the running maximum a tile's r
 
 @triton.jit
 def _step(
-    state, query, bias, k, k_scale, v, v_scale, allowed, scoring, FORM: tl.constexpr,
+    state, query, k, k_scale, v, v_scale, allowed, scoring, FORM: tl.constexpr,
     MASKED: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, ORDERED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """One key tile: k [D, N], v [N, D]; k_scale: a number, or [N]; v_scale: a log2, or the scales [N].
 
-    query: codes, and the scale of each row. bias: of each row, or None.
+    query: codes, and the scale of each row.
     state: per row, acc in units of 2^(ref + worth), total in units of 2^(ref - p_log2), the running maximum top, ref,
     worth. `ref` (of scores) and `worth` (of V's scale) are kept apart: in their sum, worth would be rounded away beside
     a large score.
@@ -50,8 +50,6 @@ def _step(
         s = s * row_scale[:, None] * k_scale[None, :]
     else:
         s = s * (row_scale * k_scale)[:, None]
-    if bias is not None:
-        s += bias[:, None]
     if scoring.softcap is not None:
         s = scoring.softcap * tanh(s / scoring.softcap)
     if CLEAN:
@@ -136,7 +134,7 @@ def _load_raw(at, channel, token_seen, MASKED: tl.constexpr, D: tl.constexpr, DP
 
 @triton.jit
 def _chunk_tile(
-    state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, n0, count, scoring,
+    state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, n0, count, scoring,
     MASKED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """The key tile of the chunk that begins at `n0`; without MASKED every query sees every one of its keys."""
@@ -166,20 +164,20 @@ def _chunk_tile(
     if FORM.window > 0:
         allowed &= (n0 + n)[None, :] > m[:, None] - FORM.window
     return _step(
-        state, query, bias, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED, FORM.k_token, V_TOKEN=False,
+        state, query, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED, FORM.k_token, V_TOKEN=False,
         ORDERED=chunk.v is None, CLEAN=MASKED and chunk.k is not None,
     )  # fmt: skip
 
 
 @triton.jit
 def _chunk(
-    state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, from_n, to_n, count, scoring,
+    state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, from_n, to_n, count, scoring,
     MASKED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
     """The key tiles of the chunk from `from_n` to `to_n`."""
     for n0 in range(from_n, to_n, FORM.block):
         state = _chunk_tile(
-            state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, n0, count, scoring, MASKED, FORM
+            state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, n0, count, scoring, MASKED, FORM
         )
     return state
 
@@ -199,7 +197,7 @@ def _sealed_tile(
     k_scale = tl.load(scales + n0 // FORM.past_block * 2)
     allowed = (n0 + n)[None, :] > (tokens + m)[:, None] - WINDOW
     return _step(
-        state, query, None, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED=WINDOW > 0,
+        state, query, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED=WINDOW > 0,
         K_TOKEN=False, V_TOKEN=False, ORDERED=not FORM.in_time, CLEAN=False,
     )  # fmt: skip
 
@@ -257,7 +255,7 @@ def _past(
         if WINDOW > 0:
             allowed &= (sealed + n0 + n)[None, :] > (tokens + m)[:, None] - WINDOW
         state = _step(
-            state, query, None, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED=True, K_TOKEN=True, V_TOKEN=True,
+            state, query, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED=True, K_TOKEN=True, V_TOKEN=True,
             ORDERED=True, CLEAN=False,
         )  # fmt: skip
     return state
@@ -324,7 +322,7 @@ def _attend(
         inside = (m < count)[:, None] & (d < D)[None, :]
         column = (start + m).to(tl.int64)
         broken = result.broken + row_head
-        q, row_scale = _queries(queries.given, row, head, column, d, inside, scoring.scaling, broken, INT8, FORM.wide)
+        q, row_scale = _queries(queries, row, head, column, d, inside, scoring.scaling, broken, INT8, FORM.wide)
 
         acc = tl.zeros((BLOCK_M, DP), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -334,16 +332,6 @@ def _attend(
             state = _past(
                 state, (q, row_scale), past, row, kv_row, m, d, first, part, parts, scoring, FORM
             )  # fmt: skip
-
-        bias = None
-        if queries.bias is not None:
-            bias = tl.load(queries.bias + row_head * tokens + column, mask=m < count, other=0.0) * LOG2_E
-        if chunk.channel is not None:
-            channel = tl.load(chunk.channel + kv_row * D + d, mask=d < D, other=1.0)
-            if past is not None:
-                # from here on a channel of acc is in units of its own scale
-                acc, total, top, ref, worth = state
-                state = acc / channel[None, :], total, top, ref, worth
 
         lowest, clear_from, clear_to, last = _edges(first, count, BLOCK_M, FORM.block, FORM.window)
         if FORM.split:
@@ -355,16 +343,16 @@ def _attend(
         query = q, row_scale
         if FORM.own and FORM.window > 0:
             state = _chunk(
-                state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, lowest, clear_from, count,
+                state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, lowest, clear_from, count,
                 scoring, True, FORM,
             )  # fmt: skip
         if FORM.own:
             state = _chunk(
-                state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_from, clear_to, count,
+                state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_from, clear_to, count,
                 scoring, False, FORM,
             )  # fmt: skip
             state = _chunk(
-                state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_to, last, count,
+                state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_to, last, count,
                 scoring, True, FORM,
             )  # fmt: skip
 
@@ -377,8 +365,6 @@ def _attend(
         if INT8:
             too_large = (m < count) & (tl.abs(lse) > SCORE_LIMIT) & (tl.abs(lse) < float("inf"))
             tl.store(broken, 1, mask=tl.max(too_large.to(tl.int32), 0) != 0)
-        if chunk.channel is not None:
-            out = out * channel[None, :]
         if FORM.split:
             at = (part * pairs + row_head) * tokens + column
             tl.store(result.out.data + at[:, None] * D + d[None, :], out, mask=inside)
@@ -403,7 +389,7 @@ def prefill_kernel(
     `result.broken`: int32 [B*Hq + B*Hkv], not 0 for a head whose queries hold NaN or Inf or whose scores are too large
     for INT8, and then for one whose keys or values hold NaN or Inf; FLAGS: a power of two that covers them.
 
-    Of `PrefillQueries`, `Chunk`, `Past` (or None), `Scoring` (softcap in units of log2), `PrefillResult`,
+    queries: a `View`. Of `Chunk`, `Past` (or None), `Scoring` (softcap in units of log2), `PrefillResult`,
     `PrefillForm`. k_tiles, v_tiles: descriptors of the quantized operands, [B*Hkv*T, D] and
     [B*Hkv*D, T], or None. pairs: B*Hq. tokens: M.
     """

@@ -10,23 +10,11 @@ class View(NamedTuple):
     strides: Any
 
 
-class PrefillQueries(NamedTuple):
-    """Queries [B, Hq, M, D].
-
-    given: the queries.
-    bias: float32 [B, Hq, M], added to every score of a query with the chunk's keys, or None.
-    """
-
-    given: View
-    bias: Any
-
-
 class Chunk(NamedTuple):
     """Keys and values of the chunk.
 
     k, v: in the model's own dtype; None where they are quantized.
     k_scale, v_scale: scales of the quantized ones, those of V as log2.
-    channel: float32 [B, Hkv, D], scales of V per channel, or None.
     starts: int64 [B], each row's first token; None: 0.
     padded: tokens of the quantized operands.
     """
@@ -35,7 +23,6 @@ class Chunk(NamedTuple):
     v: View | None
     k_scale: Any
     v_scale: Any
-    channel: Any
     starts: Any
     padded: int
 

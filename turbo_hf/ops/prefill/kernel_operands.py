@@ -13,30 +13,11 @@ def _scaled(x, largest, TOP: tl.constexpr):
 
 
 @triton.jit
-def channel_range_kernel(
-    v_ptr, range_ptr, starts_ptr, stride_b, stride_h, stride_n, tokens,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, STARTS: tl.constexpr,
-):  # fmt: skip
-    """max|v| of each channel, as the bits of float32 in int32, which have the same order for numbers >= 0."""
-    row, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, DP)
-    start = 0
-    if STARTS:
-        start = tl.load(starts_ptr + row).to(tl.int32)
-    inside = (n < tokens - start)[:, None] & (d < D)[None, :]
-    at = v_ptr + row * stride_b + head * stride_h + (start + n).to(tl.int64)[:, None] * stride_n + d[None, :]
-    largest = tl.max(tl.abs(tl.load(at, mask=inside, other=0.0).to(tl.float32)), 0)
-    to = range_ptr + (row * HEADS + head) * D + d
-    tl.atomic_max(to, largest.to(tl.int32, bitcast=True), mask=d < D, sem="relaxed")
-
-
-@triton.jit
 def quantize_operands_kernel(
-    k_ptr, v_ptr, mean_ptr, range_ptr, k_out_ptr, k_scale_ptr, v_out_ptr, v_scale_ptr, v_log2_ptr, broken_ptr,
-    starts_ptr, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, tokens, padded,
+    k_ptr, v_ptr, k_out_ptr, k_scale_ptr, v_out_ptr, v_scale_ptr, v_log2_ptr, broken_ptr, starts_ptr,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, tokens, padded,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, K_TOKEN: tl.constexpr,
-    SMOOTH: tl.constexpr, V_TOP: tl.constexpr, V_CHANNEL: tl.constexpr, V_OUT: tl.constexpr, STARTS: tl.constexpr,
+    V_TOP: tl.constexpr, V_OUT: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
     """One block of one KV head: keys [BLOCK, D] to INT8, values to [D, BLOCK] in INT8 or FP8, in VALUE_ORDER."""
     row, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
@@ -52,9 +33,6 @@ def quantize_operands_kernel(
     inside = (n < count)[:, None] & (d < D)[None, :]
     at = row * stride_kb + head * stride_kh + (start + n).to(tl.int64)[:, None] * stride_kn + d[None, :]
     k = tl.load(k_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if SMOOTH:
-        mean = tl.load(mean_ptr + kv_row * D + d, mask=d < D, other=0.0)
-        k = tl.where(inside, k - mean[None, :], 0.0)
     if K_TOKEN:
         largest = counted(tl.max(tl.abs(k), 1))
         codes = _scaled(k, largest[:, None], 127.0)
@@ -74,17 +52,13 @@ def quantize_operands_kernel(
     if tl.sum(tl.sum(k * 0.0 + v * 0.0, 1), 0) != 0.0:
         tl.store(broken_ptr + kv_row, 1)
     if V_OUT:
-        if V_CHANNEL:
-            ranges = counted(tl.load(range_ptr + kv_row * D + d, mask=d < D, other=0.0))
-            codes = _scaled(v, ranges[None, :], V_TOP)
-        else:
-            most = counted(tl.max(tl.max(tl.abs(v), 1), 0))
-            codes = _scaled(v, most, V_TOP)
-            scale = tl.div_rn(most, V_TOP)
-            to = kv_row * (padded // BLOCK) + block
-            tl.store(v_scale_ptr + to, scale)
-            # what the flash loop adds up; the unit of a block of zeros does not matter
-            tl.store(v_log2_ptr + to, tl.log2(tl.where(scale > 0, scale, 1.0)))
+        most = counted(tl.max(tl.max(tl.abs(v), 1), 0))
+        codes = _scaled(v, most, V_TOP)
+        scale = tl.div_rn(most, V_TOP)
+        to = kv_row * (padded // BLOCK) + block
+        tl.store(v_scale_ptr + to, scale)
+        # what the flash loop adds up; the unit of a block of zeros does not matter
+        tl.store(v_log2_ptr + to, tl.log2(tl.where(scale > 0, scale, 1.0)))
         if v_out_ptr.dtype.element_ty == tl.int8:
             codes = as_int8(codes)
         else:

@@ -7,7 +7,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_hf.layout import (
-    LEAST,
     MODES,
     PROMPT_TILE,
     SAS_TILE,
@@ -20,11 +19,9 @@ from turbo_hf.layout import (
     power_of_two,
 )
 from turbo_hf.ops import gpu
-from turbo_hf.ops.maths import align, key_mean, ratio
 from turbo_hf.ops.prefill.kernel import prefill_kernel
-from turbo_hf.ops.prefill.kernel_arguments import Chunk, Past, PrefillForm, PrefillQueries, PrefillResult, View
+from turbo_hf.ops.prefill.kernel_arguments import Chunk, Past, PrefillForm, PrefillResult, View
 from turbo_hf.ops.prefill.kernel_operands import (
-    channel_range_kernel,
     quantize_operands_kernel,
     unpack_past_kernel,
     unpack_tiles_kernel,
@@ -67,7 +64,7 @@ def _view(x: torch.Tensor) -> View:
 def launch_quantize_operands(
     k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None
 ) -> Operands:
-    """As `reference_quantize_operands`: one launch, and one more before it unless V is scaled per block."""
+    """As `reference_quantize_operands`, in one launch."""
     broken = torch.empty(k.shape[0] * k.shape[1], dtype=torch.int32, device=k.device)
     return _quantize(k, v, rounding, starts, broken)[0]
 
@@ -76,40 +73,28 @@ def _quantize(
     k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None, broken: torch.Tensor
 ) -> tuple[Operands, torch.Tensor | None]:
     """Operands, and the log2 of their `v_scale`. broken: int32 [B*Hkv], set to 1 for heads that contain NaN or Inf."""
-    name, block, v_scale, smooth_k = rounding
-    mode = MODES[name]
+    mode, block = MODES[rounding.mode], rounding.block
     batch, heads, tokens, dim = k.shape
     padded = -(-tokens // block) * block
     device, by_token, with_v = k.device, mode.k_scale == "token", mode.v_type is not None
-    mean = key_mean(align(k, starts), starts) if smooth_k else None
     k, v = _last_contiguous(k), _last_contiguous(v)
     shape = {"HEADS": heads, "D": dim, "DP": _padded_dim(dim), "BLOCK": block, "STARTS": starts is not None}
     shape |= gpu.FMA
     k_codes = torch.empty(batch, heads, padded, dim, dtype=torch.int8, device=device)
     k_scale = torch.empty(batch, heads, padded if by_token else padded // block, device=device)
-    v_codes = ranges = v_block = v_log2 = None
+    v_codes = v_block = v_log2 = None
     if with_v:
         v_codes = torch.empty(batch, heads, dim, padded, dtype=mode.v_type, device=device)
-        if v_scale == "block":
-            v_block, v_log2 = torch.empty(2, batch, heads, padded // block, device=device)
-        else:
-            ranges = torch.zeros(batch, heads, dim, device=device)
+        v_block, v_log2 = torch.empty(2, batch, heads, padded // block, device=device)
     grid = (padded // block, pairs_of(batch, heads))
     with torch.cuda.device_of(k):
-        if ranges is not None:
-            channel_range_kernel[grid](v, ranges.view(torch.int32), starts, *v.stride()[:3], tokens, **shape)
-            if v_scale == "tensor":
-                ranges = ranges.amax(-1, keepdim=True).expand(-1, -1, dim).contiguous()
         quantize_operands_kernel[grid](
-            k, v, mean, ranges, k_codes, k_scale, v_codes, v_block, v_log2, broken, starts,
+            k, v, k_codes, k_scale, v_codes, v_block, v_log2, broken, starts,
             *k.stride()[:3], *v.stride()[:3], tokens, padded,
-            K_TOKEN=by_token, SMOOTH=smooth_k, V_TOP=mode.v_top, V_CHANNEL=ranges is not None, V_OUT=with_v,
+            K_TOKEN=by_token, V_TOP=mode.v_top, V_OUT=with_v,
             **shape,
         )  # fmt: skip
-    channel = None
-    if ranges is not None:
-        channel = torch.where(ranges >= LEAST, ratio(ranges, mode.v_top), 1.0)
-    return Operands(k_codes, k_scale, v_codes, v_block, channel, mean), v_log2
+    return Operands(k_codes, k_scale, v_codes, v_block), v_log2
 
 
 def unpack_past(
@@ -216,7 +201,6 @@ def launch_prefill(
         operands: Operands,
         name: str,
         logs: torch.Tensor | None = None,
-        bias: torch.Tensor | None = None,
         *,
         repair: bool = False,
     ) -> None:
@@ -228,8 +212,8 @@ def launch_prefill(
         k_tiles = None if precise else described(operands.k.view(-1, dim), [block, padded_dim])
         v_tiles = None if values is None else described(values.view(-1, values.shape[3]), [padded_dim, block])
         chunk = Chunk(
-            None if k_tiles else _view(k), None if v_tiles else _view(v), operands.k_scale, logs, operands.v_channel,
-            starts, operands.k.shape[2],
+            None if k_tiles else _view(k), None if v_tiles else _view(v), operands.k_scale, logs, starts,
+            operands.k.shape[2],
         )  # fmt: skip
         form = PrefillForm(
             heads=heads, group=heads // kv_heads, dim=dim, padded_dim=padded_dim, block_m=tiles.block_m,
@@ -242,7 +226,7 @@ def launch_prefill(
             View(first.out, None) if split else _view(found.out), (first if split else found).lse, broken
         )
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
-            PrefillQueries(_view(q), bias), k_tiles, v_tiles, chunk, held,
+            _view(q), k_tiles, v_tiles, chunk, held,
             kernel_scoring, to, pairs, tokens, parts, FORM=form, REPAIR=repair,
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
             **gpu.FMA,
@@ -259,20 +243,13 @@ def launch_prefill(
 
                 launch_hopper_prefill(q, operands, v_log2, first, broken, scoring, held, parts, starts)
             else:
-                bias = None if operands.k_mean is None else _bias(q, operands.k_mean) * scoring.scaling
-                run(operands, rounding.mode, v_log2, bias)
+                run(operands, rounding.mode, v_log2)
         if parts > 1:
             _merge_parts(*first, starts, found)
         if rounding.mode != "native":
             # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
             run(precise_parts, "native", repair=True)
     return found
-
-
-def _bias(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """What queries [B, Hq, M, D] score with the mean keys [B, Hkv, D] that were subtracted."""
-    grouped = q.unflatten(1, (mean.shape[1], -1)).float()
-    return torch.einsum("bhgmd,bhd->bhgm", grouped, mean).flatten(1, 2).contiguous()
 
 
 def _outputs(q: torch.Tensor, padded: bool) -> AttentionOutput:
@@ -307,9 +284,9 @@ def _hopper_serves(
     if past is not None and not (in_tiles(past) and fills_sms(q, room)):
         return False
     plain = scoring.is_plain and (window is None or (past is None and window >= q.shape[2]))
-    scales = MODES[rounding.mode].k_scale == "block" and rounding.v_scale == "block" and rounding.block == 128
+    scales = MODES[rounding.mode].k_scale == "block" and rounding.block == 128
     narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in (64, 128)
-    return gpu.hopper(q.device) and plain and scales and narrow and not rounding.smooth_k
+    return gpu.hopper(q.device) and plain and scales and narrow
 
 
 def _log2(softcap: float | None) -> float | None:

@@ -49,13 +49,11 @@ def reference_prefill(
     if precise:
         block = sas_tile or block
         keys, values = (_raw(align(x, starts), place, block) for x in (k, v))
-        bias = None
     else:
         parts = reference_quantize_operands(k, v, rounding, starts)
         keys, values = _chunk(parts, align(v, starts), place, block)
-        bias = None if parts.k_mean is None else _mean_score(queries, parts.k_mean) * scoring.scaling
     if own:
-        runs.append(Run(asking, keys, values, block, bias, own=True))
+        runs.append(Run(asking, keys, values, block, own=True))
 
     out, lse = flash(runs, FlashOptions(scoring, window, mode.p_type(q.dtype)))
     too_large = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)
@@ -95,27 +93,18 @@ def _whole(x: Operand, tile: int) -> Operand:
     return Operand(pad(x.x, (0, 0, 0, tail)), pad(x.scale, (0, tail)), pad(x.place, (0, tail), value=-1))
 
 
-def _mean_score(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """[B, Hq, M]: q . mean, which smoothing subtracted from every score of a query."""
-    grouped = q.to(_wide(q)).unflatten(1, (mean.shape[1], -1))
-    return torch.einsum("bhgmd,bhd->bhgm", grouped, mean.to(grouped.dtype)).flatten(1, 2)
-
-
 def _chunk(parts: Operands, v: torch.Tensor, place: torch.Tensor, block: int) -> tuple[Operand, Operand]:
     """Keys and values of the chunk in the form that the products use."""
     wide, padded = _wide(v), parts.k.shape[2]
     place = torch.nn.functional.pad(place, (0, padded - place.shape[1]), value=-1)
     k_scale = parts.k_scale.repeat_interleave(padded // parts.k_scale.shape[2], -1)
     keys = Operand(parts.k.to(wide), k_scale.to(wide), place)
-    if parts.v is None:
+    if parts.v is None or parts.v_scale is None:
         narrow = v if v.dtype == torch.float64 else v.to(half_type(v.dtype))
         return keys, _raw(narrow.to(v.dtype), place[:, : v.shape[2]], block)
     values = torch.empty(parts.v.mT.shape, dtype=wide, device=v.device)
     values[:, :, value_order(padded, v.device)] = parts.v.mT.to(wide)
-    if parts.v_scale is not None:
-        return keys, Operand(values, parts.v_scale.repeat_interleave(block, -1).to(wide), place)
-    assert parts.v_channel is not None
-    return keys, Operand(values * parts.v_channel[:, :, None].to(wide), torch.ones_like(keys.scale), place)
+    return keys, Operand(values, parts.v_scale.repeat_interleave(block, -1).to(wide), place)
 
 
 def _past(store: KVStore, q: Operand, mode: AttentionMode, dtype: torch.dtype, tile: int) -> list[Run]:

@@ -224,10 +224,10 @@ def launch_sparse_decode(
     row_parts, lists = -(-group // per_output), batch * kv_heads * queries
     tune, turbo, padded = tiles_for(q, store, mode)
     ctas = gpu.sms(q.device) * tune.occupancy
-    alone = gpu.sms(q.device) if tune.blocks == 4 else ctas
+    alone = gpu.sms(q.device) if tune.warps == 4 else ctas
     # two iterations of the merge for an output with the mean number of parts: with 8 outputs, measured faster than one
     usual = power_of_two(max(4, alone // (2 * lists * row_parts)))
-    merged = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
+    merged = max(1, min(usual, MERGED * 32 * tune.warps // (per_output * padded)))
     # `tiles_of_share`: as many shares as CTAs; with many outputs SHARES per CTA, and at least one per output
     shares = SHARES * ctas + lists * row_parts
     # sealed blocks of the longest row, rounded up to a power of two: a growing cache needs a new workspace rarely
@@ -270,6 +270,6 @@ def launch_sparse_decode(
             index, lists_held, Workspace(parts, arrived), scoring, read,
             capacity, 0 if index is None else index.buckets.shape[-1], lists * row_parts, window, queries, sink,
             alone, FORM=form, SHARING=Sharing(power_of_two(lists * row_parts), FILLED, SHARES), **pdl, ASM=q.is_cuda,
-            num_warps=tune.blocks, **gpu.FMA,
+            num_warps=tune.warps, **gpu.FMA,
         )  # fmt: skip
     return AttentionOutput(out, lse)

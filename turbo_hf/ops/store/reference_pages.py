@@ -8,13 +8,13 @@ from turbo_hf.ops.maths import ratio
 
 def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys and values of every cached token in units of their token's scale, and those scales: the sealed blocks of
-    the longest row, then the open tokens, in whole blocks.
+    the longest row at least, then the open tokens, in whole blocks.
 
     Returns k float32 [B, Hkv, T, D], k_scale float32 [B, Hkv, T], the same for v, and place int64 [B, T]: the token's
     place in its row, -1 where there is none. Scales there are 0.
     """
-    # `sealed_host` is that of a captured step
-    block, blocks = store.block, int(store.sealed.max())
+    # a GPU is not waited for, so that this can be captured
+    block, blocks = store.block, store.table.shape[1] if store.table.is_cuda else int(store.sealed.max())
     sealed = sealed_tokens(store._replace(table=store.table[:, :blocks]))
     tail, pad = -store.k_open.shape[2] % block, torch.nn.functional.pad
     opened = (store.k_open, store.k_scale, store.v_open.mT, store.v_scale)
@@ -47,7 +47,7 @@ def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         (x[0] if len(x) == 1 else torch.cat(x, 1)).unflatten(0, store.table.shape).transpose(1, 2)
         for x in zip(*parts, strict=True)
     )
-    if store.order.tolist() != [[*range(heads)]] * batch:
+    if heads > 1 and (page.is_cuda or store.order.tolist() != [[*range(heads)]] * batch):
         row, slot = torch.arange(batch, device=page.device)[:, None], store.order.argsort()
         k, v, size = (x[row, slot] for x in (k, v, size))
     k_scale, v_scale = size.transpose(2, 3).flatten(3).unbind(2)
