@@ -385,10 +385,10 @@ def test_the_index_has_room_for_the_blocks_that_are_reserved() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["order", "universal", "nonfinite", "buffer.k", "pool.paged", "bucket_index.buckets", "bucket_index.spans"]
+    "name", ["order", "nonfinite", "buffer.k", "pool.paged", "bucket_index.buckets", "bucket_index.spans"]
 )
 def test_what_launches_refer_to_is_told_when_it_is_replaced(name: str) -> None:
-    cache = filled(flat_config(bits=2, block_size=32, buffer_scale="universal", sparse=KMEANS))
+    cache = filled(flat_config(bits=2, block_size=32, sparse=KMEANS))
     run = ReplayableSteps(cache, None)
     before = run.tensors()
     assert all(map(operator.is_, before, run.tensors()))

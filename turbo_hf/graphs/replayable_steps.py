@@ -302,7 +302,7 @@ class ReplayableSteps:
         tensors: list[Any] = [plan.words for plan in plans]
         for layer in self.layers:
             pool, counts, state = layer.pool, layer.device_counts, layer.state
-            tensors += (pool.paged, pool.table.on(layer.device), counts.sealed(state), layer.order, layer.universal)
+            tensors += (pool.paged, pool.table.on(layer.device), counts.sealed(state), layer.order)
             tensors += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
             tensors.append(layer.bucket_index.spans)
             tensors += [] if layer.selector is None else layer.selector.tensors()
