@@ -242,10 +242,6 @@ class LayerStorage:
         """Before tensors are replaced: nothing keeps the old ones alive."""
         self._repeats = _Repeats()
 
-    def row_tensors(self) -> list[torch.Tensor]:
-        """What a reordering of rows of equal lengths changes, besides pages and masks: [B, ...] each, contiguous."""
-        return [*self.buffer.tensors()]
-
     def prepare_for(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Choose the layer's ops by the first keys and values [B, Hkv, M, D]; anew for another dtype or device.
 
