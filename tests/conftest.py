@@ -17,6 +17,8 @@ from quick_interpreter import quicken
 
 # before anything imports huggingface_hub: no test may need the network
 os.environ["HF_HUB_OFFLINE"] = "1"
+# before anything imports inductor, whose compiler otherwise now and then finds headers that another process replaces
+os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
 
 
 def _marked() -> str:

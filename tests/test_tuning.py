@@ -104,7 +104,7 @@ def test_decode_tiles_fit_shared_memory() -> None:
         fits = tiles.occupancy * waiting <= room and unpacked <= room
         fits = fits and (3 not in both or unpacked + waiting <= shared)
         assert fits, (case, tiles)
-        assert tiles.blocks * tiles.occupancy <= 8, case  # warps of an SM that have 255 registers
+        assert tiles.warps * tiles.occupancy <= 8, case  # warps of an SM that have 255 registers
 
 
 def test_float32_over_16_bit_has_room_for_both() -> None:

@@ -188,7 +188,8 @@ def decode_tiles(
     if unpacks:
         return DecodeTiles(1, 2, 1, 1)
     unquantized = UNQUANTIZED in bits
-    chosen = ONE_WARP_TILES if unquantized else MANY_TILES + FEW_TILES if many else FEW_TILES
+    wide = next((tiles for least, tiles in WIDE_TILES.items() if codes >= least), None)
+    chosen = ONE_WARP_TILES if unquantized else wide or (MANY_TILES + FEW_TILES if many else FEW_TILES)
     for tiles in chosen:
         waiting = tiles.blocks * (tiles.stages - 1) * codes * sum(bits) // 8
         # unpacked K and V pass through shared memory; at 3 bit, and from 16 bit to float32, beside the loads in flight
@@ -223,6 +224,12 @@ FEW_TILES = (
 
 MANY_TILES = (DecodeTiles(2, 4, 3, 2),)
 """The same where there are twice as many outputs as SMs, or more."""
+
+WIDE_TILES = {
+    1 << 15: (DecodeTiles(1, 1, 2, 8), DecodeTiles(1, 1, 1, 8)),
+    1 << 14: (DecodeTiles(1, 2, 3, 4), DecodeTiles(1, 1, 3, 4), DecodeTiles(1, 1, 2, 4)),
+}
+"""The same for blocks of so many numbers of K (512 and 256 channels), which do not fit the registers of one warp."""
 
 ONE_WARP_TILES = (
     DecodeTiles(1, 3, 3, 1),
