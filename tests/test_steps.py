@@ -245,6 +245,25 @@ def test_a_reset_and_recording_end_the_steps(change: Callable[[TurboCache], None
     assert not run.intact()
 
 
+@pytest.mark.parametrize("recording", [False, True])
+@pytest.mark.parametrize("host", [False, True])
+def test_a_step_of_others_ends_the_steps_even_where_one_was_taken_back(host: bool, recording: bool) -> None:
+    cache, new = filled(flat_config(block_size=32)), new_tokens()
+    if recording:
+        cache.activate_past_recording()
+    run = ReplayableSteps(cache, None)
+    by_steps(run, new)
+    by_steps(run, new)
+    for layer in cache.turbo_layers():
+        layer.crop(-1)
+    if host:
+        by_host(cache, new)
+    else:
+        by_steps(ReplayableSteps(cache, None), new)
+    # the same tokens in as many columns, and other counts on the device
+    assert not run.intact()
+
+
 def test_layers_that_hold_the_same_share_one_count() -> None:
     cache = filled(flat_config(block_size=32))
     run = ReplayableSteps(cache, None)

@@ -75,6 +75,8 @@ class _Group:
 
     def become(self, state: RowState) -> None:
         """The layers hold this now, on the device too."""
+        # an object of its own, by which `intact` knows it: layers that store as many tokens share one
+        state = state._replace()
         for layer in self.layers:
             layer.device_counts.counted(self.state, state)
             layer.state = state
