@@ -181,15 +181,25 @@ def decode_tiles(
         codes: numbers of K per block, padding included.
         bits: bits per number of K, and of V.
         unpacks: whether codes are converted to the query's type, as in "native"; memory then suffices for one block.
-        many: whether there are at least twice as many outputs as SMs: small CTAs compute whole outputs, few are merged.
+        many: whether there are at least twice as many outputs as SMs: small CTAs compute whole outputs, few are merged;
+            of wide heads, a quarter as many.
         itemsize: bytes per number of the queries.
         shared: bytes of shared memory per program; an SM has 1 KiB more.
     """
     if unpacks:
         return DecodeTiles(1, 2, 1, 1)
     unquantized = UNQUANTIZED in bits
-    wide = next((tiles for least, tiles in WIDE_TILES.items() if codes >= least), None)
-    chosen = ONE_WARP_TILES if unquantized else wide or (MANY_TILES + FEW_TILES if many else FEW_TILES)
+    chosen: tuple[DecodeTiles, ...]
+    if unquantized:
+        chosen = ONE_WARP_TILES
+    elif codes > WIDE:
+        chosen = WIDEST_TILES
+    elif codes == WIDE and sum(bits) > 8:
+        chosen = WIDE_TILES if many else WIDE_8BIT_TILES
+    elif codes == WIDE:
+        chosen = MANY_WIDE_TILES + WIDE_TILES if many else WIDE_TILES
+    else:
+        chosen = MANY_TILES + FEW_TILES if many else FEW_TILES
     for tiles in chosen:
         waiting = tiles.blocks * (tiles.stages - 1) * codes * sum(bits) // 8
         # unpacked K and V pass through shared memory; at 3 bit, and from 16 bit to float32, beside the loads in flight
@@ -225,11 +235,17 @@ FEW_TILES = (
 MANY_TILES = (DecodeTiles(2, 4, 3, 2),)
 """The same where there are twice as many outputs as SMs, or more."""
 
-WIDE_TILES = {
-    1 << 15: (DecodeTiles(1, 1, 2, 8), DecodeTiles(1, 1, 1, 8)),
-    1 << 14: (DecodeTiles(1, 2, 3, 4), DecodeTiles(1, 1, 3, 4), DecodeTiles(1, 1, 2, 4)),
-}
-"""The same for blocks of so many numbers of K (512 and 256 channels), which do not fit the registers of one warp."""
+WIDE = 1 << 14
+"""Numbers of K per block, 256 channels of 64 tokens, which do not fit the registers of one warp."""
+
+WIDE_TILES = (DecodeTiles(1, 2, 3, 4), DecodeTiles(1, 1, 3, 4), DecodeTiles(1, 1, 2, 4))
+WIDE_8BIT_TILES = (DecodeTiles(1, 2, 2, 4), DecodeTiles(1, 1, 2, 4))
+MANY_WIDE_TILES = (DecodeTiles(1, 4, 3, 2),)
+"""The same from there on: where K and V have more than 8 bit together, and, if they have not, with a quarter as many
+outputs as SMs, or more (H200, 2026-11-28)."""
+
+WIDEST_TILES = (DecodeTiles(1, 1, 2, 8), DecodeTiles(1, 1, 1, 8))
+"""The same for twice as many numbers (blocks of 128 tokens)."""
 
 ONE_WARP_TILES = (
     DecodeTiles(1, 3, 3, 1),

@@ -17,7 +17,7 @@ from turbo_hf.ops.decode.stream_k import LivePlan, Plan, SteadyPlans, even_round
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.kernel_launch import Launch, launch
 from turbo_hf.ops.repeat import Repeat
-from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, DecodeTiles, decode_tiles, tiles_16bit
+from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WIDE, DecodeTiles, decode_tiles, tiles_16bit
 
 OUTPUT_PARTS = 16
 """CTAs are rounded down to a multiple of this many parts per output: a merge costs as much as the next power of two."""
@@ -25,8 +25,8 @@ OUTPUT_PARTS = 16
 MERGED = 128
 """Floats of partial results that a thread merges at a time: more do not fit its registers."""
 
-MANY = 2.0
-"""Above this many outputs per SM, most CTAs process whole outputs."""
+MANY, MANY_WIDE = 2.0, 0.25
+"""Outputs per SM from which `tuning.decode_tiles` has other tiles; the second of wide heads."""
 
 FILLED = 10
 """Minimum tiles per CTA before more than one CTA per SM is used: below, merging half as many parts is faster."""
@@ -35,7 +35,7 @@ FILLED_SINGLE = 5
 """The same where a tile is one block."""
 
 LEAST = 2
-"""Minimum tiles per CTA, where there is a choice; twice as many where a CTA is one warp."""
+"""Minimum tiles per CTA, where there is a choice and a tile is one block; twice as many where a CTA is one warp."""
 
 
 class PlanKey(NamedTuple):
@@ -70,8 +70,8 @@ def _plan(tiles: tuple[int, ...], shape: PlanKey) -> Plan:
     if warps == 1:
         # one warp merges a few parts at a time: more CTAs would cost more in the merge than they save
         ctas = min(ctas, 2 * OUTPUT_PARTS * len(each))
-    # a part of a single tile is not worth its merge
-    enough = steps // (LEAST if warps > 1 else 2 * LEAST)
+    # a part of a single block is not worth its merge
+    enough = steps // (1 if blocks > 1 else LEAST if warps > 1 else 2 * LEAST)
     if enough < ctas:
         ctas = enough // len(each) * len(each) or max(1, enough)
     ctas = even_rounds(ctas, len(each), OUTPUT_PARTS)
@@ -139,9 +139,14 @@ def _schedule(
     return live.words, live.ctas, live.parts, live.workspace
 
 
+def padded_dim(q: torch.Tensor) -> int:
+    """Channels of a tile for queries like q."""
+    return max(32, power_of_two(q.shape[3]))
+
+
 def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False) -> tuple[DecodeTiles, bool, int]:
     """Tiles for queries like q, whether they become codes, their channels, padded."""
-    padded = max(32, power_of_two(q.shape[3]))
+    padded = padded_dim(q)
     widths = {pages.bits for pages in store.paged}
     turbo = mode == "turbo" and widths != {UNQUANTIZED}
     unpacks = widths != {UNQUANTIZED} if mode == "native" else max(widths) == UNQUANTIZED and q.element_size() > 2
@@ -175,7 +180,8 @@ def launch_decode(
     row_parts = -(-group * tokens // per_output)
     groups = tuple((pages.width, pages.k.shape[1]) for pages in store.paged)
     bits, value_bits = zip(*(widths_of(width) for width, _ in groups), strict=True)
-    many = q.shape[0] * kv_heads * row_parts >= MANY * gpu.sms(q.device)
+    share = MANY_WIDE if padded_dim(q) * store.block >= WIDE else MANY
+    many = q.shape[0] * kv_heads * row_parts >= share * gpu.sms(q.device)
     tune, turbo, padded = tiles_for(q, store, mode, many=many)
     sealed = store.sealed_host
     if sealed is None:
