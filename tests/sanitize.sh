@@ -9,9 +9,9 @@ jobs=${2:-4}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 tests=(
-  "test_append.py::test_stores_what_the_quantizer_makes[triton-130-starts7-80-dtype7-False]"
+  "test_append.py::test_stores_what_the_quantizer_makes[triton-130-starts7-80-dtype7]"
   "test_append.py::test_whole_blocks_go_to_the_pages_that_the_table_names[triton-pairs]"
-  "test_append.py::test_a_step_seals_what_is_full_and_then_appends[triton-mixed-80-True]"
+  "test_append.py::test_a_step_seals_what_is_full_and_then_appends[triton-mixed-80]"
   "test_append.py::test_keys_are_balanced_on_the_way[triton-80-dtype3]"
   "test_append.py::test_nan_and_inf_are_reported[triton-70-40-1-nan]"
   "test_quantize.py::test_kernel_gives_the_references_tokens[d80-float32]"

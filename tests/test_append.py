@@ -40,10 +40,8 @@ def copy(store: KVStore) -> KVStore:
     return store._replace(**{name: getattr(store, name).clone() for name in store._fields[4:9]})
 
 
-def expected(x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
+def expected(x: Tensor) -> tuple[Tensor, Tensor]:
     codes, scale = ops.quantize_tokens(x, backend="reference")
-    if given is not None:
-        codes, scale = ops.quantize_tokens(x, torch.where(given[..., None] > 0, given[..., None], scale), "reference")
     return codes[0], scale[0]
 
 
@@ -68,34 +66,31 @@ def snapshot(store: KVStore) -> KVStore:
 
 
 @pytest.mark.parametrize(
-    ("m", "starts", "dim", "dtype", "given"),
+    ("m", "starts", "dim", "dtype"),
     [
-        (1, None, 16, torch.float16, False), (1, None, 80, torch.float32, True), (5, None, 80, torch.float16, True),
-        (5, [0, 3, 5], 16, torch.float32, True), (5, [0, 3, 5], 80, torch.float16, False),
-        (130, None, 80, torch.float32, False), (130, [0, 33, 130], 16, torch.float16, True),
-        (130, [0, 33, 130], 80, torch.float32, False),
+        (1, None, 16, torch.float16), (1, None, 80, torch.float32), (5, None, 80, torch.float16),
+        (5, [0, 3, 5], 16, torch.float32), (5, [0, 3, 5], 80, torch.float16), (130, None, 80, torch.float32),
+        (130, [0, 33, 130], 16, torch.float16), (130, [0, 33, 130], 80, torch.float32),
     ],
 )  # fmt: skip
 def test_stores_what_the_quantizer_makes(
-    m: int, starts: list[int] | None, dim: int, dtype: torch.dtype, given: bool, backend: str, device: torch.device
+    m: int, starts: list[int] | None, dim: int, dtype: torch.dtype, backend: str, device: torch.device
 ) -> None:
     store = cache([70, 3, 72], dim, device, dtype, room=m)
     before, nonfinite = copy(store), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(3, m, 2, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
-    scales = torch.rand(3, 2, 2, device=device) / 50 if given else None
-    if scales is not None:
-        scales[1, 0] = 0
     first = None if starts is None else torch.tensor(starts, device=device)
-    ops.append_tokens(k, v, store, starts=first, given_scale=scales, nonfinite=nonfinite, backend=backend)
+    ops.append_tokens(k, v, store, starts=first, nonfinite=nonfinite, backend=backend)
     assert not nonfinite.item()
     for row in range(3):
         start = 0 if starts is None else starts[row]
         held, new = int(before.open_len[row]), m - start
         assert int(store.open_len[row]) == held + new
-        for i, (x, codes, scale, old) in enumerate(
-            ((k, store.k_open, store.k_scale, before.k_open), (v, store.v_open.mT, store.v_scale, before.v_open.mT))
+        for x, codes, scale, old in (
+            (k, store.k_open, store.k_scale, before.k_open),
+            (v, store.v_open.mT, store.v_scale, before.v_open.mT),
         ):
-            want = expected(x[row : row + 1, :, start:], None if scales is None else scales[row : row + 1, :, i])
+            want = expected(x[row : row + 1, :, start:])
             assert torch.equal(codes[row, :, held : held + new], want[0])
             assert torch.equal(scale[row, :, held : held + new], want[1])
             assert torch.equal(codes[row, :, :held], old[row, :, :held])
@@ -140,22 +135,6 @@ def assert_same_tokens(got: KVStore, want: KVStore) -> None:
         for name in ("k_open", "k_scale", "v_scale"):
             assert torch.equal(getattr(got, name)[row, :, :held], getattr(want, name)[row, :, :held]), name
         assert torch.equal(got.v_open[row, ..., :held], want.v_open[row, ..., :held])
-
-
-@pytest.mark.parametrize("m", [3, 70])
-def test_the_span_grows_to_the_largest_scales(m: int, backend: str, device: torch.device) -> None:
-    store = cache([3, 5], 16, device, torch.float32, room=m)
-    nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
-    k, v = (tokens(2, 2, m, 16, device=device) for _ in range(2))
-    starts = torch.tensor([1, m], device=device)
-    wanted = torch.stack([expected(x[:1, :, 1:], None)[1].amax(-1) for x in (k, v)], -1)
-    max_scale = torch.zeros(2, 2, 2, device=device)
-    max_scale[0, 1], max_scale[1] = 1e3, 0.25
-    ops.append_tokens(k, v, store, starts=starts, max_scale=max_scale, nonfinite=nonfinite, backend=backend)
-    assert torch.equal(max_scale[0, 0], wanted[0])
-    assert (max_scale[0, 1] == 1e3).all()
-    # a row without new tokens
-    assert (max_scale[1] == 0.25).all()
 
 
 @pytest.mark.parametrize(
@@ -219,8 +198,6 @@ def test_whole_blocks_go_to_the_pages_that_the_table_names(
         ({"v": torch.zeros(1, 2, 1, 32)}, r"v must be \[1, 2, M, 16\] like the store; got \(1, 2, 1, 32\)"),
         (dict.fromkeys(("k", "v"), torch.zeros(1, 2, 17, 16)), "k brings 17 tokens per row; the store has room for 16"),
         ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[1\] on cpu; got \[2\] on cpu"),
-        ({"given_scale": torch.zeros(1, 2, 1)}, r"given_scale must be \[1, 2, 2\] on cpu; got \[1, 2, 1\]"),
-        ({"max_scale": torch.zeros(2, 2)}, r"max_scale must be \[1, 2, 2\] on cpu; got \[2, 2\]"),
         ({"nonfinite": torch.zeros(3, dtype=torch.int32)}, r"nonfinite must be \[1\] on cpu; got \[3\]"),
         ({"nonfinite": torch.zeros(1, dtype=torch.int32, device="meta")}, r"nonfinite must .* got \[1\] on meta"),
     ],
@@ -240,19 +217,18 @@ def test_more_pairs_than_a_launch_takes_are_refused(monkeypatch: pytest.MonkeyPa
     assert ops.quantize_tokens(torch.randn(2, 2, 8, 16, device=device), backend="triton")[0].shape == (2, 2, 8, 16)
 
 
-@pytest.mark.parametrize(("dim", "given"), [(16, False), (80, True)])
+@pytest.mark.parametrize("dim", [16, 80])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_a_step_seals_what_is_full_and_then_appends(
-    dim: int, groups: HeadGroups, given: bool, backend: str, device: torch.device
+    dim: int, groups: HeadGroups, backend: str, device: torch.device
 ) -> None:
     first, recent = (0, 0) if groups == ((8, 2),) else (FIRST, 128 if dim == 16 else 64)
     stay = first + recent
     store = full_store(dim, groups, device, first, recent)
     before, nonfinite = snapshot(store), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(4, 1, 2, dim, device=device).transpose(1, 2) for _ in range(2))
-    scales = torch.rand(4, 2, 2, device=device) / 50 if given else None
     arrived = torch.zeros(4, dtype=torch.int32, device=device)
-    ops.append_step(k, v, store, given_scale=scales, nonfinite=nonfinite, arrived=arrived, backend=backend)
+    ops.append_step(k, v, store, nonfinite=nonfinite, arrived=arrived, backend=backend)
     assert not nonfinite.item()
     assert not arrived.any()
     assert store.sealed.tolist() == [2, 1, 1, 0]
@@ -272,8 +248,8 @@ def test_a_step_seals_what_is_full_and_then_appends(
         for x, y in zip(got[1:], old[1:], strict=True):
             assert torch.equal(x[1:3], y[1:3])
     for row, held in enumerate([stay, stay + 6, stay, 3]):
-        for i, (x, codes, scale) in enumerate(((k, store.k_open, store.k_scale), (v, store.v_open.mT, store.v_scale))):
-            want_codes, want_scale = expected(x[row : row + 1], None if scales is None else scales[row : row + 1, :, i])
+        for x, codes, scale in ((k, store.k_open, store.k_scale), (v, store.v_open.mT, store.v_scale)):
+            want_codes, want_scale = expected(x[row : row + 1])
             assert torch.equal(codes[row, :, held : held + 1], want_codes)
             assert torch.equal(scale[row, :, held : held + 1], want_scale)
     # what is behind the block takes its place
@@ -379,9 +355,8 @@ def feed(layer: TurboLayer, k: Tensor, v: Tensor) -> None:
     layer.commit()
 
 
-@pytest.mark.parametrize("scale", ["token", "universal"])
-def test_a_layer_that_decodes_by_kernels_stores_the_same(scale: Any, device: torch.device) -> None:
-    by_kernel, plain = (TurboLayer(flat_config(buffer_scale=scale, backend=name)) for name in ("triton", "reference"))
+def test_a_layer_that_decodes_by_kernels_stores_the_same(device: torch.device) -> None:
+    by_kernel, plain = (TurboLayer(flat_config(backend=name)) for name in ("triton", "reference"))
     k, v = (tokens(2, 2, FIRST + 140, 32, device=device) for _ in range(2))
     at = 0
     for count in (FIRST + 50, 1, 3, 16, 1, 1):

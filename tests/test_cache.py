@@ -316,7 +316,7 @@ WAYS: list[Any] = [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache)
 
 MAKES: list[Any] = [
     pytest.param(patched_llama(), id="llama"),
-    pytest.param(patched_llama(**MIXED), id="mixed-universal"),
+    pytest.param(patched_llama(**MIXED), id="mixed"),
     pytest.param(patched_llama(bits=16, attention="native"), id="16-bit"),
     pytest.param(patched_llama(dense_layers=(0,)), id="beside-dense"),
     pytest.param(windows, id="windows"),

@@ -17,7 +17,7 @@ from turbo_hf.layout import HeadGroups
 
 ONE_BY_ONE: dict[str, tuple[Any, ...]] = {
     "bits": (16, 8, 4, 3, 2), "head_metric": ("priority", "entropy", "min_max", "variation"),
-    "block_size": (32, 64, 128), "buffer_scale": ("token", "universal"), "recent_tokens": (1024,),
+    "block_size": (32, 64, 128), "recent_tokens": (1024,),
     "layer_bits": ((2, (4, 2), 8), "calibrated"), "attention": ("auto", "turbo", "int8", "half", "fp8", "native"),
     "cuda_graphs": ("auto", True, False), "compile": (True,), "low_heads": (1,),
 }  # fmt: skip
@@ -45,7 +45,6 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"value_bits": 16}, r"value_bits must be one of 8, 4, 3, 2, None; got 16", id="value_bits-16"),
         pytest.param({"bits": 16, "value_bits": 4}, r"value_bits goes with bits of .* leave one of them", id="16/4"),
         pytest.param({"bits": 16, "attention": "turbo"}, r'attention must be "auto" or "native" with bits=16', id="16"),
-        pytest.param({"bits": 16, "buffer_scale": "universal"}, r"buffer_scale is of INT8 open tokens", id="16-scale"),
         pytest.param({"recent_tokens": 32}, r"must be None or a multiple of block_size \(64\)", id="recent"),
         *(
             pytest.param({"layer_bits": given}, r"layer_bits must be numbers of 8, 4, 3, 2, or pairs", id=str(given))
@@ -190,7 +189,7 @@ def test_refuses_unknown_presets(value: Any) -> None:
 
 
 def test_a_config_at_8_bit_keeps_all_other_fields() -> None:
-    config = flat_config(bits=4, low_heads=0.5, block_size=32, attention="native", buffer_scale="universal")
+    config = flat_config(bits=4, low_heads=0.5, block_size=32, attention="native")
     kept = at_8_bit(config)
     assert kept.head_groups(8) == ((8, 8),)
     assert with_options(kept, bits=4, low_heads=0.5) == config

@@ -54,7 +54,7 @@ BEAMS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     "config",
-    [SMALL, with_options(SMALL, low_heads=0.5, low_bits=2), with_options(SMALL, bits=2, buffer_scale="universal")],
+    [SMALL, with_options(SMALL, low_heads=0.5, low_bits=2), with_options(SMALL, bits=2)],
 )
 @pytest.mark.parametrize(("call", "lengths"), [*zip(BEAMS, (LONGER, [60], LONGER), strict=True)])
 def test_beams_are_reordered_between_replays(
@@ -121,7 +121,6 @@ def test_tokens_are_those_without_graphs(
         pytest.param(flat_config(value_bits=2, block_size=32, recent_tokens=32), id="recent"),
         pytest.param(flat_config(layer_bits=(2, (8, 4)), block_size=32, recent_tokens=32), id="depths"),
         pytest.param(flat_config(attention="native", block_size=32), id="native"),
-        pytest.param(flat_config(buffer_scale="universal", block_size=32), id="universal"),
         pytest.param(flat_config(sas=True, sas_threshold=-7.0, block_size=32), id="sas"),
         pytest.param(flat_config(sas=True, block_size=32), id="sas-by-length"),
         pytest.param(flat_config(bits=16, block_size=32), id="16bit"),

@@ -64,7 +64,7 @@ def drafter_of(model: Any, schedule: str, noise: float = 0.05) -> Any:
         ("heuristic", SMALL, None),
         ("constant", with_options(SMALL, low_heads=0.5, low_bits=2), 40),
         ("unpatched", replace(SMALL, dense_layers=(1,)), 40),
-        ("lookup", with_options(SMALL, bits=2, buffer_scale="universal"), None),
+        ("lookup", with_options(SMALL, bits=2), None),
         ("early", SMALL, 40),
         ("heuristic", replace(SMALL, dense_layers=(1,)), 40),
         ("lookup", with_options(SMALL, low_heads=0.5, low_bits=2), None),

@@ -93,7 +93,6 @@ LAYERS = [
     pytest.param(lambda: TurboLayer(flat_config(**KERNELS)), id="4bit"),
     pytest.param(lambda: TurboLayer(flat_config(low_heads=0.5, **KERNELS), head_order=[1, 0]), id="mixed"),
     pytest.param(lambda: TurboLayer(flat_config(bits=16, **KERNELS)), id="16bit"),
-    pytest.param(lambda: TurboLayer(flat_config(buffer_scale="universal", **KERNELS)), id="universal"),
     pytest.param(lambda: TurboLayer(flat_config(**KERNELS), window=50), id="window"),
     pytest.param(sparse_layer, id="sparse"),
 ]

@@ -154,7 +154,7 @@ def test_dense_layers_keep_latents_unrounded() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"sas": True}, {"attention": "int8"}, {"buffer_scale": "universal"}, {"compile": True},
+        {"sas": True}, {"attention": "int8"}, {"compile": True},
         {"value_bits": 2}, {"layer_bits": (2, 4, 2, 4)}, {"recent_tokens": 64},
         {"sparse": turbo_hf.SparseConfig(selector="window")},
     ],

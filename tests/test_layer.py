@@ -22,8 +22,7 @@ from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.layout import CODE_MAX, FIRST, open_token_bytes, page_bytes
-from turbo_hf.ops.store.reference_quantize import rounded_up
+from turbo_hf.layout import FIRST, open_token_bytes, page_bytes
 
 # --- what is stored ------------------------------------------------------------------------------------------------
 
@@ -185,64 +184,6 @@ def test_an_unclaimed_update_returns_dense_keys_and_values(window: int | None) -
             assert torch.equal(got[1][row], want[1])
         at += tokens
     support.assert_layer(layer, naive)
-
-
-# --- universal scale -----------------------------------------------------------------------------------------------
-
-
-def test_a_universal_scale_is_fixed_by_the_prompt(device: torch.device) -> None:
-    config = flat_config(buffer_scale="universal")
-    k, v = (x.to(device) for x in support.random_kv(2, 40))
-    layer = support.filled(config, k, v)
-    prompt = support.filled(TurboConfig(), k, v)
-    support.assert_same_rows(layer, 0, prompt, 0)
-    # of tensors: by a number, torch multiplies by a rounded reciprocal on CUDA
-    span = [x.abs().amax((2, 3)).float() for x in (k, v)]
-    span = [rounded_up(x / torch.full_like(x, CODE_MAX)) for x in span]
-    small, large = (torch.full((2, support.HEADS, 1, 16), x, device=device) for x in (1e-3, -1e3))
-    support.feed(layer, small, large)
-    support.feed(layer, large, small)
-    for row in range(2):
-        for step in (40, 41):
-            assert torch.equal(layer.buffer.k_scale[row, :, step], span[0][row])
-            assert torch.equal(layer.buffer.v_scale[row, :, step], span[1][row])
-    assert (layer.buffer.v[..., 40] == -CODE_MAX).all()
-    assert (layer.buffer.k[:, :, 41] == -CODE_MAX).all()
-
-
-def test_a_universal_scale_covers_every_chunk_of_a_prompt() -> None:
-    config = flat_config(buffer_scale="universal", recent_tokens=0)
-    k, v = support.random_kv(1, 90)
-    k[:, :, 10], v[:, :, 60] = k[:, :, 10] * 20, v[:, :, 60] * 20
-    whole, chunked = support.filled(config, k, v), TurboLayer(config)
-    for at in (0, 30, 60):
-        support.feed(chunked, k[:, :, at : at + 30], v[:, :, at : at + 30])
-    new = support.random_kv(1, 1, seed=1)
-    support.feed(whole, *new)
-    support.feed(chunked, *new)
-    support.assert_same_rows(chunked, 0, whole, 0)
-    assert torch.equal(chunked.buffer.k_scale[0, :, 26], rounded_up(k[0, :, 10].abs().amax(-1) / CODE_MAX))
-    assert torch.equal(chunked.buffer.v_scale[0, :, 26], rounded_up(v[0, :, 60].abs().amax(-1) / CODE_MAX))
-
-
-def test_a_universal_scale_is_one_a_row_and_ignores_padding() -> None:
-    config = flat_config(buffer_scale="universal")
-    k, v = support.random_kv(3, 60)
-    valid = torch.arange(60) >= torch.tensor([[0], [45], [60]])
-    batch = support.filled(config, k.masked_fill(~valid[:, None, :, None], 1e9), v, valid)
-    k_new, v_new = support.random_kv(3, 1, seed=1)
-    support.feed(batch, k_new * 100, v_new)
-    for row, first in ((0, 0), (1, 45)):
-        alone = support.filled(config, k[row : row + 1, :, first:], v[row : row + 1, :, first:])
-        support.feed(alone, k_new[row : row + 1] * 100, v_new[row : row + 1])
-        support.assert_same_rows(batch, row, alone, 0)
-    # a row without a prompt has no range: its tokens keep their own
-    support.assert_same_rows(batch, 2, support.filled(TurboConfig(), k_new[2:] * 100, v_new[2:]), 0)
-    batch.reorder_cache(torch.tensor([1, 0, 2]))
-    support.feed(batch, k_new, v_new)
-    scale = rounded_up(k[1, :, 45:].abs().amax((1, 2)) / CODE_MAX)
-    assert torch.equal(batch.buffer.k_scale[0, :, 16], scale)
-    assert sum(batch.nbytes().values()) == support.allocated(batch)
 
 
 class Life(RuleBasedStateMachine):
@@ -417,10 +358,9 @@ def test_a_rolling_window_has_bounded_memory() -> None:
 
 
 @pytest.mark.parametrize(("which", "bad"), [(0, torch.nan), (1, torch.inf), (0, -torch.inf), (1, torch.nan)])
-@pytest.mark.parametrize("scale", ["token", "universal"])
 @pytest.mark.parametrize("seen", [0, 20], ids=["prompt", "token"])
-def test_nan_and_infinity_are_refused(seen: int, which: int, bad: float, scale: Any) -> None:
-    layer = TurboLayer(flat_config(buffer_scale=scale), index=7)
+def test_nan_and_infinity_are_refused(seen: int, which: int, bad: float) -> None:
+    layer = TurboLayer(TurboConfig(), index=7)
     if seen:
         support.feed(layer, *support.random_kv(1, seen))
     new = support.random_kv(1, 2, seed=1)
@@ -430,7 +370,7 @@ def test_nan_and_infinity_are_refused(seen: int, which: int, bad: float, scale: 
     assert layer.seen == seen
     if seen:
         # the pass left no trace
-        clean = TurboLayer(flat_config(buffer_scale=scale))
+        clean = TurboLayer(TurboConfig())
         for one in (layer, clean):
             if one is clean:
                 support.feed(one, *support.random_kv(1, seen))

@@ -72,7 +72,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
     [
         ({**TRITON, "bits": 4}, None, [0], F32),
         ({**TRITON, "bits": 4, "low_heads": 0.5}, None, [0, 5], F32),
-        ({**TRITON, "bits": 8, "buffer_scale": "universal"}, 3, [0], F32),
+        ({**TRITON, "bits": 8}, 3, [0], F32),
         # its threshold falls with each token
         ({**TRITON, "bits": 4, "sas": True}, None, [0], F32),
     ],

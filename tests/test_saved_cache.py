@@ -23,7 +23,7 @@ from turbo_hf.models.versions import CACHE
 KINDS: list[Any] = [
     pytest.param(llama(), id="turbo4"),
     pytest.param(llama(bits=8), id="int8"),
-    pytest.param(llama(**MIXED), id="mixed-universal"),
+    pytest.param(llama(**MIXED), id="mixed"),
     pytest.param(llama(value_bits=2, recent_tokens=64), id="values-at-2-bit"),
     pytest.param(llama(bits=2), id="turbo2"),
     pytest.param(llama(layer_bits=(2, (8, 4))), id="depths"),
@@ -130,7 +130,7 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no patched model has run over this TurboCache"):
         alone.save_pretrained(tmp_path)
     cache.layers[0].selector = object()
-    cache.all_layers[0].universal = object()
+    cache.all_layers[0].valid_prefix = object()
     with pytest.raises(Unsupported, match="no file can hold"):
         cache.save_pretrained(tmp_path / "new", input_ids=prompts(1, 80))
     # nothing half written

@@ -244,7 +244,6 @@ def test_a_persistent_manager_ends_with_the_patch() -> None:
 @pytest.mark.parametrize(
     ("family", "config", "reason"),
     [
-        ("llama", flat_config(buffer_scale="universal"), "whose scale is that of a whole prompt"),
         ("llama", EXACT, "16-bit pages"),
         ("llama", TurboConfig(dense_layers=(0,)), r"16-bit pages beside others.*layer 1: 2 x 4 bit"),
         ("llama", TurboConfig(bits=16, int8_layers=(1,)), r"16-bit pages beside others.*layer 1: 8 bit"),

@@ -245,6 +245,25 @@ def test_a_reset_and_recording_end_the_steps(change: Callable[[TurboCache], None
     assert not run.intact()
 
 
+@pytest.mark.parametrize("recording", [False, True])
+@pytest.mark.parametrize("host", [False, True])
+def test_a_step_of_others_ends_the_steps_even_where_one_was_taken_back(host: bool, recording: bool) -> None:
+    cache, new = filled(flat_config(block_size=32)), new_tokens()
+    if recording:
+        cache.activate_past_recording()
+    run = ReplayableSteps(cache, None)
+    by_steps(run, new)
+    by_steps(run, new)
+    for layer in cache.turbo_layers():
+        layer.crop(-1)
+    if host:
+        by_host(cache, new)
+    else:
+        by_steps(ReplayableSteps(cache, None), new)
+    # the same tokens in as many columns, and other counts on the device
+    assert not run.intact()
+
+
 def test_layers_that_hold_the_same_share_one_count() -> None:
     cache = filled(flat_config(block_size=32))
     run = ReplayableSteps(cache, None)
@@ -385,10 +404,10 @@ def test_the_index_has_room_for_the_blocks_that_are_reserved() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["order", "universal", "nonfinite", "buffer.k", "pool.paged", "bucket_index.buckets", "bucket_index.spans"]
+    "name", ["order", "nonfinite", "buffer.k", "pool.paged", "bucket_index.buckets", "bucket_index.spans"]
 )
 def test_what_launches_refer_to_is_told_when_it_is_replaced(name: str) -> None:
-    cache = filled(flat_config(bits=2, block_size=32, buffer_scale="universal", sparse=KMEANS))
+    cache = filled(flat_config(bits=2, block_size=32, sparse=KMEANS))
     run = ReplayableSteps(cache, None)
     before = run.tensors()
     assert all(map(operator.is_, before, run.tensors()))

@@ -314,7 +314,7 @@ def test_widths_that_lose_much_are_told() -> None:
 @pytest.mark.parametrize(
     ("others", "alike"),
     [
-        *(({"expert": {name: x}}, False) for name, x in (("block_size", 32), ("buffer_scale", "universal"))),
+        ({"expert": {"block_size": 32}}, False),
         *(({name: x}, False) for name, x in (("dense_layers", [0]), ("int8_layers", [0]), ("recent_tokens", 64))),
         ({"sparse": {"selector": "window", "window_tokens": 100}}, False),
         ({"cuda_graphs": False, "expert": {"backend": "reference"}}, True),

@@ -185,7 +185,7 @@ def hybrid_model(**options: Any) -> Any:
 
 
 SMALL = flat_config(block_size=BLOCK)
-MIXED = flat_config(block_size=BLOCK, low_bits=2, low_heads=0.5, buffer_scale="universal")
+MIXED = flat_config(block_size=BLOCK, low_bits=2, low_heads=0.5)
 
 
 def unpatched(name: str, model: Any = None, dense: tuple[int, ...] = ()) -> Route:

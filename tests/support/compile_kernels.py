@@ -204,31 +204,29 @@ def main(everything: bool) -> None:
         case[0] = f"append a step, d = {dim}"
         k = torch.zeros(2, 1, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
         flags, balance = (torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)), torch.ones(2, dim)
-        launch_store.launch_append_step(k, k, store, None, None, *flags)
+        launch_store.launch_append_step(k, k, store, None, *flags)
         if dim == 64 or everything:
             case[0] = f"append a step with buckets, d = {dim}"
             noted = torch.zeros(2, 2, 1, 192, dtype=torch.int16), torch.zeros(2, 2, 1, 1, dtype=torch.int16)
-            launch_store.launch_append_step(k, k, store, None, noted, *flags, balance=balance)
+            launch_store.launch_append_step(k, k, store, noted, *flags, balance=balance)
         if dim == 128 or everything:
             case[0] = f"append a step and balance queries, d = {dim}"
             q = torch.zeros(2, 8, 1, dim, dtype=torch.bfloat16)
-            launch_store.launch_append_step(k, k, store, None, None, *flags, balance=balance, queries=q)
-            launch_store.launch_append_tokens(k, k, store, None, None, None, *flags, balance=balance, queries=q)
+            launch_store.launch_append_step(k, k, store, None, *flags, balance=balance, queries=q)
+            launch_store.launch_append_tokens(k, k, store, None, *flags, balance=balance, queries=q)
         case[0] = f"append a prompt, d = {dim}"
         k = torch.zeros(2, 300, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
-        starts, max_scale = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, 2)
-        launch_store.launch_append_tokens(k, k, store, starts, None, max_scale, *flags, balance=balance)
+        starts = torch.zeros(2, dtype=torch.int64)
+        launch_store.launch_append_tokens(k, k, store, starts, *flags, balance=balance)
         # a table that has grown, the flags of other layers, and a prompt of another length
         for width, at in ((7, 1), (16, 4), (33, 3)):
             grown = store._replace(table=torch.zeros(2, width, dtype=torch.int64))
             others = torch.zeros(8, dtype=torch.int32)[at : at + 1], flags[1]
             case[0] = f"append a step, d = {dim}"
-            launch_store.launch_append_step(k[:, :, :1], k[:, :, :1], grown, None, None, *others)
+            launch_store.launch_append_step(k[:, :, :1], k[:, :, :1], grown, None, *others)
             case[0] = f"append a prompt, d = {dim}"
             some = k[:, :, : 256 + at]
-            launch_store.launch_append_tokens(some, some, store, starts, None, max_scale, *others, balance=balance)
-            case[0] = f"append a prompt without ranges, d = {dim}"
-            launch_store.launch_append_tokens(some, some, store, starts, None, None, *others, balance=balance)
+            launch_store.launch_append_tokens(some, some, store, starts, *others, balance=balance)
         case[0] = f"seal open blocks, d = {dim}"
         launch_store.launch_seal_open(store, 1, moves=True)
     # those that come nearest to the limit of shared memory, and the one that has too much for them

@@ -19,7 +19,7 @@ EXACT = [
     pytest.param(flat_config(attention="native", bits=3, block_size=32), id="3bit-block32"),
     pytest.param(TurboConfig(attention="native", bits=4, value_bits=2), id="k4v2"),
     pytest.param(TurboConfig(attention="native", layer_bits=(2, (8, 4)), recent_tokens=64), id="depths"),
-    pytest.param(flat_config(attention="native", bits=2, buffer_scale="universal"), id="2bit-universal"),
+    pytest.param(flat_config(attention="native", bits=2), id="2bit"),
 ]
 EXACT4 = TurboConfig(attention="native", bits=4)
 MODES = ["turbo", "native"]

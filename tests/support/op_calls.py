@@ -53,10 +53,10 @@ def seal_open(store: KVStore, blocks: int, *, moves: bool = False, backend: str 
     ops_like(store.k_open[0, 0, :1].half(), backend, store).seal_open(store, blocks, moves)
 
 
-def quantize_tokens(x: Tensor, scale: Tensor | None = None, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """`reference_quantize_tokens`, or its kernel, which gives each token its own scale."""
-    if scale is not None or not ops_like(x, backend).store_kernels:
-        return reference_quantize_tokens(x, scale)
+def quantize_tokens(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """`reference_quantize_tokens`, or its kernel."""
+    if not ops_like(x, backend).store_kernels:
+        return reference_quantize_tokens(x)
     from turbo_hf.ops.store.launch import launch_quantize_tokens  # noqa: PLC0415 - needs Triton
 
     return launch_quantize_tokens(x)

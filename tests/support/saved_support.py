@@ -19,7 +19,7 @@ from turbo_hf.cache.saved_files import ENTRY, Kind, facts_hash
 
 Made = tuple[Any, TurboCache]
 Make = Callable[[], Made]
-MIXED: dict[str, Any] = {"low_bits": 2, "low_heads": 0.5, "buffer_scale": "universal"}
+MIXED: dict[str, Any] = {"low_bits": 2, "low_heads": 0.5}
 
 
 def made(model: Any, config: Any, **options: Any) -> Made:

@@ -22,7 +22,7 @@ CONFIGS = [
     pytest.param(flat_config(block_size=32), id="4bit"),
     pytest.param(flat_config(bits=8, block_size=32), id="8bit"),
     pytest.param(flat_config(block_size=32, int8_layers=(1,)), id="4bit-8bit"),
-    pytest.param(flat_config(bits=2, block_size=32, buffer_scale="universal"), id="2bit-universal"),
+    pytest.param(flat_config(bits=2, block_size=32), id="2bit"),
     pytest.param(flat_config(value_bits=2, block_size=32, recent_tokens=64), id="recent"),
     pytest.param(flat_config(block_size=32, sparse=KMEANS), id="sparse"),
 ]

@@ -51,24 +51,14 @@ def _note_windows(config: PreTrainedConfig | None, windows: set[int | None]) -> 
         _of_thread.made = weakref.ref(config), _windows(config) | windows
 
 
-def turbo_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> torch.Tensor | None:
+def turbo_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """The model's 2D mask, unchanged, for causal and sliding-window attention; a 4D bool mask for any other.
 
-    Returns None (no padding), bool [B, columns], or bool [B, 1, q_length, kv_length]. A 2D mask of a long prompt is
-    thousands of times smaller than the 4D one, and tells the cache where padding is.
+    Arguments as Transformers gives them to its own mask functions. Returns None (no padding), bool [B, columns], or
+    bool [B, 1, q_length, kv_length]. A 2D mask of a long prompt is thousands of times smaller than the 4D one, and
+    tells the cache where padding is.
     """
-    if in_packed_pass():
-        return None
-    return _mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
+    return None if in_packed_pass() else _mask(*args, **kwargs)
 
 
 @untraced
@@ -76,10 +66,10 @@ def _mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | torch.Tensor,
-    kv_offset: int,
-    mask_function: Callable[..., Any],
-    attention_mask: torch.Tensor | None,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
     at_end = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.layout import Scoring
 
 PACKED_KEYWORDS = frozenset(
@@ -33,18 +34,10 @@ class PackedCache:
     """A cache that attends for all requests of a pass."""
 
     @abstractmethod
-    def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Store the new tokens of the pass and attend. query: [1, Hq, T, D]; key, value: [1, Hkv, T, D], all requests
-        of the pass one after the other; of latent attention [1, H, T, nope + R], latents [1, 1, T, rank] and rotary
-        parts [1, 1, T, R]. Returns [1, Hq, T, D], or [1, H, T, Dv]. module: the attention module, of the layer
+    def attend(self, module: Any, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
+        """Store the new tokens of the pass and attend. qkv: [1, Hq, T, D] and [1, Hkv, T, D], all requests of the pass
+        one after the other; of latent attention [1, H, T, nope + R], latents [1, 1, T, rank] and rotary parts
+        [1, 1, T, R]. Returns [1, Hq, T, D], or [1, H, T, Dv]. module: the attention module, of the layer
         `layer_idx`."""
 
 

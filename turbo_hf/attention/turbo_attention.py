@@ -152,7 +152,7 @@ def turbo_attention(
         if reason is not None:
             raise Unsupported(f"layer {layer}: {reason}")
         qkv, scoring = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux)
-        out = _without_autocast(query.device, packed.attend, module, *qkv, scoring, call.window)
+        out = _without_autocast(query.device, packed.attend, module, qkv, scoring, call.window)
         return out.transpose(1, 2).contiguous(), None
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
     if call.cache is not None and call.layer is not None:

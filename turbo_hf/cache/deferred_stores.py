@@ -65,16 +65,15 @@ class DeferredStores:
         v: torch.Tensor,
         new: NewColumns,
         buckets: torch.Tensor | None,
-        layers: int,
     ) -> bool:
-        """Whether these new tokens wait; else store them now. layers: how many store as many in this pass."""
+        """Whether these new tokens wait; else store them now."""
         if not self.wanted or layer.is_initialized or k.shape != v.shape:
             return False
         now = self._mark.now
         if now is None or now.depth is None:
             return False
         # a view keeps all of its memory alive
-        if layers * sum(x.untyped_storage().nbytes() for x in (k, v)) > MOST_BYTES:
+        if self._mark.layers * sum(x.untyped_storage().nbytes() for x in (k, v)) > MOST_BYTES:
             return False
         # a pass that breaks off from here on has broken the cache
         self._mark.turn(layer.index)

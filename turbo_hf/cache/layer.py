@@ -20,7 +20,7 @@ class TurboLayer(DequantizedLayer):
     any batch. `seen` counts columns, including padding, because that is what Transformers asks for.
 
     Args:
-        config: widths, block size, buffer scale.
+        config: widths, block size.
         window: how many tokens a query sees, including itself; None: all. Older whole blocks are dropped.
         index: the layer's number, for messages.
         head_order: KV heads from the one that needs its bits most to the one that needs them least; None: as they are
@@ -167,7 +167,6 @@ class TurboLayer(DequantizedLayer):
         self.bucket_index.select_rows(rows, index)
         self.order = self.order[index]
         self.valid_prefix = None if self.valid_prefix is None else self.valid_prefix[index]
-        self.universal = None if self.universal is None else self.universal[index]
         self.given_mask = None if self.given_mask is None else self.given_mask[index.to(self.given_mask.device)]
         self.state = self.state.selected(rows)
 
@@ -186,7 +185,7 @@ class TurboLayer(DequantizedLayer):
         if not self.is_initialized:
             return {"codes": 0, "scales": 0, "open": 0}
         codes, scales = self.pool.nbytes()
-        explain = (self.order, self.valid_prefix, self.universal, self.nonfinite)
+        explain = (self.order, self.valid_prefix, self.nonfinite)
         # and the open tokens of each row, int64
         scales += sum(x.nbytes for x in explain if x is not None) + 8 * self.rows
         index = {"index": self.bucket_index.nbytes()} if self.bucket_index.bucketed else {}

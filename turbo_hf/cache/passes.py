@@ -126,7 +126,7 @@ class CachePasses(MarkedUpdates):
         self, layer: TurboLayer, k: torch.Tensor, v: torch.Tensor, new: NewColumns, buckets: torch.Tensor | None
     ) -> None:
         """Store what a prompt's pass brings to a layer, as `TurboLayer.append` does; or after the pass (`deferred`)."""
-        if not self.deferred.take(layer, k, v, new, buckets, self.mark.layers):
+        if not self.deferred.take(layer, k, v, new, buckets):
             layer.append(k, v, new, buckets, check_later=True)
             layer.commit(check_later=True)
 

@@ -96,23 +96,11 @@ class RowState(NamedTuple):
         """Whether some row has a whole block to be sealed."""
         return max(self.open) >= self.block + self.staying
 
-    def due(self) -> list[int]:
-        """1 for each row whose open block the next replayed step will seal, else 0."""
-        return [int(tokens == self.block + self.staying) for tokens in self.open]
-
-    def sealed_by_step(self) -> list[int]:
-        """`sealed` after the next replayed step."""
+    def with_sealed(self) -> "RowState":
+        """The state once all whole blocks are sealed."""
         if not self.is_due():
-            return self.sealed
-        return [blocks + due for blocks, due in zip(self.sealed, self.due(), strict=True)]
-
-    def after_step(self) -> "RowState":
-        """The state after a replayed step, which seals the blocks that are due and stores one token per row."""
-        opened = [tokens - due * self.block + 1 for tokens, due in zip(self.open, self.due(), strict=True)]
-        return self._replace(seen=self.seen + 1, sealed=self.sealed_by_step(), open=opened, decoded=True)
-
-    def with_sealed(self, whole: Sequence[int]) -> "RowState":
-        """The state once the oldest `whole[row]` blocks of open tokens, behind the first ones, are sealed."""
+            return self
+        whole = self.whole()
         sealed = [held + count for held, count in zip(self.sealed, whole, strict=True)]
         opened = [held - count * self.block for held, count in zip(self.open, whole, strict=True)]
         return self._replace(sealed=sealed, open=opened)

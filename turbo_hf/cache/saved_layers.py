@@ -54,7 +54,6 @@ def held_by(layer: Any) -> Any:
         "dtype": layer.dtype,
         "state": _counted(state),
         "valid": layer.valid_prefix,
-        "universal": layer.universal,
         "pages": pages,
         "table": table,
         "open": opened,
@@ -96,7 +95,7 @@ def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
     state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, False, WHOLE, *kept)
     opened = OneOf((Stored(codes, torch.int8), Stored(codes, None)))
     return {
-        **dict.fromkeys(("valid", "universal"), object),
+        "valid": object,
         "dtype": OneOf(FLOATS),
         "state": _counted(RowState(*state)),
         "pages": Each([torch.Tensor] * 4),
@@ -132,9 +131,6 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int) -> dict[str, A
         "dtype": dtype,
         "state": held["state"],
         "valid": OneOf((None, Stored((rows, None), torch.bool))),
-        "universal": Stored((*by_head, 2), torch.float32, 0, largest)
-        if config.expert.buffer_scale == "universal"
-        else None,
         "pages": [page(*group) for group in groups],
         "table": Stored((rows, max(state.sealed)), torch.int64, 0, max(0, count - 1)),
         "open": [like(x, ends) for x, ends in zip(buffer.tensors(), in_open, strict=True)],
@@ -251,7 +247,6 @@ def hold(layer: Any, held: dict[str, Any], device: torch.device) -> None:
         PagedHeads(widths_of(width)[0], *own) for (width, _), own in zip(layer.pool.groups, held["pages"], strict=True)
     )
     layer.state, layer.valid_prefix = state, held["valid"]
-    layer.universal = held["universal"]
     layer.buffer.k, layer.buffer.v, layer.buffer.k_scale, layer.buffer.v_scale = opened
     layer.pool.hold(pages, held["table"].cpu(), state.sealed)
     layer.bucket_index.hold(held["index"])

@@ -137,8 +137,6 @@ class LayerStorage:
         self.buffer = OpenBuffer(rows, self.heads, self.dim, self.device, *buffer, self.state.first)
         self.device_counts = DeviceCounts(self.device)
         self.order = shared(order * rows, self.device).view(rows, self.heads)
-        ranged = self.config.expert.buffer_scale == "universal"
-        self.universal = torch.zeros(rows, self.heads, 2, dtype=torch.float32, device=self.device) if ranged else None
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.state = self.state.with_rows(rows)
         self.is_initialized = True
@@ -192,7 +190,7 @@ class LayerStorage:
         """What launches have the addresses of, and the lengths that they are planned for."""
         state, counts, pool = self.state, self.device_counts, self.pool
         placed = (self.order, pool.table.on(self.device), counts.sealed(state), counts.open(state), state.sealed)
-        return (pool.paged, self.buffer.k, *placed, self.nonfinite, self.universal)
+        return (pool.paged, self.buffer.k, *placed, self.nonfinite)
 
     def to_repeat(self, key: Any) -> tuple[KVStore, Repeat | None]:
         """`kv_store()`, and what launches over it keep for the next step with the same key (`repeat_key`), if any."""
@@ -243,10 +241,6 @@ class LayerStorage:
     def forget_repeats(self) -> None:
         """Before tensors are replaced: nothing keeps the old ones alive."""
         self._repeats = _Repeats()
-
-    def row_tensors(self) -> list[torch.Tensor]:
-        """What a reordering of rows of equal lengths changes, besides pages and masks: [B, ...] each, contiguous."""
-        return [*self.buffer.tensors(), *([] if self.universal is None else [self.universal])]
 
     def prepare_for(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Choose the layer's ops by the first keys and values [B, Hkv, M, D]; anew for another dtype or device.
@@ -334,7 +328,7 @@ class LayerStorage:
     ) -> torch.Tensor | None:
         how: dict[str, Any] = {"nonfinite": self.nonfinite, "queries": queries, "balance": self.balance}
         if self.replay is not None:
-            how |= {"given_scale": self.universal, "arrived": self.replay.arrived}
+            how["arrived"] = self.replay.arrived
             if self.replay.seals:
                 return self.ops.append_step(k, v, self.kv_store(), noted=self.bucket_index.noted(buckets), **how)
             return self.ops.append_tokens(k, v, self.kv_store(), **how)
@@ -347,12 +341,8 @@ class LayerStorage:
             # a block, so that not every sixteenth step makes room
             room = max(room, self.config.expert.block_size + state.staying)
         self.buffer.reserve(room, state.open)
-        # a prompt's tokens have their own scales, whose range is noted; later tokens take the scale of that range
-        given_scale, max_scale = (self.universal, None) if decoding else (None, self.universal)
-        starts = new.starts_on(self.device)
-        how |= {"starts": starts, "given_scale": given_scale, "max_scale": max_scale}
         store, repeat = self.to_repeat(key)
-        balanced = self.ops.append_tokens(k, v, store, repeat=repeat, **how)
+        balanced = self.ops.append_tokens(k, v, store, starts=new.starts_on(self.device), repeat=repeat, **how)
         self.device_counts.counted(state, after)
         if new.valid is not None:
             valid = self.valid

@@ -15,7 +15,6 @@ ATTENTION_MODES = tuple(MODES)
 BY_CALIBRATION: Literal["calibrated"] = "calibrated"
 """`TurboConfig.layer_bits` of widths that a calibration names, and the name of that config."""
 BACKENDS = ("auto", "triton", "reference")
-BUFFER_SCALES = ("token", "universal")
 CALIBRATED = ("saap", "kmeans", "kmeans-rotated")
 """Selectors that choose buckets of keys, and need a calibration."""
 SELECTORS = (*CALIBRATED, "window", "full")
@@ -111,11 +110,6 @@ class Expert(Options):
 
     Args:
         block_size: tokens per block: 32, 64 or 128.
-        buffer_scale: scale of the INT8 decode buffer. "token": one per token and head. "universal": one per row and
-            head, from the prompt's range, with later tokens clamped to it (TurboAttention sec. 3.3); feed the prompt in
-            one pass, or in passes of more than 16 tokens, or later tokens are clamped to the range of the first one.
-            With "token", what a layer stores depends only on the keys and values, not on how they were split into
-            passes (except in sparse layers, where each pass of a prompt is sorted separately).
         low_bits: bits of the lowest-priority heads, if `low_heads` is not 0: those that a calibration ranks last;
             without one, those numbered last, with a warning.
         low_heads: share of each layer's KV heads that are stored at `low_bits`, 0 to 1, rounded down (TurboAttention
@@ -129,7 +123,6 @@ class Expert(Options):
     """
 
     block_size: int = 64
-    buffer_scale: Literal["token", "universal"] = "token"
     low_bits: int = 2
     low_heads: float = 0.0
     head_metric: Literal["priority", "entropy", "min_max", "variation"] = "priority"
@@ -139,7 +132,6 @@ class Expert(Options):
 
     def __post_init__(self) -> None:
         one_of("block_size", self.block_size, BLOCK_SIZES, "Expert")
-        one_of("buffer_scale", self.buffer_scale, BUFFER_SCALES, "Expert")
         one_of("low_bits", self.low_bits, BITS, "Expert")
         share = self.low_heads
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
@@ -317,11 +309,6 @@ class TurboConfig(Options):
             raise ValueError(
                 f'TurboConfig.attention must be "auto" or "native" with bits=16, which rounds nothing; '
                 f"got {self.attention!r}."
-            )
-        if self.expert.buffer_scale != "token":
-            raise ValueError(
-                f"Expert.buffer_scale is of INT8 open tokens, which bits=16 does not have; "
-                f"got {self.expert.buffer_scale!r}, leave it out."
             )
 
     @property

@@ -75,6 +75,8 @@ class _Group:
 
     def become(self, state: RowState) -> None:
         """The layers hold this now, on the device too."""
+        # an object of its own, by which `intact` knows it: layers that store as many tokens share one
+        state = state._replace()
         for layer in self.layers:
             layer.device_counts.counted(self.state, state)
             layer.state = state
@@ -90,10 +92,9 @@ class _Group:
         """Whether the next step seals a block of some row."""
         return not self.state.recording and self.state.is_due()
 
-    def needs_pages(self) -> bool:
-        """Whether the next step seals a block for which no page is reserved."""
-        rows = zip(self.state.due(), self.state.sealed, self.reserved, strict=True)
-        return self.seals() and any(due and blocks == pages for due, blocks, pages in rows)
+    def lacks_pages(self) -> bool:
+        """Whether blocks are whole for which no page is reserved."""
+        return any(map(operator.gt, self.state.with_sealed().sealed, self.reserved))
 
 
 class ReplayableSteps:
@@ -137,8 +138,8 @@ class ReplayableSteps:
                 else:
                     layer.commit(whole_prompt=True)
             self._join(layer)
+        self._reserve()
         for group in self._groups:
-            self._reserve(group)
             group.keep_counts()
 
     def _by_device(self) -> dict[torch.device, list[TurboLayer]]:
@@ -160,19 +161,24 @@ class ReplayableSteps:
             self._groups.append(group)
         group.layers.append(layer)
 
-    def _reserve(self, group: _Group, cropped: bool = False) -> None:
+    def _reserve(self, cropped: bool = False) -> None:
         """Reserve pages for blocks to come; first free those of blocks that have left the window.
 
-        cropped: whether no `crop` will bring tokens back.
+        For all layers at once: a step is captured again for any of them. cropped: whether no `crop` will bring tokens
+        back.
         """
+        # captures of the current pages are of no more use: they must not keep them in memory
+        self.used.clear()
+        for group in self._groups:
+            self._reserve_for(group, cropped)
+
+    def _reserve_for(self, group: _Group, cropped: bool) -> None:
         before, block = group.state, group.state.block
         leaving = [min(n, held) for n, held in zip(before.leaving(group.window), before.sealed, strict=True)]
         if before.recording and not cropped:
             # a crop may bring them back
             leaving = [0] * len(leaving)
         ahead, after = self._ahead(group), before.without_front(leaving)
-        # captures of the current pages are of no more use: they must not keep them in memory
-        self.used.clear()
         group.reserved = [held + more for held, more in zip(after.sealed, ahead, strict=True)]
         held = after.pages()
         more = [pages - now for pages, now in zip(after._replace(sealed=group.reserved).pages(), held, strict=True)]
@@ -210,7 +216,7 @@ class ReplayableSteps:
 
     def needs_pages(self) -> bool:
         """Whether the next step seals a block for which no page is reserved."""
-        return any(group.needs_pages() for group in self._groups)
+        return any(group.seals() and group.lacks_pages() for group in self._groups)
 
     def steady(self, tokens: int) -> bool:
         """Whether this step only repeats the one before: no pass or operation came between, nothing is due, and `used`
@@ -229,16 +235,14 @@ class ReplayableSteps:
     @storing
     def begin(self, tokens: int = 1) -> None:
         """Make ready for a step of `tokens` tokens per row: pages or room where needed, and the plans of attention."""
-        # for all at once: a step is captured again for any of them
-        short = self.needs_pages()
+        if self.needs_pages():
+            self._reserve()
         for group in self._groups:
             if group.state.recording:
                 for layer in group.layers:
                     layer.buffer.reserve(max(group.state.open) + tokens, group.state.open)
-            if short:
-                self._reserve(group)
             if group.seals() and group.seals_in_step:
-                group.plan(group.state.sealed_by_step())
+                group.plan(group.state.with_sealed().sealed)
             elif group.seals():
                 self._seal(group)
 
@@ -258,7 +262,7 @@ class ReplayableSteps:
         """Inside, a pass over the cache is the step: layers do not count its tokens."""
         for group in self._groups:
             seals = group.seals_in_step
-            sealed = group.state.sealed_by_step() if seals else group.state.pages()
+            sealed = group.state.with_sealed().sealed if seals else group.state.pages()
             plans = group.plans.setdefault(tokens, group.state.context.new_plans())
             replay = ReplayState(tuple(sealed), plans, group.arrived, seals)
             for layer in group.layers:
@@ -302,7 +306,7 @@ class ReplayableSteps:
         tensors: list[Any] = [plan.words for plan in plans]
         for layer in self.layers:
             pool, counts, state = layer.pool, layer.device_counts, layer.state
-            tensors += (pool.paged, pool.table.on(layer.device), counts.sealed(state), layer.order, layer.universal)
+            tensors += (pool.paged, pool.table.on(layer.device), counts.sealed(state), layer.order)
             tensors += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
             tensors.append(layer.bucket_index.spans)
             tensors += [] if layer.selector is None else layer.selector.tensors()
@@ -323,12 +327,10 @@ class ReplayableSteps:
     def finish(self, tokens: int = 1, surplus: int = 0) -> None:
         """Count what the step has stored: `tokens` per row. The newest `surplus` are taken back."""
         for group in self._groups:
-            if group.seals_in_step:
-                group.become(group.state.after_step())
-            else:
-                group.become(group.state.stored(tokens - surplus, None, decoding=True))
-                if surplus:
-                    group.open.sub_(surplus)
+            before = group.state.with_sealed() if group.seals_in_step else group.state
+            group.become(before.stored(tokens - surplus, None, decoding=True))
+            if surplus:
+                group.open.sub_(surplus)
             for layer in group.layers:
                 if layer.selector is not None:
                     layer.selector.count(layer.lengths(), [1] * layer.rows, layer.heads)
@@ -363,17 +365,15 @@ class ReplayableSteps:
         due = [group for group in groups if group.state.is_due()]
         if due:
             self.require_finite()
+        if any(group.lacks_pages() for group in due):
+            self._reserve(cropped=True)
         for group in due:
             self._seal(group)
         return True
 
     def _seal(self, group: _Group) -> None:
         """Seal all whole blocks of open tokens, with a launch or two per layer; nothing moves."""
-        whole = group.state.whole()
-        held = zip(group.state.sealed, whole, group.reserved, strict=True)
-        if any(sealed + count > pages for sealed, count, pages in held):
-            self._reserve(group, cropped=True)
-        before, after = group.state, group.state.with_sealed(whole)
+        before, after, whole = group.state, group.state.with_sealed(), group.state.whole()
         gone, device = [count * before.block for count in whole], group.open.device
         own = [then - now for now, then in zip(before.pages(), after.pages(), strict=True)]
         group.sealed.add_(shared(own, device))
@@ -406,5 +406,5 @@ class ReplayableSteps:
                     masks[id(mask)] = mask, mask[shared(rows, mask.device)]
                 layer.valid_prefix = masks[id(mask)][1]
         for own in self._by_device().values():
-            own[0].ops.select_rows([x for layer in own for x in layer.row_tensors()], rows)
+            own[0].ops.select_rows([x for layer in own for x in layer.buffer.tensors()], rows)
         return True

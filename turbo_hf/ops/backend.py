@@ -66,7 +66,6 @@ class Choice:
         bits: the widest bits of its pages.
         mode: of decode steps: "turbo" computes on the INT8 values with queries in INT8, one scale per token and head;
             "native" on the dequantized ones. What is stored in 16 bit is computed in 16 bit in both.
-        universal: whether open tokens may have given scales.
     """
 
     backend: str
@@ -77,14 +76,11 @@ class Choice:
     block: int = 64
     bits: int = 4
     mode: str = "turbo"
-    universal: bool = False
 
     @cached_property
     def store_kernels(self) -> bool:
         """Whether kernels store new tokens, seal blocks, and find buckets. ValueError as in `uses_triton`."""
         reason = self.why_no_kernel() if self.rotary_dim is None else self.why_no_latent_kernel()
-        if self.rotary_dim is not None and self.universal:
-            reason = "latents with a universal scale have no kernel"
         return uses_triton(self.backend, self.device, reason)
 
     @cached_property

@@ -29,5 +29,4 @@ def ops_of(config: TurboConfig, like: torch.Tensor, groups: HeadGroups, rotary_d
         block=config.expert.block_size,
         bits=max(widths_of(width)[0] for width, _ in groups),
         mode=config.decode_attention,
-        universal=config.expert.buffer_scale == "universal",
     )

@@ -52,7 +52,6 @@ def why_not_served(
         return "the model is spread over several devices. Use generate"
     for reason, found in (
         ("sparse steps", config.sparse is not None),
-        ('buffer_scale="universal", whose scale is that of a whole prompt,', config.expert.buffer_scale == "universal"),
         ("16-bit pages", bool(wide) and not latent),
         ("SAS without a given sas_threshold", config.expert.sas and config.expert.sas_threshold is None),
     ):

@@ -244,7 +244,6 @@ def refuse_latent_options(layers: list[LayerReport], config: TurboConfig, shared
         "sparse": config.sparse is not None,
         "sas": config.expert.sas,
         f"attention={config.attention!r}": config.attention not in ("auto", "native"),
-        "buffer_scale='universal'": config.expert.buffer_scale != "token",
         "recent_tokens": bool(config.recent_tokens),
         "compile": config.must_compile,
     }

@@ -425,17 +425,9 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         kwargs["cache"] = self
         return key_states, value_states
 
-    def attend(
-        self,
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        window: int | None,
-    ) -> torch.Tensor:
+    def attend(self, module: Any, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
         """See `PackedCache`."""
-        return self.storage.attend(self.now, module, NewQKV(query, key, value), scoring, window)
+        return self.storage.attend(self.now, module, qkv, scoring, window)
 
     def _blocks_in_use(self) -> int:
         """Blocks of requests and of stored prefixes."""

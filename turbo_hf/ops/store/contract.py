@@ -31,8 +31,6 @@ class StoreOps(Choice):
         store: KVStore,
         *,
         starts: torch.Tensor | None = None,
-        given_scale: torch.Tensor | None = None,
-        max_scale: torch.Tensor | None = None,
         nonfinite: torch.Tensor,
         arrived: torch.Tensor | None = None,
         balance: torch.Tensor | None = None,
@@ -49,9 +47,6 @@ class StoreOps(Choice):
             store: one layer's cache, with capacity for M more open tokens per row; k_open, v_open, their scales and
                 open_len change.
             starts: int64 [B], the first column that holds a token of the row; None: all do.
-            given_scale: float32 [B, Hkv, 2], scales of K and V to use where they are above 0, which bfloat16 can hold;
-                codes are clamped to +-127.
-            max_scale: float32 [B, Hkv, 2], raised to the largest scales of K and V among the new tokens.
             nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
             arrived: int32 [B], zeros before and after: scratch space of a launch that will be replayed; None: that of
                 the stream.
@@ -66,21 +61,14 @@ class StoreOps(Choice):
             ValueError: shapes or devices that do not match the store's; without `starts`, more tokens than there is
                 room for.
 
-        Source: TurboAttention sec. 3.3 (decode buffer); INT-FlashAttention alg. 1 (token-level scales).
+        Source: INT-FlashAttention alg. 1 (token-level scales).
         """
         if repeat is not None and repeat.append is not None:
             return repeat.append(k, v, queries)
-        batch, heads, capacity, _ = store.k_open.shape
+        batch, _, capacity, _ = store.k_open.shape
         _check_new(k, v, store, "M", k.shape[2] if k.dim() == 4 else 0)
-        scales = (batch, heads, 2)
-        _check_beside(
-            store,
-            starts=(starts, (batch,)),
-            given_scale=(given_scale, scales),
-            max_scale=(max_scale, scales),
-            nonfinite=(nonfinite, (1,)),
-            arrived=(arrived, (batch,)),
-        )
+        rows = (batch,)
+        _check_beside(store, starts=(starts, rows), nonfinite=(nonfinite, (1,)), arrived=(arrived, rows))
         if starts is None and k.shape[2] > capacity:
             raise ValueError(
                 f"k brings {k.shape[2]} tokens per row; the store has room for {capacity}, open ones included."
@@ -95,13 +83,9 @@ class StoreOps(Choice):
             from turbo_hf.ops.store.launch import launch_append_tokens  # noqa: PLC0415 - needs Triton
 
             counters = _counters(batch, k.device, gpu.stream(k.device)) if arrived is None else arrived
-            return launch_append_tokens(
-                k, v, store, starts, given_scale, max_scale, nonfinite, counters, balance, queries, repeat
-            )
+            return launch_append_tokens(k, v, store, starts, nonfinite, counters, balance, queries, repeat)
         k = balanced_keys(k, balance)
-        reference_append_tokens(
-            k, v, store, starts=starts, given_scale=given_scale, max_scale=max_scale, nonfinite=nonfinite
-        )
+        reference_append_tokens(k, v, store, starts=starts, nonfinite=nonfinite)
         return None if queries is None else balanced_queries(queries, balance)
 
     def append_step(
@@ -110,7 +94,6 @@ class StoreOps(Choice):
         v: torch.Tensor,
         store: KVStore,
         *,
-        given_scale: torch.Tensor | None = None,
         noted: tuple[torch.Tensor, torch.Tensor] | None = None,
         nonfinite: torch.Tensor,
         arrived: torch.Tensor,
@@ -127,7 +110,6 @@ class StoreOps(Choice):
             store: one layer's cache. A row has at most `first + block + recent` open tokens; if it has that many,
                 `table[row, sealed[row]]` is a page of its own. The pages, the open tokens, their scales, sealed and
                 open_len change.
-            given_scale: float32 [B, Hkv, 2], as in `append_tokens`.
             noted: the index int16 [B, Hkv, places], with a place for every token of a row, and the buckets of the new
                 tokens int16 [B, Hkv, 1], which are written to their place in it. None: tokens have no buckets.
             nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
@@ -153,10 +135,7 @@ class StoreOps(Choice):
                 f"store must have INT8 open tokens; got {store.k_open.dtype}. For 16-bit pages "
                 "use append_tokens and seal_open."
             )
-        scales = (batch, heads, 2)
-        _check_beside(
-            store, given_scale=(given_scale, scales), nonfinite=(nonfinite, (1,)), arrived=(arrived, (batch,))
-        )
+        _check_beside(store, nonfinite=(nonfinite, (1,)), arrived=(arrived, (batch,)))
         _check_balance(balance, queries, store, 1)
         if noted is not None and (noted[0].shape[:-1] != (batch, heads) or noted[1].shape != (batch, heads, 1)):
             raise ValueError(
@@ -171,9 +150,9 @@ class StoreOps(Choice):
         if self.store_kernels:
             from turbo_hf.ops.store.launch import launch_append_step  # noqa: PLC0415 - needs Triton
 
-            return launch_append_step(k, v, store, given_scale, noted, nonfinite, arrived, balance, queries)
+            return launch_append_step(k, v, store, noted, nonfinite, arrived, balance, queries)
         k = balanced_keys(k, balance)
-        reference_append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite)
+        reference_append_step(k, v, store, noted=noted, nonfinite=nonfinite)
         return None if queries is None else balanced_queries(queries, balance)
 
     def seal_open(self, store: KVStore, blocks: int, moves: bool = False) -> None:

@@ -12,8 +12,8 @@ QUERIES = tl.constexpr(4)
 
 
 @triton.jit
-def _codes(x, given_scale, GIVEN: tl.constexpr, TYPE: tl.constexpr):
-    """INT8 codes of tokens x [T, DP], and their scales: the given one where that is above 0, else their own.
+def _codes(x, TYPE: tl.constexpr):
+    """INT8 codes of tokens x [T, DP], and their scales.
 
     With another TYPE than int8: the tokens themselves, with scale 1.
     """
@@ -24,8 +24,6 @@ def _codes(x, given_scale, GIVEN: tl.constexpr, TYPE: tl.constexpr):
     else:
         scale = scale_of(x, 1)
         nonfinite = tl.sum(scale * 0.0, 0) != 0.0
-        if GIVEN:
-            scale = tl.where(given_scale > 0, given_scale, scale)
         codes = codes_of(x, tl.broadcast_to(scale[:, None], x.shape))
     return codes, scale, nonfinite
 
@@ -54,14 +52,13 @@ def _balance_queries(queries, balance_ptr, first, HEADS: tl.constexpr, D: tl.con
     tl.store(queries.out + n[:, None] * D + d[None, :], x, mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["max_scale_ptr", "nonfinite_ptr"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["nonfinite_ptr"])
 def append_kernel(
-    new, given_ptr,  # `NewTokens`, float32 [B, Hkv, 2] or None
+    new,  # `NewTokens`
     balance_ptr,  # float32 [Hkv, D] or None
     queries,  # `NewQueries` or None
     opened,  # (k, v, k_scale, v_scale) of the open tokens, as in `KVStore`
     open_len_ptr, starts_ptr,  # int64 [B], and [B] or None
-    max_scale_ptr,  # [B, Hkv, 2], the bits of float32 >= 0 as int32, which have the same order
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     tokens, cap,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr,
@@ -77,18 +74,17 @@ def append_kernel(
             _balance_queries(queries, balance_ptr, (pair + tl.cdiv(queries.rows, QUERIES)) * QUERIES, HEADS, D, DP)
     if pair >= 0:
         _append(
-            new, given_ptr, balance_ptr, opened, open_len_ptr, starts_ptr, max_scale_ptr, nonfinite_ptr, arrived_ptr,
-            tokens, cap, pair, HEADS, D, DP, TOKENS,
+            new, balance_ptr, opened, open_len_ptr, starts_ptr, nonfinite_ptr, arrived_ptr, tokens, cap, pair,
+            HEADS, D, DP, TOKENS,
         )  # fmt: skip
 
 
 @triton.jit
 def _append(
-    new, given_ptr, balance_ptr, opened, open_len_ptr, starts_ptr, max_scale_ptr, nonfinite_ptr, arrived_ptr,
-    tokens, cap, pair, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr,
+    new, balance_ptr, opened, open_len_ptr, starts_ptr, nonfinite_ptr, arrived_ptr, tokens, cap, pair,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     k_open, v_open, k_scales, v_scales = opened
-    GIVEN: tl.constexpr = given_ptr is not None
     row, head = pair // HEADS, pair % HEADS
     held = tl.load(open_len_ptr + row)
     start = 0
@@ -101,20 +97,15 @@ def _append(
     place = pair * cap + held + n - start
     k = tl.load(new.k + _places(new.k_strides, row, head, n, d), mask=inside, other=0.0).to(tl.float32)
     v = tl.load(new.v + _places(new.v_strides, row, head, n, d), mask=inside, other=0.0).to(tl.float32)
-    k_given = tl.load(given_ptr + 2 * pair) if GIVEN else 0.0
-    v_given = tl.load(given_ptr + 2 * pair + 1) if GIVEN else 0.0
     k = _balanced(k, balance_ptr, head, d, D)
-    k, k_scale, k_nonfinite = _codes(k, k_given, GIVEN, k_open.dtype.element_ty)
-    v, v_scale, v_nonfinite = _codes(v, v_given, GIVEN, v_open.dtype.element_ty)
+    k, k_scale, k_nonfinite = _codes(k, k_open.dtype.element_ty)
+    v, v_scale, v_nonfinite = _codes(v, v_open.dtype.element_ty)
     tl.store(k_open + place[:, None] * D + d[None, :], k, mask=inside)
     tl.store(v_open + (pair * D + d)[None, :] * cap + (held + n - start)[:, None], v, mask=inside)
     tl.store(k_scales + place, k_scale, mask=live)
     tl.store(v_scales + place, v_scale, mask=live)
     if k_nonfinite | v_nonfinite:
         tl.store(nonfinite_ptr, 1)
-    if max_scale_ptr is not None:
-        tl.atomic_max(max_scale_ptr + 2 * pair, tl.max(k_scale, 0).to(tl.int32, bitcast=True), sem="relaxed")
-        tl.atomic_max(max_scale_ptr + 2 * pair + 1, tl.max(v_scale, 0).to(tl.int32, bitcast=True), sem="relaxed")
     if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == HEADS * tl.num_programs(0) - 1:
         tl.store(arrived_ptr + row, 0)
         tl.store(open_len_ptr + row, held + tokens - start)
@@ -165,7 +156,7 @@ def seal_open_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["nonfinite_ptr"])
 def append_step_kernel(
-    new, given_ptr,  # `NewTokens` (one per row), float32 [B, Hkv, 2] or None
+    new,  # `NewTokens`, one per row
     balance_ptr,  # float32 [Hkv, D] or None
     queries,  # `NewQueries` or None
     cache, rows,  # `Cache`, `Rows`
@@ -187,20 +178,18 @@ def append_step_kernel(
             _balance_queries(queries, balance_ptr, first, FORM.heads, FORM.dim, FORM.padded_dim)
     if program >= 0:
         _append_step(
-            new, given_ptr, balance_ptr, cache, rows, table_ptr, noted, nonfinite_ptr, arrived_ptr, table_stride,
-            program, FORM,
-        )  # fmt: skip
+            new, balance_ptr, cache, rows, table_ptr, noted, nonfinite_ptr, arrived_ptr, table_stride, program, FORM
+        )
 
 
 @triton.jit
 def _append_step(
-    new, given_ptr, balance_ptr, cache, rows, table_ptr, noted, nonfinite_ptr, arrived_ptr, table_stride,
-    program, FORM: tl.constexpr,
+    new, balance_ptr, cache, rows, table_ptr, noted, nonfinite_ptr, arrived_ptr, table_stride, program,
+    FORM: tl.constexpr,
 ):  # fmt: skip
     HEADS: tl.constexpr = FORM.heads
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.block
-    GIVEN: tl.constexpr = given_ptr is not None
     cap = cache.cap
     row, slot = program // HEADS, program % HEADS
     head = tl.load(rows.order + program)
@@ -227,11 +216,9 @@ def _append_step(
     v_from = new.v + row * new.v_strides[0] + head * new.v_strides[1] + d[None, :] * new.v_strides[3]
     k = tl.load(k_from, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(v_from, mask=inside, other=0.0).to(tl.float32)
-    k_given = tl.load(given_ptr + 2 * pair) if GIVEN else 0.0
-    v_given = tl.load(given_ptr + 2 * pair + 1) if GIVEN else 0.0
     k = _balanced(k, balance_ptr, head, d, D)
-    k, k_scale, k_nonfinite = _codes(k, k_given, GIVEN, tl.int8)
-    v, v_scale, v_nonfinite = _codes(v, v_given, GIVEN, tl.int8)
+    k, k_scale, k_nonfinite = _codes(k, tl.int8)
+    v, v_scale, v_nonfinite = _codes(v, tl.int8)
     one = tl.arange(0, 1)
     tl.store(k_open + (pair * cap + at) * D + d[None, :], k, mask=inside)
     tl.store(v_open + (pair * D + d)[None, :] * cap + at, v, mask=inside)

@@ -92,8 +92,6 @@ def launch_append_tokens(
     v: torch.Tensor,
     store: KVStore,
     starts: torch.Tensor | None,
-    given_scale: torch.Tensor | None,
-    max_scale: torch.Tensor | None,
     nonfinite: torch.Tensor,
     counters: torch.Tensor,
     balance: torch.Tensor | None = None,
@@ -105,20 +103,19 @@ def launch_append_tokens(
     part = min(APPENDED, power_of_two(tokens))
     balanced, programs = _to_balance(queries)
     if queries is not None and programs + batch * heads > MOST_PAIRS:
-        launch_append_tokens(k, v, store, starts, given_scale, max_scale, nonfinite, counters, balance)
+        launch_append_tokens(k, v, store, starts, nonfinite, counters, balance)
         return balanced_queries(queries, balance)
-    given = None if given_scale is None else given_scale.contiguous()
     made = launch(
         append_kernel, k, (-(-tokens // part), programs + pairs_of(batch, heads)),
-        NewTokens(k, v, k.stride(), v.stride()), given, balance, balanced,
+        NewTokens(k, v, k.stride(), v.stride()), balance, balanced,
         (store.k_open, store.v_open, store.k_scale, store.v_scale), store.open_len,
-        starts, None if max_scale is None else max_scale.view(torch.int32), nonfinite, counters, tokens,
+        starts, nonfinite, counters, tokens,
         store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
         enable_fp_fusion=False,
     )  # fmt: skip
-    if repeat is not None and made is not None and given is given_scale:
+    if repeat is not None and made is not None:
         # besides those of the store, the launch has the addresses of these
-        repeat.append = _again(made, balanced, (starts, given_scale, balance, max_scale, nonfinite, counters))
+        repeat.append = _again(made, balanced, (starts, balance, nonfinite, counters))
     return None if balanced is None else balanced.out
 
 
@@ -126,13 +123,13 @@ def _again(
     made: Launch, balanced: NewQueries | None, used: tuple[Any, ...]
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
     """`Repeat.append`. used: whose addresses the launch has."""
-    new, given, balance, queries, *_ = made.args
+    new, balance, queries, *_ = made.args
     strides: tuple[Any, ...] = new[2:]
     rest: tuple[Any, ...] = () if queries is None else queries[1:]
     out = None if balanced is None else balanced.out
 
     def again(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, kept: Any = used) -> torch.Tensor | None:
-        made.again((k.data_ptr(), v.data_ptr(), *strides), given, balance, None if q is None else (q.data_ptr(), *rest))
+        made.again((k.data_ptr(), v.data_ptr(), *strides), balance, None if q is None else (q.data_ptr(), *rest))
         return out
 
     return again
@@ -182,7 +179,6 @@ def launch_append_step(
     k: torch.Tensor,
     v: torch.Tensor,
     store: KVStore,
-    given_scale: torch.Tensor | None,
     noted: tuple[torch.Tensor, torch.Tensor] | None,
     nonfinite: torch.Tensor,
     arrived: torch.Tensor,
@@ -195,8 +191,7 @@ def launch_append_step(
     balanced, programs = _to_balance(queries)
     launch(
         append_step_kernel, k, (programs + batch * heads,),
-        NewTokens(k, v, k.stride(), v.stride()),
-        None if given_scale is None else given_scale.contiguous(), balance, balanced, cache_of(store),
+        NewTokens(k, v, k.stride(), v.stride()), balance, balanced, cache_of(store),
         Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
         None if noted is None else Noted(noted[0], noted[1].contiguous(), noted[0].shape[2]), nonfinite, arrived,
         store.table.stride(0), FORM=form, enable_fp_fusion=False,

@@ -18,8 +18,6 @@ def reference_append_tokens(
     store: KVStore,
     *,
     starts: torch.Tensor | None = None,
-    given_scale: torch.Tensor | None = None,
-    max_scale: torch.Tensor | None = None,
     nonfinite: torch.Tensor,
 ) -> None:
     tokens = k.shape[2]
@@ -43,12 +41,6 @@ def reference_append_tokens(
             # 1, or NaN where a token cannot be stored
             scale = 1 + (codes.float() * 0).sum(-1)
         scales.append(scale)
-        if given_scale is not None:
-            given = given_scale[..., i, None]
-            codes, scale = reference_quantize_tokens(new, torch.where(given > 0, given, scale))
-        if max_scale is not None and tokens:
-            largest = (scale if padding is None else scale.masked_fill(padding, 0.0)).amax(-1)
-            max_scale[..., i] = torch.maximum(max_scale[..., i], largest)
         for row, start, place in places:
             (codes_to[row, :, place] if i == 0 else codes_to[row, :, :, place].mT).copy_(codes[row, :, start:])
             scale_to[row, :, place] = scale[row, :, start:]
@@ -61,7 +53,6 @@ def reference_append_step(
     v: torch.Tensor,
     store: KVStore,
     *,
-    given_scale: torch.Tensor | None = None,
     noted: tuple[torch.Tensor, torch.Tensor] | None = None,
     nonfinite: torch.Tensor,
 ) -> None:
@@ -73,7 +64,7 @@ def reference_append_step(
     store.sealed.add_(full)
     reference_seal_open(store, 1, moves=True)
     store.open_len.sub_(full * store.block)
-    reference_append_tokens(k, v, store, given_scale=given_scale, nonfinite=nonfinite)
+    reference_append_tokens(k, v, store, nonfinite=nonfinite)
 
 
 def reference_seal_open(store: KVStore, blocks: int, moves: bool = False) -> None:

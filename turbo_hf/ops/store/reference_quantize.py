@@ -20,14 +20,12 @@ from turbo_hf.layout import (
 from turbo_hf.ops.maths import counted, ratio
 
 
-def reference_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """INT8 codes of x [B, H, M, D] in [-127, 127], and one scale for each token and head, float32 [B, H, M]: the format
-    of open tokens (INT-FlashAttention alg. 1).
-
-    scale: to use instead of the token's own max|x| / 127, rounded up to bfloat16 (TurboAttention sec. 3.3).
+    of open tokens (INT-FlashAttention alg. 1): its max|x| / 127, rounded up to bfloat16.
     """
-    own = rounded_up(ratio(counted(x.abs().amax(-1).float()), CODE_MAX)) if scale is None else scale
-    return _codes(x, own[..., None]), own
+    scale = rounded_up(ratio(counted(x.abs().amax(-1).float()), CODE_MAX))
+    return _codes(x, scale[..., None]), scale
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
