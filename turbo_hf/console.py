@@ -35,6 +35,13 @@ GgufFile = Annotated[
     str | None,
     typer.Option("--gguf-file", help="A GGUF file in that folder or repository, whose weights are dequantized."),
 ]
+ConfigName = Annotated[
+    str | None,
+    typer.Option("--preset", "--config", help="A preset, or a JSON or YAML file of options; default: turbo4."),
+]
+Calibration = Annotated[
+    str, typer.Option(help="A folder or Hub id, for its widths or for --preset; auto: beside the checkpoint.")
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto uses the first GPU, if there is one.")]
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from turbo_hf.console import (
+    Calibration,
+    ConfigName,
     Device,
     GgufFile,
     Json,
@@ -30,13 +32,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 def generate_command(
     model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
     prompt: Annotated[str, typer.Argument(help="Text to continue; -: standard input, less one line end.")],
-    config: Annotated[
-        str | None,
-        typer.Option("--preset", "--config", help="A preset, or a JSON or YAML file of options; default: turbo4."),
-    ] = None,
-    calibration: Annotated[
-        str, typer.Option(help="A folder or Hub id, for its widths or for --preset; auto: beside the checkpoint.")
-    ] = "auto",
+    config: ConfigName = None,
+    calibration: Calibration = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of the reply.")] = 256,
     temperature: Annotated[
         float | None, typer.Option(help="0: greedy; above: sample. Default: as the model's generation config says.")

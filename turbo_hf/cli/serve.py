@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from turbo_hf.cli.generate import chosen_config
-from turbo_hf.console import Device, GgufFile, err, fail, load, mistakes_end_the_command
+from turbo_hf.console import Calibration, ConfigName, Device, GgufFile, err, fail, load, mistakes_end_the_command
 
 NEEDED = ("fastapi", "uvicorn", "openai")
 OLDEST = "5.20"
@@ -21,13 +21,8 @@ CPU_POOL = 65536
 
 def serve_command(
     model: Annotated[str, typer.Argument(help="A folder or a Hub id; clients name it so.")],
-    config: Annotated[
-        str | None,
-        typer.Option("--preset", "--config", help="A preset, or a JSON or YAML file of options; default: turbo4."),
-    ] = None,
-    calibration: Annotated[
-        str, typer.Option(help="A folder or Hub id, for its widths or for --preset; auto: beside the checkpoint.")
-    ] = "auto",
+    config: ConfigName = None,
+    calibration: Calibration = "auto",
     host: Annotated[str, typer.Option(help="Address to listen at; there is no password.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8000,
     pool: Annotated[
