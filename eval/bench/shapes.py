@@ -111,7 +111,8 @@ NEWER = {
     "gemma4-global": Heads(8, 1, 512),
     "gpt-oss": Heads(64, 8, 64),
 }
-"""Heads of models that people run; by their query heads where several models have them."""
+"""Heads of models that people run. Heads that several sizes of a model have are named by their number: "qwen3.5-24",
+24 query heads; "gemma3-8-1", 8 query heads and 1 KV head. Heads of 512 channels have no kernel."""
 
 LEAN = {"lean-16": Heads(16, 16, 64), "lean-24": Heads(24, 24, 64)}
 """The heads for which LeanAttention sec. V gives its largest and smallest gain."""

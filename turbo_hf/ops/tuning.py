@@ -239,13 +239,17 @@ WIDE = 1 << 14
 """Numbers of K per block, 256 channels of 64 tokens, which do not fit the registers of one warp."""
 
 WIDE_TILES = (DecodeTiles(1, 2, 3, 4), DecodeTiles(1, 1, 3, 4), DecodeTiles(1, 1, 2, 4))
+"""Tiles of such blocks (H200, 2026-11-28)."""
+
 WIDE_8BIT_TILES = (DecodeTiles(1, 2, 2, 4), DecodeTiles(1, 1, 2, 4))
+"""The same where K and V have more than 8 bit together, and outputs are few."""
+
 MANY_WIDE_TILES = (DecodeTiles(1, 4, 3, 2),)
-"""The same from there on: where K and V have more than 8 bit together, and, if they have not, with a quarter as many
-outputs as SMs, or more (H200, 2026-11-28)."""
+"""Tried before `WIDE_TILES` where K and V have 8 bit together, or less, and there are at least a quarter as many
+outputs as SMs: measured slower with 1 to 4 outputs and faster with 64 and more, the limit between was not measured."""
 
 WIDEST_TILES = (DecodeTiles(1, 1, 2, 8), DecodeTiles(1, 1, 1, 8))
-"""The same for twice as many numbers (blocks of 128 tokens)."""
+"""Tiles of 256 channels of 128 tokens: compiled and checked, not timed."""
 
 ONE_WARP_TILES = (
     DecodeTiles(1, 3, 3, 1),

@@ -132,7 +132,7 @@ class TurboBatchingManager(ContinuousBatchingManager):
         """See Transformers."""
         processor: Any = self.batch_processor
         ios = processor.inputs_and_outputs
-        # of those that a pass goes through the first
+        # the first stream of a pass: the one for copies, where this version of Transformers has one
         stream = getattr(ios, "h2d_stream", ios.compute_stream)
         if stream is not None:
             # Transformers fills the inputs, or clears their memory, on the current stream
