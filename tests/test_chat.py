@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -85,10 +86,11 @@ def test_an_edited_or_shorter_conversation_is_computed_from_there(parts: Any) ->
         assert chat.reused < 10
 
 
-def test_a_cache_that_cannot_be_cropped_is_made_anew(parts: Any) -> None:
+@pytest.mark.parametrize("patched", [True, False])
+def test_a_cache_that_cannot_be_cropped_is_made_anew(patched: bool, parts: Any) -> None:
     _, tokenizer = parts
     model = tiny_mistral(16, vocab_size=3072)
-    with turbo_hf.patch(model, TurboConfig(bits=16)):
+    with turbo_hf.patch(model, TurboConfig(bits=16)) if patched else nullcontext():
         chat = Chat(model, tokenizer, **OPTIONS)
         chat.say(LONG)
         held = len(chat._seen)

@@ -75,7 +75,7 @@ class Chat:
         if self.dropped:
             try:
                 cache.crop(-self.dropped)
-            except ValueError:
+            except (ValueError, RuntimeError):  # ours, and those of a cache of Transformers
                 self.reused, self.dropped, cache = 0, len(self._seen), None
             logger.info(
                 "chat: the conversation is not that of the cache from token %d on: %d tokens of the cache are dropped, "
