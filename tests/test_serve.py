@@ -141,6 +141,13 @@ def test_requests_of_one_pass_sample_each_as_they_ask(running: Running) -> None:
     assert running.text(text, max_tokens=24, temperature=2, top_p=1e-6) == greedy
 
 
+def test_a_seed_repeats_the_answer_of_a_request_alone(running: Running) -> None:
+    text = "The wind was cold, and the men of the village"
+    until(lambda: not running.left)
+    first, again, other = (running.text(text, max_tokens=24, temperature=1.5, seed=seed) for seed in (7, 7, 8))
+    assert first == again != other
+
+
 def test_draws_have_the_softmax_s_chances() -> None:
     torch.manual_seed(0)
     scores = torch.tensor([0.7, 0.2, 0.1, 0.0]).log().expand(20000, 4)
