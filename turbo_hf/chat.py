@@ -16,7 +16,7 @@ class Chat:
     layers cannot be cropped (sliding windows); the rest is computed. So answers are those of the whole conversation.
 
     Args:
-        model: a patched model; one that is not has a cache of its own.
+        model: a patched model; one that is not patched has Transformers' cache.
         tokenizer: one with a chat template.
         messages: how the conversation begins: dicts with "role" and "content".
         options: of `generate`, for each turn.

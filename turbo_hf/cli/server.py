@@ -380,10 +380,7 @@ def app_of(model: Any, tokenizer: Any, name: str, requests: Requests) -> FastAPI
 
 
 class Meter(threading.Thread):
-    """Writes a line on stderr every few seconds in which something came.
-
-    hits: the words of the report about stored prefixes.
-    """
+    """Writes a line on stderr every `every` seconds in which a token came or a request waited."""
 
     def __init__(self, requests: Requests, every: float = 5.0):
         super().__init__(daemon=True)
