@@ -269,7 +269,12 @@ class Checked(BaseHandler):
         raise found
 
     def _validate_request(self, body: dict[str, Any]) -> None:
+        # of vLLM, for benches; Transformers' app does not know it
+        endless = body.pop("ignore_eos", False)
         super()._validate_request(body)
+        if not isinstance(endless, bool):
+            raise HTTPException(400, f"ignore_eos must be true or false; got {endless!r}.")
+        body["ignore_eos"] = endless
         for field in body.keys() & {*self._unused_fields, *REFUSED} - {*WITHOUT_EFFECT}:
             if body[field] and body[field] != USUAL.get(field):
                 raise HTTPException(400, f"{field}={body[field]!r} is not supported by this server. Leave it out.")
@@ -296,6 +301,8 @@ class Checked(BaseHandler):
             wanted.max_new_tokens = None
         if body.get("temperature") is not None:
             wanted.do_sample = body["temperature"] > 0
+        if body["ignore_eos"]:
+            wanted.eos_token_id = -1
         return wanted
 
     @staticmethod
