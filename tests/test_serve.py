@@ -93,6 +93,14 @@ def test_models_are_listed(running: Running) -> None:
     assert listed.id == running.name
 
 
+def test_first_requests_of_its_own_leave_nothing(running: Running) -> None:
+    running.requests.warm()
+    assert not running.requests.waiting
+    assert running.requests.tokens == 0
+    assert running.requests.cache.serving.prompt_tokens == 0
+    until(lambda: not running.left)
+
+
 def test_two_clients_at_once_and_one_that_hangs_up(running: Running) -> None:
     gone = running.chat("A long story begins here.", max_tokens=3000, stream=True, temperature=1)
     until(lambda: running.left)
