@@ -2,14 +2,23 @@
 
 A program of its own: Triton decides at import whether it interprets, and the driver below is a stub that only names the
 target. One JSON line a launch: {"case", "kernel", "shared", "hash"}; launches of one hash share what is compiled.
-`--all` takes minutes; `--capability 8.9` compiles for another GPU what comes nearest to its shared memory.
+`--all` takes minutes; `--capability 8.9` compiles for another GPU what comes nearest to its shared memory; `--table
+FILE` writes what each kernel takes of each GPU.
 """
 
 import argparse
 import json
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from op_calls import taken
 from stores import make_store
 from triton.backends.compiler import GPUTarget
@@ -51,11 +60,23 @@ class Stub:
         return torch.device("cpu")
 
 
-def compile_only(case: list[str], capability: str) -> None:
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack, where registers are spilled."""
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([program, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    found = {name: int(number) for name, number in re.findall(r"(REG|STACK):(\d+)", said)}
+    return {"registers": found["REG"], "stack": found["STACK"]}
+
+
+def compile_only(case: list[str], capability: str, *, all_facts: bool = False) -> None:
     """From here on a launch compiles its kernel, prints, and runs nothing."""
     stub = Stub(capability)
     driver.set_active(stub)
     room = SHARED_KIB[capability] << 10
+    of_kernel = cache(lambda hash, cubin: resources(cubin))
     vars(gpu)["shared_memory"] = lambda device: room
     run: Any = JITFunction.run
 
@@ -64,6 +85,8 @@ def compile_only(case: list[str], capability: str) -> None:
         options |= {name: value for name, value in as_on_a_gpu.items() if name in options}
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         facts = {"case": case[0], "kernel": self.__name__, "shared": kernel.metadata.shared, "hash": kernel.hash}
+        if all_facts:
+            facts |= of_kernel(kernel.hash, kernel.asm["cubin"])
         print(json.dumps(facts), flush=True)  # noqa: T201
         return kernel
 
@@ -172,7 +195,7 @@ def nearest(capability: str) -> None:
     sparse(((8, 2),), 128, torch.bfloat16, 8)
 
 
-def main(everything: bool) -> None:
+def main(everything: bool, capability: str = "9.0", *, all_facts: bool = False) -> None:
     """The quick cases, or every mode, head dim and type; every option once; each width of a page."""
     modes, types = ("turbo", "int8", "half", "fp8", "native"), (torch.bfloat16, torch.float32)
     cases = [(d, t, m) for d in (64, 80, 128, 256) for t in types for m in modes] if everything else QUICK
@@ -185,13 +208,14 @@ def main(everything: bool) -> None:
         k, v = (torch.randn(2, 2, 128, dim) for _ in range(2))
         stores[dim] = make_store(k, v, [128, 70], groups=groups, sealed=[1, 1])
     case, kept = [""], latents()
-    compile_only(case, "9.0")
+    compile_only(case, capability, all_facts=all_facts)
     for dim, dtype, mode in cases:
         case[0] = f"{mode}, d = {dim}, {dtype}"
         prefill(mode, dim, dtype, pasts[dim])
     options = {"window": 70, "softcap": 5.0, "sinks": torch.zeros(4), "sas_threshold": -6.0}
-    case[0] = "fp8 with every option"
-    prefill("fp8", 64, torch.bfloat16, pasts[64], **options)
+    case[0] = "with every option"
+    # numbers of 8 bit with an exponent are of 8.9 on
+    prefill("turbo" if capability in ("8.0", "8.6") else "fp8", 64, torch.bfloat16, pasts[64], **options)
     # the past alone, of a rank of a context group that does not hold the open tokens
     prefill("turbo", 64, torch.bfloat16, pasts[64], own=False)
     case[0] = "a past that programs share"
@@ -259,12 +283,51 @@ def main(everything: bool) -> None:
     one_output(64, 4)
 
 
+def table(path: Path) -> None:
+    """A page of Markdown: the most that each kernel takes of each GPU. Exit if one does not fit."""
+
+    def compiled(capability: str) -> list[dict[str, Any]]:
+        words = [sys.executable, __file__, "--capability", capability, "--resources"]
+        said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+
+    with ThreadPoolExecutor(2) as programs:
+        found = dict(zip(SHARED_KIB, programs.map(compiled, SHARED_KIB), strict=True))
+    lines = [
+        "# What kernels take of a GPU",
+        "",
+        f"By compute capability, with triton {triton.__version__}: the most of all cases of",
+        "`tests/support/compile_kernels.py --table`, which writes this page. KiB of shared memory / registers of a thread /",
+        "bytes of its stack (spilled).",
+        "",
+        f"| kernel | {' | '.join(f'{name} ({room} KiB)' for name, room in SHARED_KIB.items())} |",
+        f"|---{'|---' * len(found)}|",
+    ]
+    for kernel in sorted({row["kernel"] for rows in found.values() for row in rows}):
+        own = {name: [row for row in rows if row["kernel"] == kernel] for name, rows in found.items()}
+        most = {
+            name: [max(row[key] for row in rows) for key in ("shared", "registers", "stack")]
+            for name, rows in own.items()
+        }
+        if over := [name for name, (shared, *_) in most.items() if shared > SHARED_KIB[name] << 10]:
+            raise SystemExit(f"{kernel} does not fit {', '.join(over)}")
+        cells = [f"{-(-shared // 1024)} / {registers} / {stack}" for shared, registers, stack in most.values()]
+        lines.append(f"| `{kernel}` | {' | '.join(cells)} |")
+    path.write_text("\n".join(lines) + "\n")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--capability", choices=SHARED_KIB, default="9.0")
+    parser.add_argument("--resources", action="store_true")
+    parser.add_argument("--table", type=Path)
     asked = parser.parse_args()
-    if asked.capability == "9.0":
+    if asked.table is not None:
+        table(asked.table)
+    elif asked.resources:
+        main(asked.all, asked.capability, all_facts=True)
+    elif asked.capability == "9.0":
         main(asked.all)
     else:
         nearest(asked.capability)
