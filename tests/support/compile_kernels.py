@@ -74,10 +74,10 @@ def prefill(mode: str, dim: int, dtype: torch.dtype, past: Any = None, **options
     """One prefill of a ragged batch, which takes the general kernel."""
     q = torch.zeros(2, 300, 4, dim, dtype=dtype).transpose(1, 2)
     k, v = (torch.zeros(2, 300, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(2))
-    starts, window, own = torch.zeros(2, dtype=torch.int64), options.pop("window", None), options.pop("own", True)
+    starts, window = torch.zeros(2, dtype=torch.int64), options.pop("window", None)
     scoring = taken(Scoring, {"scaling": 0.1} | options)
     rounding = taken(Rounding, {"mode": mode} | options)
-    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, window, own)
+    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, window)
 
 
 def one_output(dim: int, heads: int) -> None:
@@ -193,7 +193,6 @@ def main(everything: bool) -> None:
     case[0] = "fp8 with every option"
     prefill("fp8", 64, torch.bfloat16, pasts[64], **options)
     # the past alone, of a rank of a context group that does not hold the open tokens
-    prefill("turbo", 64, torch.bfloat16, pasts[64], own=False)
     case[0] = "a past that programs share"
     few, vars(gpu)["sms"] = gpu.sms, lambda device: 132
     prefill("native", 128 if everything else 64, torch.bfloat16, _long(pasts[128 if everything else 64]))

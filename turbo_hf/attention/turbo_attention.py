@@ -23,7 +23,6 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.layout import Rotary, Scoring, power_of_two
 from turbo_hf.ops.repeat import repeat_key
-from turbo_hf.parallel.context import WHOLE
 from turbo_hf.patches.latent import expanded, keeps_latent
 
 NAME = "turbo_hf"
@@ -285,7 +284,7 @@ def _attend(
 def _step(layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
     q, k, v = qkv if new.gather is None else (new.align(x) for x in qkv)
-    starts, context = new.starts_on(q.device), layer.state.context
+    starts = new.starts_on(q.device)
     if layer.latent:
         up = up_projections(source.module, q.dtype)
         layer.append(k, v, new, check_later=True)
@@ -295,16 +294,13 @@ def _step(layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scori
         layer.append(k, v, new, buckets, check_later=True)
         out = attend_sparse(layer, logits, qkv.query, new, starts, scoring).out
     else:
-        # launches of a replayed step are captured; those over a spread context are not repeated
-        kept = layer.replay is None and context is WHOLE and layer.in_place
+        # launches of a replayed step are captured
+        kept = layer.replay is None and layer.in_place
         key = repeat_key(q, k, v, starts, scoring) if kept else None
         queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
         assert queries is not None
         store, repeat = layer.to_repeat(key)
-        if context is WHOLE:
-            out = layer.ops.decode(queries, store, scoring, starts=starts, window=layer.window, repeat=repeat).out
-        else:
-            out = context.decode(layer.ops, queries, store, scoring, starts, layer.window)
+        out = layer.ops.decode(queries, store, scoring, starts=starts, window=layer.window, repeat=repeat).out
     layer.commit(check_later=True)
     return out
 

@@ -12,15 +12,14 @@ from turbo_hf.cache.open_buffer import Tokens
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, Width, empty_pages, narrowed
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks, token_sizes
-from turbo_hf.parallel.context import WHOLE, ContextRanks
 
 
 class PageTable:
     """Which page of a pool holds which block of which row: one table for all layers that count alike.
 
     It is on the host, where it is read without waiting for the device; `on` is a copy there. It is never changed: what
-    follows it is another table, in which each of these layers finds its pages. `RowState` counts the sealed blocks: the
-    argument `sealed` is its `pages`.
+    follows it is another table, in which each of these layers finds its pages. The argument `sealed` is that of
+    `RowState`.
 
     numbers: int64 [B, blocks], the page of each block, 0 past a row's end. A page may belong to several rows (beams of
         one prompt). Those that no sealed block has are free.
@@ -206,12 +205,8 @@ class PagePool:
             else:
                 torch.index_select(source, 0, keep, out=target[: len(keep)])
 
-    def reopen(
-        self, sealed: list[int], counts: list[int], order: torch.Tensor, context: ContextRanks = WHOLE
-    ) -> tuple[Tokens, list[int]]:
+    def reopen(self, sealed: list[int], counts: list[int], order: torch.Tensor) -> tuple[Tokens, list[int]]:
         """Drop the newest `counts[row]` tokens of each row's blocks, including whole blocks.
-
-        context: which blocks are in this process; `sealed` and `counts` are of the blocks of all.
 
         Returns what is left of the blocks that were cut, as `block_tokens` has it: tokens [B, Hkv, M, ...], row r's
         from column `starts[r]` on; and `starts`.
@@ -226,14 +221,13 @@ class PagePool:
         values = codes.new_zeros(*shape[:3], self.rotary_dim or self.dim)
         tokens = Tokens(codes, scale, values, scale.clone())
         for row, keep in enumerate(left):
-            block = sealed[row] - cut[row]
-            if keep and context.holds(block):
-                parts = self.block_tokens(row, context.own(block), order)
+            if keep:
+                parts = self.block_tokens(row, sealed[row] - cut[row], order)
                 for x, part in zip(tokens, parts, strict=True):
                     x[row, :, most - keep :] = part[:, :keep]
         whole = [held - count for held, count in zip(sealed, cut, strict=True)]
-        self.follow(self.table.trim(context.pages(whole)))
-        return Tokens(*map(context.summed, tokens)), [most - keep for keep in left]
+        self.follow(self.table.trim(whole))
+        return tokens, [most - keep for keep in left]
 
     def block_tokens(self, row: int, block: int, order: torch.Tensor) -> Tokens:
         """The tokens of one sealed block [Hkv, b, ...] as the open buffer holds them, heads in the model's order.

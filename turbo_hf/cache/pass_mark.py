@@ -93,16 +93,15 @@ class PassMark:
         self.begun += 1
         return new
 
-    def enter(self, depth: int) -> bool:
-        """A module that calls all layers begins; whether that is a pass of its own, not a part of the one that stands.
+    def enter(self, depth: int) -> None:
+        """A module that calls all layers begins: a pass of its own, unless it is a part of the one that stands.
 
         depth: among such modules, the outermost first.
         """
         now = self.now
-        if now is not None and now.depth is not None and depth > now.depth and not now.stored and self._mine(now):
-            return False
-        self.begin(depth=depth)
-        return True
+        within = now is not None and now.depth is not None and depth > now.depth
+        if now is None or not within or now.stored or not self._mine(now):
+            self.begin(depth=depth)
 
     def ends(self, depth: int) -> bool:
         """Whether the pass that stands is that of the module at this depth."""

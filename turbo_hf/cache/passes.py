@@ -13,7 +13,6 @@ from turbo_hf.cache.other_layers import MarkedUpdates
 from turbo_hf.cache.page_pool import PageTable
 from turbo_hf.cache.pass_mark import PassMark
 from turbo_hf.ops.host_device import require_finite
-from turbo_hf.parallel.context import WHOLE, ContextRanks
 from turbo_hf.ranks import ALONE, Ranks
 
 
@@ -41,10 +40,6 @@ class CachePasses(MarkedUpdates):
         self.decompressed = False
         # the patched model that has run over it
         self.model: weakref.ref[Any] | None = None
-        # which blocks are in this process
-        self.context: ContextRanks = WHOLE
-        # a number for all selections of rows so far
-        self.selections = 0
 
     @property
     def layers(self) -> list[Any]:
@@ -100,8 +95,8 @@ class CachePasses(MarkedUpdates):
                 "ended in an error midway. reset() it, or take a new one."
             )
 
-    def begin_pass(self, depth: int, model: Any = None, ids: Any = None) -> bool:
-        """A module that calls all layers begins; whether it is the outermost (`PassMark.enter`).
+    def begin_pass(self, depth: int, model: Any = None, ids: Any = None) -> None:
+        """A module that calls all layers begins (`PassMark.enter`).
 
         model: the module, if it is the model itself. ids: the tokens that it was given.
 
@@ -111,7 +106,7 @@ class CachePasses(MarkedUpdates):
         # what the last pass has left is stored
         self.deferred.begin()
         try:
-            outermost = self.mark.enter(depth)
+            self.mark.enter(depth)
         except ValueError:
             # report NaN first if that is the cause; a local check, as other ranks may go on
             self._require_finite(ALONE)
@@ -120,7 +115,6 @@ class CachePasses(MarkedUpdates):
             self.model = weakref.ref(model)
         if model is not None and not self.get_seq_length():
             self.know(ids.detach().clone() if isinstance(ids, torch.Tensor) else None)
-        return outermost
 
     def store_prompt(
         self, layer: TurboLayer, k: torch.Tensor, v: torch.Tensor, new: NewColumns, buckets: torch.Tensor | None

@@ -7,7 +7,6 @@ import torch
 
 from turbo_hf.cache.guards import once, ordinary
 from turbo_hf.ops.host_device import send, shared
-from turbo_hf.parallel.context import WHOLE, ContextRanks
 
 
 class RowState(NamedTuple):
@@ -24,7 +23,6 @@ class RowState(NamedTuple):
     seen: columns of all passes, padding included.
     decoded: whether the newest tokens came in a decode step.
     recording: whether blocks stay open, and tokens in the window, until a `crop` (assisted decoding).
-    context: which blocks are in this process.
     recent: newest tokens of each row that stay open (`TurboConfig.recent_tokens`).
     first: first tokens of each row that stay open (`KVStore.first`), before all others.
     """
@@ -37,7 +35,6 @@ class RowState(NamedTuple):
     seen: int = 0
     decoded: bool = False
     recording: bool = False
-    context: ContextRanks = WHOLE
     recent: int = 0
     first: int = 0
 
@@ -48,10 +45,6 @@ class RowState(NamedTuple):
     def lengths(self) -> list[int]:
         """Tokens held by each row (older ones may have left a sliding window)."""
         return [blocks * self.block + tokens for blocks, tokens in zip(self.sealed, self.open, strict=True)]
-
-    def pages(self) -> list[int]:
-        """Sealed blocks of each row that are in this process: the pages that its pool names."""
-        return self.sealed if self.context is WHOLE else self.context.pages(self.sealed)
 
     def leaving(self, window: int | None, kept: int = 0) -> list[int]:
         """Whole blocks of each row that no later query of a layer with this window will see.
@@ -131,7 +124,7 @@ class RowState(NamedTuple):
 
 
 class DeviceCounts:
-    """The device's copies of `RowState.pages` and `RowState.open`, int64 [B] each, of one layer.
+    """The device's copies of `RowState.sealed` and `RowState.open`, int64 [B] each, of one layer.
 
     A list that has been replaced is sent again. Kernels count in these tensors too: `counted` records that they did.
     """
@@ -146,7 +139,7 @@ class DeviceCounts:
         """Read-only unless `keep` was called: layers may share it."""
         known, tensor = self._sealed
         if tensor is None or known is not state.sealed:
-            tensor = shared(state.pages(), self._device)
+            tensor = shared(state.sealed, self._device)
             self._sealed = state.sealed, tensor
         return tensor
 

@@ -18,7 +18,6 @@ from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.layer_ops import LayerOps, ops_of
 from turbo_hf.ops.repeat import Repeat, repeat_key
 from turbo_hf.ops.store.quantize import check_float
-from turbo_hf.parallel.context import WHOLE
 from turbo_hf.sparse.bucket_index import BucketIndex
 from turbo_hf.sparse.selectors import Selector
 
@@ -183,7 +182,7 @@ class LayerStorage:
         state, counts, replay = self.state, self.device_counts, self.replay
         places = (self.order, self.pool.table.on(self.device), counts.sealed(state))
         opened = (*self.buffer.tensors(), counts.open(state))
-        known, plans = (tuple(state.pages()), None) if replay is None else (replay.sealed, replay.plans)
+        known, plans = (tuple(state.sealed), None) if replay is None else (replay.sealed, replay.plans)
         return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans, state.first, state.recent)
 
     def _held(self) -> tuple[Any, ...]:
@@ -408,8 +407,7 @@ class LayerStorage:
             self.state = before._replace(
                 sealed=list(map(operator.add, before.sealed, map(operator.sub, whole, skipped)))
             )
-            after, held = self.state, before.pages()
-            pool.follow(pool.table.reserve(held, list(map(operator.sub, after.pages(), held))))
+            pool.follow(pool.table.reserve(before.sealed, list(map(operator.sub, self.state.sealed, before.sealed))))
             for row, blocks in enumerate(to_sort):
                 if blocks:
                     buffer.reorder(row, (blocks.start - before.sealed[row]) * block, index.sort(row, blocks))
@@ -430,11 +428,8 @@ class LayerStorage:
 
         They are sealed in `state` already, and open in `before`.
         """
-        store, most = self.kv_store(), max(whole)
+        store = self.kv_store()
         if whole != before.whole():
             # the op seals every whole block among `open_len` tokens, but for those that stay
             store = store._replace(open_len=shared([before.staying + n * before.block for n in whole], self.device))
-        if before.context is not WHOLE:
-            store, most = before.context.own_blocks(store, before.sealed, whole)
-        if most:
-            self.ops.seal_open(store, most)
+        self.ops.seal_open(store, max(whole))

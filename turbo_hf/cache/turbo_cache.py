@@ -165,7 +165,6 @@ class TurboCache(CachePasses):
         `TurboLayer.removable`, and after a pass that broke off."""
         # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
         tokens_to_remove = int(tokens_to_remove)
-        self.context.require_same_call(f"crop({tokens_to_remove})", self)
         self.mark.require_whole()
         if tokens_to_remove <= 0 and self.rows() is None:
             # Transformers' own layers fail before the first pass
@@ -199,7 +198,7 @@ class TurboCache(CachePasses):
 
     def memory(self) -> Memory:
         """Bytes by layer and kind, as currently allocated."""
-        return measure(self.layers, self.mark.ranks.processes)
+        return measure(self.layers, self.mark.ranks.count)
 
     @property
     def max_cache_len(self) -> int:
@@ -225,7 +224,7 @@ class TurboCache(CachePasses):
     def reset(self) -> None:
         """Forget every token, also of a broken cache; it can then take another batch."""
         self.mark.now, self.mark.writing = Pass("reset()", None), None
-        self._planned, self.decompressed, self.selections = [], False, 0
+        self._planned, self.decompressed = [], False
         self.know(None)
         self.deferred.drop()
         for layer in self.turbo_layers():
@@ -262,7 +261,6 @@ class TurboCache(CachePasses):
     @_whole
     def _select_rows(self, rows: list[int]) -> None:
         self._select_known(rows)
-        self.selections = hash((self.selections, *rows))
         captured = self._captured_steps()
         if captured is not None and captured.select_rows(rows):
             return

@@ -20,7 +20,6 @@ from turbo_hf.cache.pass_mark import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported
 from turbo_hf.models.model_layers import CACHE_KEYWORDS, given_cache
-from turbo_hf.parallel.context import context_of
 from turbo_hf.patches.generic import chooses_attention
 from turbo_hf.patching.cache_hooks import CACHE_HOOKS, add_cache_hooks
 from turbo_hf.patching.handle import CacheMaker, LayerReport
@@ -113,9 +112,7 @@ def _begin_pass(depth: int, ranks: Ranks, module: Any, args: tuple[Any, ...], kw
         # of a cache that the patch has not made, too
         cache.mark.ranks = ranks
         model = module if depth == STEP + 1 else None
-        given = kwargs if "input_ids" in kwargs or not args else {**kwargs, "input_ids": args[0]}
-        begin = functools.partial(cache.begin_pass, depth, model, given.get("input_ids"))
-        context_of(ranks).begin(cache, begin, given)
+        cache.begin_pass(depth, model, kwargs.get("input_ids", args[0] if args else None))
 
 
 @untraced

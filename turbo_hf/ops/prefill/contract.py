@@ -28,7 +28,6 @@ class PrefillOps(Choice):
         past: KVStore | None = None,
         starts: torch.Tensor | None = None,
         window: int | None = None,
-        own: bool = True,
     ) -> AttentionOutput:
         """Causal attention of M new tokens over themselves and, optionally, over a compressed past before them.
 
@@ -39,11 +38,10 @@ class PrefillOps(Choice):
             past: the cache of the preceding tokens.
             starts: int64 [B], the first real column of each row (left padding before it); None: no padding.
             window: how many tokens a query sees, including itself; None: all.
-            own: whether queries attend to the new tokens; if not, to the past alone.
 
         Returns:
             out [B, Hq, M, D] in q's dtype, 0 at padding; lse float32 [B, Hq, M], natural log, including sinks, -inf at
-            padding and for a query that sees no key.
+            padding.
 
         Raises:
             ValueError: shapes, dtypes or devices that do not agree, an unknown mode or block, a window below 1, a
@@ -63,13 +61,11 @@ class PrefillOps(Choice):
             check_shape(name, x, (q.shape[0], k.shape[1], *q.shape[2:]), q.device, q.dtype)
         if past is not None:
             _check_past(past, k, mode)
-        elif not own:
-            raise ValueError("own=False leaves the past to attend to; got none.")
         if not self.prompt_kernels(mode):
-            return reference_prefill(q, k, v, scoring, rounding, past, starts, window, own)
+            return reference_prefill(q, k, v, scoring, rounding, past, starts, window)
         from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
 
-        return launch_prefill(q, k, v, scoring, rounding, past, starts, window, own)
+        return launch_prefill(q, k, v, scoring, rounding, past, starts, window)
 
 
 def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:
