@@ -13,8 +13,8 @@ import turbo_hf
 from turbo_hf import TurboConfig
 from turbo_hf.cache.storage import LayerStorage
 from turbo_hf.models.versions import CACHE
+from turbo_hf.ops.gpu import Repeat
 from turbo_hf.ops.kernel_launch import addressed
-from turbo_hf.ops.repeat import Repeat
 
 
 def _at(like: torch.Tensor, address: int) -> torch.Tensor:

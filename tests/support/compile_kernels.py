@@ -17,7 +17,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.rows import NewColumns
 from turbo_hf.config.turbo_config import PRESETS, TurboConfig
 from turbo_hf.layout import AlwaysRead, HeadGroups, Rounding, Scoring, Visits
 from turbo_hf.ops import gpu

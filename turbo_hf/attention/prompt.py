@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from turbo_hf.attention.latent import expanded_attention, up_projections
 from turbo_hf.attention.sparse_step import Source, new_buckets
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns, NewQKV
+from turbo_hf.cache.rows import NewColumns, NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import KVStore, Rounding, Scoring, narrowed

@@ -11,8 +11,8 @@ import torch
 from torch.utils._pytree import tree_map
 from transformers.cache_utils import CacheLayerMixin
 
-from turbo_hf.cache.guards import ordinary
-from turbo_hf.cache.new_columns import NewColumns, columns_of
+from turbo_hf.cache.pass_mark import ordinary
+from turbo_hf.cache.rows import NewColumns, columns_of
 from turbo_hf.cache.storage import LayerStorage
 from turbo_hf.errors import Unsupported
 from turbo_hf.ops.host_device import shared

@@ -6,8 +6,7 @@ from typing import Any, NoReturn
 import torch
 
 from turbo_hf.cache.dequantized import DequantizedLayer
-from turbo_hf.cache.guards import ordinary, untraced
-from turbo_hf.cache.pass_mark import storing
+from turbo_hf.cache.pass_mark import ordinary, storing, untraced
 from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.errors import Unsupported
 from turbo_hf.ops.host_device import shared

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.open_buffer import OpenBuffer
+from turbo_hf.cache.page_pool import OpenBuffer
 from turbo_hf.cache.rows import RowState
 from turbo_hf.config.expected import FINITE, FLOATS, Each, OneOf, Stored, Whole, require
 from turbo_hf.errors import Unsupported

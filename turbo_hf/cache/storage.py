@@ -6,18 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.cache.guards import ordinary
-from turbo_hf.cache.new_columns import NewColumns
-from turbo_hf.cache.open_buffer import OpenBuffer
-from turbo_hf.cache.page_pool import PagePool, PageTable
-from turbo_hf.cache.pass_mark import PassMark, storing
-from turbo_hf.cache.rows import DeviceCounts, RowState
+from turbo_hf.cache.page_pool import OpenBuffer, PagePool, PageTable
+from turbo_hf.cache.pass_mark import PassMark, ordinary, storing
+from turbo_hf.cache.rows import DeviceCounts, NewColumns, RowState
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED, KVStore, Scoring, type_16bit
+from turbo_hf.ops.checks import check_float
+from turbo_hf.ops.gpu import Repeat, repeat_key
 from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.layer_ops import LayerOps, ops_of
-from turbo_hf.ops.repeat import Repeat, repeat_key
-from turbo_hf.ops.store.quantize import check_float
 from turbo_hf.sparse.bucket_index import BucketIndex
 from turbo_hf.sparse.selectors import Selector
 

@@ -10,11 +10,10 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
-from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
 from turbo_hf.cache.memory import Memory, measure
 from turbo_hf.cache.other_layers import require_recorded, stop_recording
-from turbo_hf.cache.pass_mark import Pass
+from turbo_hf.cache.pass_mark import Pass, ordinary
 from turbo_hf.cache.passes import CachePasses
 from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.cache.saved_cache import load, save

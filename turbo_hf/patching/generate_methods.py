@@ -22,8 +22,8 @@ from turbo_hf.graphs.why_not import is_compiled, is_dispatched, why_no_replay_of
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.families import Family
 from turbo_hf.patching import continuous_batching
-from turbo_hf.patching.cache_hooks import by_name, say_replaced, uses_turbo
 from turbo_hf.patching.handle import CacheMaker
+from turbo_hf.patching.hooks import by_name, say_replaced, uses_turbo
 
 PREPARE, INPUTS = "_prepare_cache_for_generation", "prepare_inputs_for_generation"
 CANDIDATES = "_get_candidate_generator"

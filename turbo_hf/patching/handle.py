@@ -13,8 +13,8 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from turbo_hf.attention.registration import register
 from turbo_hf.attention.turbo_attention import NAME
-from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
+from turbo_hf.cache.passes import DeferredStores
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.graphs.compiled_layers import CompiledLayers

@@ -4,10 +4,9 @@ import torch
 
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.backend import Choice
+from turbo_hf.ops.checks import check_queries, check_scoring, check_shape
 from turbo_hf.ops.decode.reference import reference_decode
-from turbo_hf.ops.prefill.contract import check_queries, check_scoring
-from turbo_hf.ops.repeat import Repeat
-from turbo_hf.ops.store.quantize import check_shape
+from turbo_hf.ops.gpu import Repeat
 
 DECODE_MODES = ("turbo", "native")
 """On the INT8 values, or on dequantized ones."""

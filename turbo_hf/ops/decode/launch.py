@@ -12,11 +12,10 @@ from turbo_hf.layout import UNQUANTIZED, AttentionOutput, HeadGroups, KVStore, S
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel import decode_kernel
 from turbo_hf.ops.decode.kernel_arguments import DecodeForm, DecodeQueries, DecodeResult, Workspace
-from turbo_hf.ops.decode.kernel_merge import STATS
+from turbo_hf.ops.decode.kernel_block import STATS
 from turbo_hf.ops.decode.stream_k import LivePlan, Plan, SteadyPlans, even_rounds, stream_k, tiles_of
-from turbo_hf.ops.kernel_arguments import Rows, cache_of
-from turbo_hf.ops.kernel_launch import Launch, launch
-from turbo_hf.ops.repeat import Repeat
+from turbo_hf.ops.gpu import Repeat
+from turbo_hf.ops.kernel_launch import Launch, Rows, cache_of, launch
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WIDE, DecodeTiles, decode_tiles, tiles_16bit
 
 OUTPUT_PARTS = 16

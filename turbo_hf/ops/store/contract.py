@@ -8,10 +8,10 @@ import torch
 from turbo_hf.layout import KVStore
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import Choice, uses_triton
+from turbo_hf.ops.checks import check_float
+from turbo_hf.ops.gpu import Repeat
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.maths import balanced_keys, balanced_queries
-from turbo_hf.ops.repeat import Repeat
-from turbo_hf.ops.store.quantize import check_float
 from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
 
 MOST_ROWS = 256

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from turbo_hf.layout import UNQUANTIZED, KVStore, power_of_two
+from turbo_hf.ops.gpu import Repeat
 from turbo_hf.ops.host_device import shared
-from turbo_hf.ops.kernel_arguments import Rows, cache_of
-from turbo_hf.ops.kernel_launch import Launch, launch
+from turbo_hf.ops.kernel_launch import Launch, Rows, cache_of, launch
 from turbo_hf.ops.maths import balanced_queries
-from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.store.kernel_append import QUERIES, append_kernel, append_step_kernel, seal_open_kernel
 from turbo_hf.ops.store.kernel_arguments import NewQueries, NewTokens, Noted, StoreForm
 from turbo_hf.ops.store.kernel_exchange import exchange_open_kernel
