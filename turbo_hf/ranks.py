@@ -116,13 +116,13 @@ class Ranks:
             if waited > SPIN:
                 time.sleep(SPIN / 20)
 
-    def joined(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The tensors of all ranks, of one shape, one after another in `dim`: of their heads, those of all."""
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensors [B, heads, ...] of all ranks, of one shape, as one of all their heads."""
         if not self:
             return x
         each = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.count)]
         dist.all_gather(each, x.contiguous(), group=self.group)
-        return torch.cat(each, dim)
+        return torch.cat(each, 1)
 
     def texts(self, text: str) -> list[str]:
         """The text of each rank, in their order."""
