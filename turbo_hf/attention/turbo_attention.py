@@ -345,8 +345,7 @@ def compressed(
     if layer.config.expert.sas:
         scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + tokens))
     if not torch.is_grad_enabled():
-        again = layer.repeat_step(*qkv, scoring) if new.valid is None else None
-        return _attend(cache, layer, source, qkv, new, scoring) if again is None else again
+        return _attend(cache, layer, source, qkv, new, scoring)
     with torch.no_grad():
         out = _attend(cache, layer, source, qkv, new, scoring)
     return _NoGradient.apply(qkv.query, out) if qkv.query.requires_grad else out
@@ -356,6 +355,9 @@ def _attend(
     cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
     """A step or a prompt, over keys and values or over latents."""
+    again = layer.repeat_step(*qkv, scoring) if new.valid is None else None
+    if again is not None:
+        return again
     layer.prepare_for(qkv.key, qkv.value)
     layer.seal_leftovers(new.tokens, check_later=True)
     if layer.latent:

@@ -230,7 +230,7 @@ class LayerStorage:
         self.device_counts.counted(state, after)
         self.state = kept.state = after
         mark.writing = None
-        out, _ = repeat.decode(q if balanced is None else balanced, scoring.sas_threshold)
+        out = repeat.decode(q if balanced is None else balanced, scoring.sas_threshold)
         self.commit(check_later=True)
         return out
 

@@ -122,14 +122,14 @@ class Repeat:
     new one once these change) and its `repeat_key`.
 
     append: of new keys, values and queries to be balanced; returns the balanced ones, in memory that it writes again.
-    decode: of queries and a SAS threshold; returns (out, lse), the second in memory that it writes again.
+    decode: of queries and a SAS threshold; returns the output.
     """
 
     __slots__ = ("append", "decode")
 
     def __init__(self) -> None:
         self.append: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None] | None = None
-        self.decode: Callable[[torch.Tensor, float | None], tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.decode: Callable[[torch.Tensor, float | None], torch.Tensor] | None = None
 
     def __reduce__(self) -> Any:
         # addresses are those of the original

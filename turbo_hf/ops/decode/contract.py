@@ -34,8 +34,8 @@ class DecodeOps(Choice):
             scoring: scaling, softcap, sinks and SAS (`turbo_hf.layout.Scoring`).
             starts: int64 [B], the first column of q that holds a token of the row; None: as many as the row has.
             window: how many tokens a query sees, including itself; None: all.
-            repeat: of this store and these arguments, as `repeat_key` tells of them; a launch on a GPU is then kept,
-                and made again without the checks. The next one overwrites `lse`.
+            repeat: of this store and these arguments, as `repeat_key` tells of them: gets what repeats the launch on a
+                GPU, without the checks.
 
         Returns:
             out [B, Hq, M, D] in q's dtype, 0 where a row has no token; lse float32 [B, Hq, M], natural log, including
@@ -48,8 +48,6 @@ class DecodeOps(Choice):
         Source: TurboAttention alg. 2 (P with one scale per query row and key block; exact exponential for the
         rescaling).
         """
-        if repeat is not None and repeat.decode is not None:
-            return AttentionOutput(*repeat.decode(q, scoring.sas_threshold))
         _, kv_heads, _, dim = store.k_open.shape
         check_queries(q, kv_heads, dim, self.mode, starts, DECODE_MODES)
         check_scoring(scoring, q.shape[1], window)

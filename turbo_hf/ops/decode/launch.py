@@ -237,22 +237,22 @@ def launch_decode(
         )
     # an order that was copied does not follow its original, and launches that are replayed have plans that move
     if repeat is not None and made is not None and order is store.order and store.plans is None:
-        repeat.decode = _again(made, q.stride(), lse, (words, parts, arrived, scoring.sinks, starts))
+        repeat.decode = _again(made, q.stride(), (lse, words, parts, arrived, scoring.sinks, starts))
     return AttentionOutput(out, lse)
 
 
 def _again(
-    made: Launch, strides: tuple[int, ...], lse: torch.Tensor, used: tuple[Any, ...]
-) -> Callable[[torch.Tensor, float | None], tuple[torch.Tensor, torch.Tensor]]:
+    made: Launch, strides: tuple[int, ...], used: tuple[Any, ...]
+) -> Callable[[torch.Tensor, float | None], torch.Tensor]:
     """`Repeat.decode`. used: whose addresses the launch has, besides those of the store."""
-    at, (rest, scoring) = lse.data_ptr(), (made.args[2:7], Scoring(*made.args[7]))
+    (_, lse), rest, scoring = made.args[1], made.args[2:7], Scoring(*made.args[7])
 
-    def again(q: torch.Tensor, threshold: float | None, kept: Any = used) -> tuple[torch.Tensor, torch.Tensor]:
+    def again(q: torch.Tensor, threshold: float | None, kept: Any = used) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        first: tuple[Any, ...] = ((q.data_ptr(), strides), (out.data_ptr(), at))
+        first: tuple[Any, ...] = ((q.data_ptr(), strides), (out.data_ptr(), lse))
         if threshold != scoring.sas_threshold:
             first += (*rest, tuple(scoring._replace(sas_threshold=threshold)))
         made.again(*first)
-        return out, lse
+        return out
 
     return again

@@ -52,7 +52,7 @@ class StoreOps(Choice):
                 the stream.
             balance: float32 [Hkv, D], what keys are divided by on the way (`layout`); not of latents. None: by nothing.
             queries: float [B, Hq, M, D], of these tokens, to be multiplied by the balance in the same launch.
-            repeat: as in `DecodeOps.decode`. The next launch overwrites what this one returns.
+            repeat: as in `DecodeOps.decode`. `Repeat.append` overwrites what this launch returns.
 
         Returns:
             `queries` as `ops.maths.balanced_queries` leaves them; None without.
@@ -63,8 +63,6 @@ class StoreOps(Choice):
 
         Source: INT-FlashAttention alg. 1 (token-level scales).
         """
-        if repeat is not None and repeat.append is not None:
-            return repeat.append(k, v, queries)
         batch, _, capacity, _ = store.k_open.shape
         _check_new(k, v, store, "M", k.shape[2] if k.dim() == 4 else 0)
         rows = (batch,)
