@@ -23,6 +23,7 @@ from turbo_hf.graphs.why_not import describe, is_dispatched, why_no_replay_over
 from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.models.quantized_weights import why_not_captured
+from turbo_hf.ops.measured_tiles import describe_tiles
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches.balance import KeyBias
 from turbo_hf.patches.families import Family, family_of
@@ -233,7 +234,7 @@ def _plan(
         config=config,
         layers=tuple(layers),
         prompts=LATENT_PROMPTS if latents else describe_prefill(config.prompt_attention, model.device, dims),
-        steps=steps,
+        steps="; ".join(filter(None, (steps, describe_tiles(model.device)))),
         warnings=tuple(notices.messages),
         heads=words,
         sparse=sparse,
