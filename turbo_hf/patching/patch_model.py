@@ -23,8 +23,7 @@ from turbo_hf.graphs.why_not import describe, is_dispatched, why_no_replay_over
 from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.models.quantized_weights import why_not_captured
-from turbo_hf.ops.measured_tiles import describe_tiles
-from turbo_hf.ops.tuning import describe_prefill
+from turbo_hf.ops.tuning import describe_prefill, describe_tiles
 from turbo_hf.patches.balance import KeyBias
 from turbo_hf.patches.families import Family, family_of
 from turbo_hf.patches.layers import AttentionLayer, attention_layers

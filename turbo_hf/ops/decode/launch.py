@@ -16,8 +16,7 @@ from turbo_hf.ops.decode.kernel_block import STATS
 from turbo_hf.ops.decode.stream_k import LivePlan, Plan, SteadyPlans, even_rounds, stream_k, tiles_of
 from turbo_hf.ops.gpu import Repeat
 from turbo_hf.ops.kernel_launch import Launch, Rows, cache_of, launch
-from turbo_hf.ops.measured_tiles import measured_tiles
-from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WIDE, DecodeTiles, decode_tiles, tiles_16bit
+from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WIDE, DecodeTiles, decode_tiles, measured_tiles, tiles_16bit
 
 OUTPUT_PARTS = 16
 """CTAs are rounded down to a multiple of this many parts per output: a merge costs as much as the next power of two."""
