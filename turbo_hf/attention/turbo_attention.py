@@ -13,7 +13,6 @@ from turbo_hf.attention.full_precision import decompressed, full_precision_atten
 from turbo_hf.attention.latent import absorbed_attention, require_plain, up_projections
 from turbo_hf.attention.prompt import attend_prompt
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets_and_logits
-from turbo_hf.attention.step_operator import step_attention
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.pass_mark import untraced
 from turbo_hf.cache.rows import NewColumns, NewQKV
@@ -26,9 +25,6 @@ from turbo_hf.patches.latent import expanded, keeps_latent
 
 NAME = "turbo_hf"
 """The value of `config._attn_implementation` on a patched model."""
-
-IN_LAYER = f"{NAME}_in_layer"
-"""The same in a layer that is compiled."""
 
 HANDED_ON = frozenset({"tokenizer", "assistant_tokenizer"})
 """Keywords of `generate` that Transformers passes on to each forward pass, where nothing reads them."""
@@ -167,35 +163,6 @@ class TurboCall(NamedTuple):
     window: int | None
     strict: Strict
     rotary: Rotary | None = None
-
-
-def compiled_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    is_causal: bool | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """As `turbo_attention`, in a compiled layer: the operator.
-
-    Raises:
-        Unsupported: the call has an argument that the operator does not know.
-    """
-    known = attention_mask is None and is_causal in (None, True)
-    for name, given in kwargs.items():
-        known = known and (given is None or name in HARMLESS)
-    if not known:
-        raise Unsupported("its steps pass a mask or a keyword to their attention that is not known here")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out: torch.Tensor = step_attention(query, key, value, scale, softcap, s_aux)
-    return out, None
 
 
 @untraced
