@@ -400,11 +400,10 @@ class LayerStorage:
         if any(leaving):
             pool.follow(pool.table.drop_front(before.sealed, leaving))
             self.state = before = before.without_front(leaving)
-        if whole != skipped:
-            self.state = before._replace(
-                sealed=list(map(operator.add, before.sealed, map(operator.sub, whole, skipped)))
-            )
-            pool.follow(pool.table.reserve(before.sealed, list(map(operator.sub, self.state.sealed, before.sealed))))
+        sealing = list(map(operator.sub, whole, skipped))
+        if any(sealing):
+            self.state = before._replace(sealed=list(map(operator.add, before.sealed, sealing)))
+            pool.follow(pool.table.reserve(before.sealed, sealing))
             for row, blocks in enumerate(to_sort):
                 if blocks:
                     buffer.reorder(row, (blocks.start - before.sealed[row]) * block, index.sort(row, blocks))

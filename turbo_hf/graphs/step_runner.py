@@ -142,17 +142,16 @@ class StepRunner(Runner):
             Unsupported: they never can be, and must be.
         """
         cache, known = kwargs[CACHE], self._steps
-        if known is None or known.cache is not cache or not known.intact():
-            known = None
-            self._forget()
-            if self._demanded and (lasting := why_never_replayed(cache)) is not None:
-                self.demand(lasting)
-            if why_no_replay(cache) is not None:
-                return None
-        if known is None:
-            known = self._steps = ReplayableSteps(cache, self._limit, self._depth)
-            self.warmups += 1
-        return known
+        if known is not None and known.cache is cache and known.intact():
+            return known
+        self._forget()
+        if self._demanded and (lasting := why_never_replayed(cache)) is not None:
+            self.demand(lasting)
+        if why_no_replay(cache) is not None:
+            return None
+        self._steps = ReplayableSteps(cache, self._limit, self._depth)
+        self.warmups += 1
+        return self._steps
 
     def __del__(self) -> None:
         # the only sign that `generate` has ended

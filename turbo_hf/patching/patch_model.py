@@ -238,7 +238,7 @@ def _plan(
         heads=words,
         sparse=sparse,
         serving=continuous_batching.words(no_serving),
-        ranks=_words(ranks),
+        ranks=f"tensor parallel over {ranks.count} ranks; KV heads of one of them:" if ranks else "",
     )
     maker = CacheMaker(
         len(layers),
@@ -263,11 +263,6 @@ def _hand_off(config: TurboConfig, ranks: Ranks, latents: Collection[Any]) -> Ha
         # "auto": else they have been refused
         compiled.refuse("latent attention")
     return HandOff(config.cuda_graphs is True, compiled, ranks)
-
-
-def _words(ranks: Ranks) -> str:
-    """For the report."""
-    return f"tensor parallel over {ranks.count} ranks; KV heads of one of them:" if ranks else ""
 
 
 def _apply(model: PreTrainedModel, planned: _Planned, strict: Strict) -> Handle:
