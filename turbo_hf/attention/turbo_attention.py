@@ -16,11 +16,11 @@ from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets_an
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.pass_mark import untraced
 from turbo_hf.cache.rows import NewColumns, NewQKV
+from turbo_hf.cache.storage import repeat_key
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.layout import Rotary, Scoring, power_of_two
-from turbo_hf.ops.gpu import repeat_key
 from turbo_hf.patches.latent import expanded, keeps_latent
 
 NAME = "turbo_hf"

@@ -1,15 +1,12 @@
-"""What launches depend on: properties of a GPU, and what a decode step repeats of the one before."""
+"""Properties of a GPU that launches depend on."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from threading import get_ident
 from typing import Any
 
 import torch
-
-from turbo_hf.layout import Scoring
 
 TRITON_FOUND = importlib.util.find_spec("triton") is not None
 
@@ -112,45 +109,3 @@ def explain_out_of_resources(x: torch.Tensor) -> Iterator[None]:
 
 def _properties(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device)
-
-
-class Repeat:
-    """What `append_tokens` and `decode` keep for the next step over the very same store. A copy of it is empty.
-
-    Launches are made again with other addresses of new tokens, and nothing else new. Checks, the choice of a kernel,
-    its plan and its workspace depend on what a `Repeat` is made for: the tensors of a cache (whoever owns it takes a
-    new one once these change) and its `repeat_key`.
-
-    append: of new keys, values and queries to be balanced; returns the balanced ones, in memory that it writes again.
-    decode: of queries and a SAS threshold; returns the output.
-    """
-
-    __slots__ = ("append", "decode")
-
-    def __init__(self) -> None:
-        self.append: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None] | None = None
-        self.decode: Callable[[torch.Tensor, float | None], torch.Tensor] | None = None
-
-    def __reduce__(self) -> Any:
-        # addresses are those of the original
-        return Repeat, ()
-
-
-def repeat_key(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring
-) -> tuple[Any, ...]:
-    """All that a launch for q, k and v depends on, but for addresses, the cache and a threshold."""
-    device = q.get_device()
-    if scoring.sas_threshold is not None:
-        # a context's own falls with each token
-        scoring = scoring._replace(sas_threshold=0.0)
-    return (
-        (q.dtype, q.shape, q.stride(), q.data_ptr() % 16),
-        (k.dtype, k.shape, k.stride(), k.data_ptr() % 16, k.get_device() == device),
-        (v.dtype, v.shape, v.stride(), v.data_ptr() % 16, v.get_device() == device),
-        starts,
-        scoring,
-        # a workspace is of one thread and stream
-        get_ident(),
-        raw_stream(device),
-    )

@@ -14,7 +14,6 @@ from turbo_hf.ops.decode.kernel import decode_kernel
 from turbo_hf.ops.decode.kernel_arguments import DecodeForm, DecodeQueries, DecodeResult, Workspace
 from turbo_hf.ops.decode.kernel_block import STATS
 from turbo_hf.ops.decode.stream_k import LivePlan, Plan, SteadyPlans, even_rounds, stream_k, tiles_of
-from turbo_hf.ops.gpu import Repeat
 from turbo_hf.ops.kernel_launch import Launch, Rows, cache_of, launch
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WIDE, DecodeTiles, decode_tiles, measured_tiles, tiles_16bit
 
@@ -191,7 +190,7 @@ def launch_decode(
     starts: torch.Tensor | None = None,
     window: int | None = None,
     mode: str = "turbo",
-    repeat: Repeat | None = None,
+    repeat: dict[str, Any] | None = None,
 ) -> AttentionOutput:
     """`DecodeOps.decode` by the Triton kernel; arguments as there, checked."""
     _, heads, tokens, dim = q.shape
@@ -259,14 +258,14 @@ def launch_decode(
         )
     # an order that was copied does not follow its original, and launches that are replayed have plans that move
     if repeat is not None and made is not None and order is store.order and store.plans is None:
-        repeat.decode = _again(made, q.stride(), (lse, words, parts, arrived, scoring.sinks, starts))
+        repeat["decode"] = _again(made, q.stride(), (lse, words, parts, arrived, scoring.sinks, starts))
     return AttentionOutput(out, lse)
 
 
 def _again(
     made: Launch, strides: tuple[int, ...], used: tuple[Any, ...]
 ) -> Callable[[torch.Tensor, float | None], torch.Tensor]:
-    """`Repeat.decode`. used: whose addresses the launch has, besides those of the store."""
+    """What repeats the launch. used: whose addresses the launch has, besides those of the store."""
     (_, lse), rest, scoring = made.args[1], made.args[2:7], Scoring(*made.args[7])
 
     def again(q: torch.Tensor, threshold: float | None, kept: Any = used) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -9,7 +10,6 @@ from turbo_hf.layout import KVStore
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import Choice, uses_triton
 from turbo_hf.ops.checks import check_float
-from turbo_hf.ops.gpu import Repeat
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.maths import balanced_keys, balanced_queries
 from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
@@ -35,7 +35,7 @@ class StoreOps(Choice):
         arrived: torch.Tensor | None = None,
         balance: torch.Tensor | None = None,
         queries: torch.Tensor | None = None,
-        repeat: Repeat | None = None,
+        repeat: dict[str, Any] | None = None,
     ) -> torch.Tensor | None:
         """Quantize new tokens to INT8 after the open ones of `store`, in place; on a GPU in one launch, without
         waiting.
@@ -52,7 +52,8 @@ class StoreOps(Choice):
                 the stream.
             balance: float32 [Hkv, D], what keys are divided by on the way (`layout`); not of latents. None: by nothing.
             queries: float [B, Hq, M, D], of these tokens, to be multiplied by the balance in the same launch.
-            repeat: as in `DecodeOps.decode`. `Repeat.append` overwrites what this launch returns.
+            repeat: as in `DecodeOps.decode`, as "append": of k, v and queries, it returns what this launch returns,
+                in the same memory.
 
         Returns:
             `queries` as `ops.maths.balanced_queries` leaves them; None without.
