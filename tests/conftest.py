@@ -42,7 +42,7 @@ if not torch.cuda.is_available():
         quicken()
 
 LONGEST = (
-    "test_ranks.py", "test_context_group.py", "test_families_table.py", "test_compiled_models.py",
+    "test_ranks.py", "test_families_table.py", "test_compiled_models.py",
     "test_compiled_ahead.py",
 )  # fmt: skip
 """Files with tests and fixtures of ten seconds and more: they begin a run, so that no process waits for one at its end,

@@ -11,7 +11,7 @@ from stores import make_store, tokens
 from torch import Tensor
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.rows import NewColumns
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import FIRST, HeadGroups, KVStore, PagedHeads, empty_pages
 from turbo_hf.ops.maths import balanced_keys, balanced_queries

@@ -21,7 +21,7 @@ import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.attention.prompt import prompt_attention
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns, NewQKV
+from turbo_hf.cache.rows import NewColumns, NewQKV
 from turbo_hf.layout import Scoring
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patches import balance

@@ -15,7 +15,7 @@ from torch import Tensor
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.rows import NewColumns
 from turbo_hf.models.versions import CACHE
 from turbo_hf.sparse.bucket_index import SPARE
 from turbo_hf.sparse.selectors import Centroids

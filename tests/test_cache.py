@@ -21,8 +21,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 import turbo_hf
-import turbo_hf.cache.new_columns
 import turbo_hf.cache.passes
+import turbo_hf.cache.rows
 from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.attention.full_precision import _without_padding
 from turbo_hf.cache.layer import TurboLayer

@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
-from turbo_hf.attention.turbo_attention import compiled_attention, compressed
+from turbo_hf.attention.step_operator import compiled_attention
+from turbo_hf.attention.turbo_attention import compressed
 from turbo_hf.config.turbo_config import with_options
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import compiled_layers

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import TurboCache
-from turbo_hf.cache.guards import untraced
+from turbo_hf.cache.pass_mark import untraced
 from turbo_hf.graphs.why_not import why_no_replay_of
 from turbo_hf.models.versions import CACHE
 

@@ -13,9 +13,9 @@ from models import left_padded, prompts, tiny_llama, tiny_mistral
 
 import turbo_hf
 from turbo_hf import TurboCache
-from turbo_hf.cache import deferred_stores
-from turbo_hf.cache.deferred_stores import DeferredStores
+from turbo_hf.cache import passes
 from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.passes import DeferredStores
 from turbo_hf.graphs.why_not import is_compiled
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods
@@ -177,7 +177,7 @@ def test_one_prompt_alone_is_deferred_and_not_much(small: Small, monkeypatch: py
         model(ids, **{CACHE: cache})
         assert not cache.deferred
         cache.reset()
-    monkeypatch.setattr(deferred_stores, "MOST_BYTES", 1000)
+    monkeypatch.setattr(passes, "MOST_BYTES", 1000)
     cache = deferring(handle)
     model(ids, **{CACHE: cache})
     assert not cache.deferred

@@ -13,7 +13,7 @@ from prefill_support import step_queries
 from stores import make_store, store_codes, tokens
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.rows import NewColumns
 from turbo_hf.layout import FIRST, UNQUANTIZED, KVStore
 from turbo_hf.ops.store.quantize import dequantize
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
-from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.rows import NewColumns
 from turbo_hf.config.turbo_config import with_options
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs.replayable_steps import ReplayableSteps

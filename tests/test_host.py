@@ -26,7 +26,7 @@ import turbo_hf
 from turbo_hf import SparseConfig, TurboCache
 from turbo_hf.attention import prompt as attention
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns, columns_of
+from turbo_hf.cache.rows import NewColumns, columns_of
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.eval.reading import without_plans
 from turbo_hf.models.versions import CACHE

@@ -15,7 +15,7 @@ from stores import tokens
 
 import turbo_hf
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.rows import NewColumns
 from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops import gpu
 from turbo_hf.ops.store.quantize import dequantize

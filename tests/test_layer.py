@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from models import tiny_llama
 from torch import Tensor
 
-from turbo_hf.cache.claimed_cache import claimed
+from turbo_hf.attention.turbo_attention import claimed
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.page_pool import PagePool
+from turbo_hf.cache.rows import NewColumns
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig

@@ -6,7 +6,7 @@ from choices import flat_config
 from stores import tokens
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.rows import NewColumns
 from turbo_hf.layout import FIRST, Scoring
 from turbo_hf.ops import backend as choices
 

@@ -11,8 +11,16 @@ from turbo_hf.eval.bench import measure
 from turbo_hf.eval.bench.checked import Row
 from turbo_hf.eval.bench.shapes import make_case
 from turbo_hf.eval.bench.timing import Conditions, Stopwatch
-from turbo_hf.ops.measured_tiles import keep_tiles, measured_tiles, read_tiles, tiles_file, using
-from turbo_hf.ops.tuning import DecodeTiles, decode_tiles, tile_kind
+from turbo_hf.ops.tuning import (
+    DecodeTiles,
+    decode_tiles,
+    keep_tiles,
+    measured_tiles,
+    read_tiles,
+    tile_kind,
+    tiles_file,
+    using,
+)
 
 CPU = torch.device("cpu")
 NARROW = 64 * 128

@@ -33,7 +33,7 @@ LAYERS = [
     {"turbo_hf.ops.decode"},
     {"turbo_hf.ops.sparse"},
     {"turbo_hf.ops.layer_ops"},
-    {"turbo_hf.sparse", "turbo_hf.patches", "turbo_hf.parallel"},
+    {"turbo_hf.sparse", "turbo_hf.patches"},
     {"turbo_hf.cache"},
     {"turbo_hf.attention"},
     {"turbo_hf.graphs"},

@@ -99,6 +99,13 @@ def test_ranks_that_differ_are_refused_in_the_same_words(ranks: Any) -> None:
     assert said["otherwise"].startswith("Unsupported: model.layers.0.self_attn.k_proj.weight is split among processes")
 
 
+def test_no_rank_waits_for_ever(ranks: Any) -> None:
+    first, second = (found["absent"] for found in ranks[0])
+    expected = "ValueError: a rank of this tensor parallel model has not made this call in time, "
+    assert first.startswith(expected if next(iter(ranks[1].values())).device.type == "cpu" else "")
+    assert not second
+
+
 def test_nan_on_one_rank_is_raised_by_both(ranks: Any) -> None:
     error, tokens = both(ranks, "nan")
     assert error.startswith("ValueError: layer 1: keys or values hold NaN or Inf")

@@ -14,7 +14,6 @@ from turbo_hf import TurboConfig
 from turbo_hf.cache.storage import LayerStorage
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.kernel_launch import addressed
-from turbo_hf.ops.repeat import Repeat
 
 
 def _at(like: torch.Tensor, address: int) -> torch.Tensor:
@@ -108,13 +107,10 @@ def test_repeated_steps_are_those_made_anew(
     assert all(map(torch.equal, *seen))
     assert made[0] == made[1]
     if device.type != "cuda":
-        assert made[0] > 10
+        assert made[0] >= 8
 
 
 def test_a_copy_keeps_no_addresses() -> None:
-    kept = Repeat()
-    kept.append = kept.decode = lambda *args: None  # type: ignore[assignment]
-    assert copy.deepcopy(kept).append is None
     layer = turbo_hf.cache.layer.TurboLayer(TurboConfig())
-    layer._repeats.known["key"] = kept
+    layer._repeats.known["key"] = {"append": ctypes.c_char()}
     assert not copy.deepcopy(layer)._repeats.known

@@ -44,7 +44,7 @@ from transformers.generation.configuration_utils import GenerationConfig  # noqa
 
 from turbo_hf.attention.latent import expanded_attention  # noqa: E402
 from turbo_hf.attention.prompt import packed_attention, prompt_attention  # noqa: E402
-from turbo_hf.cache.new_columns import NewQKV  # noqa: E402
+from turbo_hf.cache.rows import NewQKV  # noqa: E402
 from turbo_hf.layout import FIRST, Scoring  # noqa: E402
 from turbo_hf.serving import manager, rows, runner, storage  # noqa: E402
 from turbo_hf.serving.paged_cache import TurboAllocator, TurboPagedCache  # noqa: E402

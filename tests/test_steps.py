@@ -30,7 +30,7 @@ from transformers import LlamaConfig
 from transformers.cache_utils import DynamicLayer
 
 from turbo_hf import TurboCache, TurboConfig
-from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.rows import NewColumns
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs.replayable_steps import ReplayableSteps
 from turbo_hf.graphs.why_not import why_no_replay

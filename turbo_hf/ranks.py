@@ -8,12 +8,11 @@ the model's next sum over ranks, so that whatever one rank might decide by itsel
 import json
 import re
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,9 +38,6 @@ PATIENCE = 0.9
 SPIN = 2e-3
 """Seconds for which a wait for a GPU asks without a pause."""
 
-_meetings: Counter[int] = Counter()
-"""How often this process has met each other one (`Ranks.meet`), by its number in the default group."""
-
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
@@ -58,8 +54,6 @@ class Ranks:
     count: int = 1
     group: Any = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - a constant
-    # for messages
-    shared_by: ClassVar[str] = "this tensor parallel model"
 
     def __bool__(self) -> bool:
         """Whether there are others."""
@@ -69,11 +63,6 @@ class Ranks:
     def speaks(self) -> bool:
         """Whether this one issues warnings, of all that decide together."""
         return self.rank == 0
-
-    @property
-    def processes(self) -> int:
-        """How many processes hold a part of each cache."""
-        return self.count
 
     def __deepcopy__(self, memo: Any) -> "Ranks":
         # of the same processes
@@ -100,8 +89,8 @@ class Ranks:
             self._await_device()
         except (RuntimeError, TimeoutError) as error:
             raise ValueError(
-                f"a rank of {self.shared_by} has not made this call in time, or it failed ({error}). All ranks "
-                "must make the same calls, in the same order. Start the processes anew."
+                "a rank of this tensor parallel model has not made this call in time, or it failed "
+                f"({error}). All ranks must make the same calls, in the same order. Start the processes anew."
             ) from error
         return largest.to(numbers.device)
 
@@ -127,57 +116,13 @@ class Ranks:
             if waited > SPIN:
                 time.sleep(SPIN / 20)
 
-    def meet(self, note: str = "") -> None:
-        """Find out, before the first exchange, that all ranks are here with the same group: over different groups, or
-        with a rank that does not come, an exchange never ends. Each tells each other one by the store of torch's
-        default group. note: what else all of them must say.
-
-        Raises:
-            ValueError: a rank has not come, or with another group; on all ranks that wait for it.
-        """
-        if not self:
-            return
-        store: Any = dist.distributed_c10d._get_default_store()
-        members, me, wait = dist.get_process_group_ranks(self.group), dist.get_rank(), self._patience
-        own = f"group {self.group.group_name} of ranks {members}{note}"
-        said, keys = {me: own}, {}
-        for peer in members:
-            if peer != me:
-                keys[peer] = f"turbo_hf/{me}/{peer}/{_meetings[peer]}"
-                store.set(keys[peer], own)
-        for peer in keys:
-            theirs = f"turbo_hf/{peer}/{me}/{_meetings[peer]}"
-            try:
-                store.wait([theirs], wait)
-            except RuntimeError as error:
-                for key in keys.values():
-                    # a later call begins anew
-                    with suppress(RuntimeError):
-                        store.delete_key(key)
-                raise ValueError(
-                    f"rank {peer} has not called patch with {own} within {wait.total_seconds():.0f} s, and others wait "
-                    "for it. Call patch on every rank, with the same group and arguments."
-                ) from error
-            said[peer] = store.get(theirs).decode()
-        for peer in keys:
-            # the other one has read what came before
-            with suppress(RuntimeError):
-                store.delete_key(f"turbo_hf/{me}/{peer}/{_meetings[peer] - 1}")
-            _meetings[peer] += 1
-        if len({*said.values()}) > 1:
-            each = "; ".join(f"rank {rank}: {said[rank]}" for rank in sorted(said))
-            raise ValueError(
-                f"the ranks of {self.shared_by} must all call patch with the same group; {each}. Pass one group on all "
-                "of them, made by the same call of torch.distributed."
-            )
-
-    def joined(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The tensors of all ranks, of one shape, one after another in `dim`: of their heads, those of all."""
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensors [B, heads, ...] of all ranks, of one shape, as one of all their heads."""
         if not self:
             return x
         each = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.count)]
         dist.all_gather(each, x.contiguous(), group=self.group)
-        return torch.cat(each, dim)
+        return torch.cat(each, 1)
 
     def texts(self, text: str) -> list[str]:
         """The text of each rank, in their order."""
@@ -227,7 +172,7 @@ class Ranks:
             for rank, theirs in enumerate(said):
                 if theirs[name] != said[0][name]:
                     raise ValueError(
-                        f"the ranks of {self.shared_by} must all be patched alike; {name} of rank 0: "
+                        f"the ranks of this tensor parallel model must all be patched alike; {name} of rank 0: "
                         f"{said[0][name]}; of rank {rank}: {theirs[name]}. Call patch on every rank with the same "
                         "arguments, on machines that are alike."
                     )

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.rows import NewColumns
 from turbo_hf.config.turbo_config import PRESETS
 from turbo_hf.eval.bench.checked import Check, Found, Prepared, judge, new_row, our_step
 from turbo_hf.eval.bench.oracle import attend

@@ -18,8 +18,7 @@ from turbo_hf.eval.bench.random_cache import draw
 from turbo_hf.eval.bench.shapes import BLOCK, Case, PromptCase, find_shape, make_case
 from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch, side_by_side
 from turbo_hf.ops import gpu
-from turbo_hf.ops.measured_tiles import keep_tiles, tiles_file, using
-from turbo_hf.ops.tuning import WIDE, DecodeTiles, decode_tiles, fits, tile_kind
+from turbo_hf.ops.tuning import WIDE, DecodeTiles, decode_tiles, fits, keep_tiles, tile_kind, tiles_file, using
 
 STEPS = (
     "llama3-8b 1x2k 4", "llama3-8b 1x32k 4", "qwen2.5-1.5b 1x8k 4", "qwen2.5-0.5b 1x32k 4", "llama3-8b 64x4k 4",

@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.cache.open_buffer import Tokens
+from turbo_hf.cache.page_pool import Tokens
 from turbo_hf.eval.bench.shapes import BLOCK, Case
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, KVStore, PagedHeads, Width, empty_pages
 from turbo_hf.ops.store.reference_quantize import reference_quantize_tokens, reference_seal_blocks

@@ -26,7 +26,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.rows import NewColumns
 from turbo_hf.config.turbo_config import PRESETS, TurboConfig
 from turbo_hf.layout import AlwaysRead, HeadGroups, Rounding, Scoring, Visits
 from turbo_hf.ops import gpu
@@ -97,10 +97,10 @@ def prefill(mode: str, dim: int, dtype: torch.dtype, past: Any = None, **options
     """One prefill of a ragged batch, which takes the general kernel."""
     q = torch.zeros(2, 300, 4, dim, dtype=dtype).transpose(1, 2)
     k, v = (torch.zeros(2, 300, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(2))
-    starts, window, own = torch.zeros(2, dtype=torch.int64), options.pop("window", None), options.pop("own", True)
+    starts, window = torch.zeros(2, dtype=torch.int64), options.pop("window", None)
     scoring = taken(Scoring, {"scaling": 0.1} | options)
     rounding = taken(Rounding, {"mode": mode} | options)
-    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, window, own)
+    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, window)
 
 
 def one_output(dim: int, heads: int) -> None:
@@ -217,7 +217,6 @@ def main(everything: bool, capability: str = "9.0", *, all_facts: bool = False) 
     # numbers of 8 bit with an exponent are of 8.9 on
     prefill("turbo" if capability in ("8.0", "8.6") else "fp8", 64, torch.bfloat16, pasts[64], **options)
     # the past alone, of a rank of a context group that does not hold the open tokens
-    prefill("turbo", 64, torch.bfloat16, pasts[64], own=False)
     case[0] = "a past that programs share"
     few, vars(gpu)["sms"] = gpu.sms, lambda device: 132
     prefill("native", 128 if everything else 64, torch.bfloat16, _long(pasts[128 if everything else 64]))

@@ -10,7 +10,7 @@ from op_calls import quantize_tokens, seal_blocks
 from torch import Tensor
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns, columns_of
+from turbo_hf.cache.rows import NewColumns, columns_of
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import KVStore, PagedHeads
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks

@@ -27,24 +27,24 @@ SUPPORT = Path(__file__).resolve().parent
 COUNT = 2
 
 
-def seen_by_ranks(script: str, folder: Path, device: str, count: int = COUNT) -> list[dict[str, Any]]:
+def seen_by_ranks(script: str, folder: Path, device: str) -> list[dict[str, Any]]:
     """What each rank of a script of this folder has seen (`run_rank`)."""
     paths = [str(SUPPORT), str(SUPPORT.parents[1])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    env["WORLD_SIZE"] = str(count)
+    env["WORLD_SIZE"] = str(COUNT)
     command = [sys.executable, str(SUPPORT / script)]
     # on a CPU the first rank makes the others, once it has imported what all need
     started = [
         subprocess.Popen([*command, str(n), str(folder), device], env=env, stderr=subprocess.PIPE, text=True)
-        for n in range(1 if device == "cpu" else count)
+        for n in range(1 if device == "cpu" else COUNT)
     ]
     try:
         errors = [process.communicate(timeout=1500)[1] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert all((folder / f"{n}.json").exists() for n in range(count)), "\n".join(errors)
-    found = [json.loads((folder / f"{n}.json").read_text()) for n in range(count)]
+    assert all((folder / f"{n}.json").exists() for n in range(COUNT)), "\n".join(errors)
+    found = [json.loads((folder / f"{n}.json").read_text()) for n in range(COUNT)]
     for seen in found:
         for case in seen.values():
             assert not (isinstance(case, str) and "Traceback" in case), case
@@ -64,12 +64,11 @@ def run_rank(asks: Callable[[int, Path, str], Any], cases: Callable[[str], Seque
     What the cases return goes to FOLDER/RANK.json. cases: all of them, on a device.
     """
     rank, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    count = int(os.environ.setdefault("WORLD_SIZE", str(COUNT)))
     others: list[int] = []
     # no collection of garbage looks through what is imported
     gc.freeze()
     if device == "cpu":
-        for other in range(1, count):
+        for other in range(1, COUNT):
             others.append(os.fork())
             if not others[-1]:
                 rank, others = other, []
@@ -77,11 +76,11 @@ def run_rank(asks: Callable[[int, Path, str], Any], cases: Callable[[str], Seque
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     if device == "cuda":
         torch.cuda.set_device(rank)
-    store: Any = vars(dist)["FileStore"](str(folder / "store"), count)
+    store: Any = vars(dist)["FileStore"](str(folder / "store"), COUNT)
     backend = "gloo" if device == "cpu" else "nccl"
     # a rank that waits for one that does not come ends in an error; on a GPU the other may be compiling kernels
     wait = timedelta(seconds=30 if device == "cpu" else 300)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=wait)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=COUNT, timeout=wait)
     asked = asks(rank, folder, device)
     found = {}
     for case in sys.argv[4:] or cases(device):

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns, columns_of
+from turbo_hf.cache.rows import NewColumns, columns_of
 from turbo_hf.graphs.replayable_steps import ReplayableSteps
 from turbo_hf.sparse.selectors import Centroids
 

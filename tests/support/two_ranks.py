@@ -10,10 +10,12 @@ import functools
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from calibration_support import PROSE_FILE, SMALL
 from choices import flat_config
 from graphs_support import an_index
@@ -33,6 +35,7 @@ from turbo_hf.calibration.widths import Widths
 from turbo_hf.cli.main import app
 from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.models.versions import CACHE
+from turbo_hf.ranks import Ranks
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
 CONFIGS = {
@@ -218,6 +221,15 @@ class Rank:
             return scores
 
         model.generate(prompts(2, 70).to(model.device), max_new_tokens=60, do_sample=False, logits_processor=[spoil])
+
+    def absent(self) -> str:
+        """A rank that the other one waits for in vain. On a GPU the wait is that of NCCL, which ends the process."""
+        group = dist.new_group([*range(COUNT)], timeout=timedelta(seconds=1)) if self.device == "cpu" else None
+        found = ""
+        if group is not None and self.rank == 0:
+            found = error_of(lambda: Ranks(0, COUNT, group, torch.device("cpu")).most(torch.ones(1)))
+        dist.barrier()
+        return found
 
     def commands(self) -> Any:
         """The command line, as torchrun starts it; last, as it silences all but the first rank."""

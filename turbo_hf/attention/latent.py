@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.cache.new_columns import NewQKV
+from turbo_hf.cache.rows import NewQKV
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import KVStore, Scoring
 from turbo_hf.ops.latent.contract import LatentOps

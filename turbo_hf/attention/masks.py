@@ -2,15 +2,16 @@
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from turbo_hf.attention.packed import in_packed_pass
-from turbo_hf.cache.guards import untraced
+from turbo_hf.cache.pass_mark import untraced
 from turbo_hf.errors import Unsupported
 
 PART = 1 << 26
@@ -23,6 +24,18 @@ AND, OR = "and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"
 
 _of_thread = threading.local()
 """`made`: the config whose masks this thread made last, and the windows of these masks."""
+
+_packed: ContextVar[bool] = ContextVar("turbo_hf_packed", default=False)
+
+
+@contextmanager
+def packed_pass() -> Iterator[None]:
+    """Inside of it no mask is made in this thread: the cache keeps requests apart."""
+    token = _packed.set(True)
+    try:
+        yield
+    finally:
+        _packed.reset(token)
 
 
 def forget_windows() -> None:
@@ -58,7 +71,10 @@ def turbo_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     bool [B, 1, q_length, kv_length]. A 2D mask of a long prompt is thousands of times smaller than the 4D one, and
     tells the cache where padding is.
     """
-    return None if in_packed_pass() else _mask(*args, **kwargs)
+    # passes that torch.compile traces are not packed
+    if not torch.compiler.is_compiling() and _packed.get():
+        return None
+    return _mask(*args, **kwargs)
 
 
 @untraced

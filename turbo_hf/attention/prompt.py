@@ -9,14 +9,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from turbo_hf.attention.latent import expanded_attention, up_projections
 from turbo_hf.attention.sparse_step import Source, new_buckets
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns, NewQKV
+from turbo_hf.cache.rows import NewColumns, NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import KVStore, Rounding, Scoring, narrowed
 from turbo_hf.ops.maths import balanced_keys, balanced_queries
 from turbo_hf.ops.prefill.contract import PrefillOps
 from turbo_hf.ops.tuning import in_tiles, prefill_mode
-from turbo_hf.parallel.context import WHOLE, ContextRanks
 from turbo_hf.patches.latent import expanded
 
 PLAN_PAYS = 1 << 27
@@ -44,9 +43,9 @@ def attend_prompt(
         buckets = new_buckets(layer, source, qkv.key, new)
         # the model may have been moved since the patch
         balance = None if layer.balance is None else layer.balance.to(q.device)
-        held, context = None if past is None else layer.lengths(), layer.state.context
+        held = None if past is None else layer.lengths()
         given = (NewQKV(q, k, v), past, starts, layer.window, scoring)
-        out = prompt_attention(layer.config, layer.ops, *given, held=held, context=context, balance=balance)
+        out = prompt_attention(layer.config, layer.ops, *given, held=held, balance=balance)
     cache.store_prompt(layer, k, v, new, buckets)
     return out
 
@@ -61,17 +60,15 @@ def prompt_attention(
     scoring: Scoring,
     *,
     held: Sequence[int] | None = None,
-    context: ContextRanks = WHOLE,
     balance: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention [B, Hq, M, D] of new tokens, aligned, over themselves and a past; nothing is stored.
 
-    held: tokens of each row that the past holds. context: which blocks of the past are in this process; without a past,
-    each computes all. balance: of the past's keys (`layout`).
+    held: tokens of each row that the past holds. balance: of the past's keys (`layout`).
     """
     q, k, v = qkv
     known = 0
-    if past is not None and window is None and scoring.is_plain and not context and in_tiles(past):
+    if past is not None and window is None and scoring.is_plain and in_tiles(past):
         known = past.table.shape[1] * past.block if held is None else max(held)
     mode = prefill_mode(config.prompt_attention, q, known)
     if balance is not None and (past is not None or mode != "native"):
@@ -79,13 +76,7 @@ def prompt_attention(
         q, k = balanced_queries(q, balance), narrowed(balanced_keys(k, balance), k.dtype)
     if mode == "native" and config.expert.backend == "auto" and past is None and _is_plain(q, starts, window, scoring):
         return _sdpa(q, k, v, scoring.scaling)
-    if past is None:
-        context = WHOLE
-    past, scoring = context.own_part(past, scoring)
-    found = ops.prefill(
-        q, k, v, scoring, Rounding(mode), past=past, starts=starts, window=window, own=context.counts_open
-    )
-    return context.merged(found, starts)
+    return ops.prefill(q, k, v, scoring, Rounding(mode), past=past, starts=starts, window=window).out
 
 
 def packed_attention(

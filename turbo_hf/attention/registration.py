@@ -4,7 +4,8 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from turbo_hf.attention.masks import turbo_mask
-from turbo_hf.attention.turbo_attention import IN_LAYER, NAME, compiled_attention, turbo_attention
+from turbo_hf.attention.step_operator import IN_LAYER, compiled_attention
+from turbo_hf.attention.turbo_attention import NAME, turbo_attention
 from turbo_hf.errors import Unsupported
 
 

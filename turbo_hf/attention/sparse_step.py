@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.rows import NewColumns
 from turbo_hf.layout import AlwaysRead, AttentionOutput, Rotary, Scoring, Visits
 from turbo_hf.ops.maths import balanced_queries
 from turbo_hf.sparse.selectors import Centroids

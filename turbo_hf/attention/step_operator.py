@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from turbo_hf.attention.turbo_attention import HARMLESS, NAME
+from turbo_hf.errors import Unsupported
 from turbo_hf.layout import Scoring
+
+IN_LAYER = f"{NAME}_in_layer"
+"""The value of `config._attn_implementation` in a layer that is compiled."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scoring], torch.Tensor]
 """(query, key, value, scoring) -> [B, Hq, 1, D]; tensors as in `turbo_attention`."""
@@ -68,3 +73,32 @@ def step_attention(
 def _(query: torch.Tensor, *args: object) -> torch.Tensor:
     batch, heads, tokens, dim = query.shape
     return query.new_empty(batch, tokens, heads, dim)
+
+
+def compiled_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As `turbo_attention`, in a compiled layer: the operator.
+
+    Raises:
+        Unsupported: the call has an argument that the operator does not know.
+    """
+    known = attention_mask is None and is_causal in (None, True)
+    for name, given in kwargs.items():
+        known = known and (given is None or name in HARMLESS)
+    if not known:
+        raise Unsupported("its steps pass a mask or a keyword to their attention that is not known here")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out: torch.Tensor = step_attention(query, key, value, scale, softcap, s_aux)
+    return out, None

@@ -1,8 +1,9 @@
-"""The one attention function that a patched model calls."""
+"""The one attention function that a patched model calls, and the view of the cache that each call gets."""
 
 import functools
 import math
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -10,27 +11,20 @@ import torch
 
 from turbo_hf.attention.full_precision import decompressed, full_precision_attention, hf_attention
 from turbo_hf.attention.latent import absorbed_attention, require_plain, up_projections
-from turbo_hf.attention.packed import PACKED_KEYWORDS, packed_cache
 from turbo_hf.attention.prompt import attend_prompt
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets_and_logits
-from turbo_hf.attention.step_operator import step_attention
-from turbo_hf.cache.claimed_cache import ClaimedCache
-from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns, NewQKV
+from turbo_hf.cache.pass_mark import untraced
+from turbo_hf.cache.rows import NewColumns, NewQKV
+from turbo_hf.cache.storage import repeat_key
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.layout import Rotary, Scoring, power_of_two
-from turbo_hf.ops.repeat import repeat_key
-from turbo_hf.parallel.context import WHOLE
 from turbo_hf.patches.latent import expanded, keeps_latent
 
 NAME = "turbo_hf"
 """The value of `config._attn_implementation` on a patched model."""
-
-IN_LAYER = f"{NAME}_in_layer"
-"""The same in a layer that is compiled."""
 
 HANDED_ON = frozenset({"tokenizer", "assistant_tokenizer"})
 """Keywords of `generate` that Transformers passes on to each forward pass, where nothing reads them."""
@@ -52,6 +46,21 @@ HARMLESS = HANDED_ON | frozenset(
 )
 """Keywords that pass through a model to its attention and change nothing there."""
 
+PACKED_KEYWORDS = frozenset(
+    {
+        "cache",
+        "block_table",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "logits_indices",
+        "logits_processor_args",
+        "max_length_k",
+        "max_length_q",
+        "read_index",
+        "write_index",
+    }
+)
+"""Keywords that Transformers' continuous batching passes to attention; the cache knows all of it from the host."""
 
 NO_WEIGHTS = (
     "turbo_hf: output_attentions=True: attention over a compressed cache gives no weights, so that `attentions` stays "
@@ -65,6 +74,78 @@ _told: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 SHORT = 1024
 """Tokens up to which the default threshold of SAS is the same."""
+
+
+class PackedCache:
+    """A cache that attends for all requests of a pass."""
+
+    @abstractmethod
+    def attend(self, module: Any, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
+        """Store the new tokens of the pass and attend. qkv: [1, Hq, T, D] and [1, Hkv, T, D], all requests of the pass
+        one after the other; of latent attention [1, H, T, nope + R], latents [1, 1, T, rank] and rotary parts
+        [1, 1, T, R]. Returns [1, Hq, T, D], or [1, H, T, Dv]. module: the attention module, of the layer
+        `layer_idx`."""
+
+
+class ClaimedCache(TurboCache):
+    """A TurboCache as one call of a patched model's attention module sees it: `update` of the claimed layer passes the
+    new tokens on to the attention function, which stores them.
+
+    All else is the cache's own: both have one `__dict__`. The claim is not part of it, so that it ends with the call,
+    wherever that breaks off: no later `update` of the cache finds it. `claimed` makes one.
+
+    Attributes:
+        claims: the index of the claimed layer, until its `update`.
+        given: the keys and values that this `update` has returned.
+    """
+
+    __slots__ = ("claims", "given")
+    claims: int | None
+    given: tuple[torch.Tensor, torch.Tensor] | None
+
+    @untraced
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new keys and values themselves, once; for other layers, and from then on, as in `TurboCache`."""
+        # a copy of a view claims nothing
+        if layer_idx == getattr(self, "claims", None):
+            self.claims, self.given = None, (key_states, value_states)
+            return self.given
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # a view is pickled as what it shows
+        cache: Any = object.__new__(type(self).__bases__[0])
+        cache.__dict__ = self.__dict__
+        return _itself, (cache,)
+
+
+def _itself(cache: TurboCache) -> TurboCache:
+    return cache
+
+
+@functools.cache
+def _claimed_class(of: type[TurboCache]) -> type[ClaimedCache]:
+    """A ClaimedCache that keeps what a subclass of TurboCache overrides."""
+    if issubclass(of, ClaimedCache):
+        return of
+    try:
+        return (
+            ClaimedCache if of is TurboCache else type(f"Claimed{of.__name__}", (of, ClaimedCache), {"__slots__": ()})
+        )
+    except TypeError as error:
+        raise Unsupported(
+            f"{of.__name__} cannot be used here ({error}): derive it from TurboCache without __slots__."
+        ) from error
+
+
+def claimed(cache: TurboCache, layer: int) -> ClaimedCache:
+    """The cache as one call of the attention module of a layer sees it."""
+    view: ClaimedCache = object.__new__(_claimed_class(type(cache)))  # type: ignore[arg-type]  # a class has a hash
+    view.__dict__ = cache.__dict__
+    view.claims, view.given = layer, None
+    return view
 
 
 class TurboCall(NamedTuple):
@@ -82,35 +163,6 @@ class TurboCall(NamedTuple):
     window: int | None
     strict: Strict
     rotary: Rotary | None = None
-
-
-def compiled_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    is_causal: bool | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """As `turbo_attention`, in a compiled layer: the operator.
-
-    Raises:
-        Unsupported: the call has an argument that the operator does not know.
-    """
-    known = attention_mask is None and is_causal in (None, True)
-    for name, given in kwargs.items():
-        known = known and (given is None or name in HARMLESS)
-    if not known:
-        raise Unsupported("its steps pass a mask or a keyword to their attention that is not known here")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out: torch.Tensor = step_attention(query, key, value, scale, softcap, s_aux)
-    return out, None
 
 
 @untraced
@@ -144,8 +196,8 @@ def turbo_attention(
         _say_unpatched(module)
     call = TurboCall(None, None, sliding_window, "raise") if turbo is None else turbo
     unknown = [name for name in kwargs.keys() - HARMLESS if kwargs[name] is not None]
-    packed = packed_cache(kwargs)
-    if packed is not None:
+    packed = kwargs.get("cache")
+    if isinstance(packed, PackedCache):
         # Transformers says is_causal=True here to attention without a mask
         layer: Any = module.layer_idx
         reason = _refusal(None, causal, {*unknown} - PACKED_KEYWORDS)
@@ -260,8 +312,7 @@ def compressed(
     if layer.config.expert.sas:
         scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + tokens))
     if not torch.is_grad_enabled():
-        again = layer.repeat_step(*qkv, scoring) if new.valid is None else None
-        return _attend(cache, layer, source, qkv, new, scoring) if again is None else again
+        return _attend(cache, layer, source, qkv, new, scoring)
     with torch.no_grad():
         out = _attend(cache, layer, source, qkv, new, scoring)
     return _NoGradient.apply(qkv.query, out) if qkv.query.requires_grad else out
@@ -271,6 +322,9 @@ def _attend(
     cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
     """A step or a prompt, over keys and values or over latents."""
+    again = layer.repeat_step(*qkv, scoring) if new.valid is None else None
+    if again is not None:
+        return again
     layer.prepare_for(qkv.key, qkv.value)
     layer.seal_leftovers(new.tokens, check_later=True)
     if layer.latent:
@@ -285,7 +339,7 @@ def _attend(
 def _step(layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
     q, k, v = qkv if new.gather is None else (new.align(x) for x in qkv)
-    starts, context = new.starts_on(q.device), layer.state.context
+    starts = new.starts_on(q.device)
     if layer.latent:
         up = up_projections(source.module, q.dtype)
         layer.append(k, v, new, check_later=True)
@@ -295,16 +349,13 @@ def _step(layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scori
         layer.append(k, v, new, buckets, check_later=True)
         out = attend_sparse(layer, logits, qkv.query, new, starts, scoring).out
     else:
-        # launches of a replayed step are captured; those over a spread context are not repeated
-        kept = layer.replay is None and context is WHOLE and layer.in_place
+        # launches of a replayed step are captured
+        kept = layer.replay is None and layer.in_place
         key = repeat_key(q, k, v, starts, scoring) if kept else None
         queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
         assert queries is not None
         store, repeat = layer.to_repeat(key)
-        if context is WHOLE:
-            out = layer.ops.decode(queries, store, scoring, starts=starts, window=layer.window, repeat=repeat).out
-        else:
-            out = context.decode(layer.ops, queries, store, scoring, starts, layer.window)
+        out = layer.ops.decode(queries, store, scoring, starts=starts, window=layer.window, repeat=repeat).out
     layer.commit(check_later=True)
     return out
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils._pytree import tree_map
 from transformers.cache_utils import CacheLayerMixin
 
-from turbo_hf.cache.guards import ordinary
-from turbo_hf.cache.new_columns import NewColumns, columns_of
+from turbo_hf.cache.pass_mark import ordinary
+from turbo_hf.cache.rows import NewColumns, columns_of
 from turbo_hf.cache.storage import LayerStorage
 from turbo_hf.errors import Unsupported
 from turbo_hf.ops.host_device import shared
@@ -104,7 +104,6 @@ class DequantizedLayer(LayerStorage, CacheLayerMixin):
 
     def dequantized(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The newest `columns` columns: [B, Hkv, columns, D], 0 at padding."""
-        self.state.context.require_all(self.index)
         self.mark.require_unwritten()
         seen, valid = self.seen, self.valid
         first = seen - min(columns, seen)
@@ -127,7 +126,6 @@ class DequantizedLayer(LayerStorage, CacheLayerMixin):
         self, k: torch.Tensor, v: torch.Tensor, given_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new tokens; return keys and values [B, Hkv, columns, D], 0 at padding (mask as in TurboCache)."""
-        self.state.context.require_all(self.index)
         tokens = k.shape[2]
         self.prepare_for(k, v)
         self.seal_leftovers(tokens)

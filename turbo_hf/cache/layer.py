@@ -6,8 +6,7 @@ from typing import Any, NoReturn
 import torch
 
 from turbo_hf.cache.dequantized import DequantizedLayer
-from turbo_hf.cache.guards import ordinary, untraced
-from turbo_hf.cache.pass_mark import storing
+from turbo_hf.cache.pass_mark import ordinary, storing, untraced
 from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.errors import Unsupported
 from turbo_hf.ops.host_device import shared
@@ -77,7 +76,6 @@ class TurboLayer(DequantizedLayer):
             self.config, self.window, self.index, self.head_order, self.selector, self.latent, self.balance
         )
         empty.mark, empty.empty = self.mark, self.empty
-        empty.state = empty.state._replace(context=self.state.context)
         # in one assignment, so that an exception leaves nothing half reset
         self.__dict__ = vars(empty)
 
@@ -136,7 +134,7 @@ class TurboLayer(DequantizedLayer):
         reopened = [min(max(0, n - held + before.first), sealed * before.block) for n, held, sealed in rows]
         if any(reopened):
             # the rest of a cut block goes back to the open buffer
-            tokens, starts = self.pool.reopen(before.sealed, reopened, self.order, before.context)
+            tokens, starts = self.pool.reopen(before.sealed, reopened, self.order)
             if tokens.k.shape[2]:
                 back = tokens.k.shape[2]
                 held = [opened - back + start for opened, start in zip(after.open, starts, strict=True)]
@@ -162,7 +160,7 @@ class TurboLayer(DequantizedLayer):
         """As `reorder_cache`, of rows that exist."""
         self.forget_repeats()
         index = shared(rows, self.device)
-        self.pool.follow(self.pool.table.select_rows(self.state.pages(), rows))
+        self.pool.follow(self.pool.table.select_rows(self.state.sealed, rows))
         self.buffer.select_rows(index)
         self.bucket_index.select_rows(rows, index)
         self.order = self.order[index]
@@ -177,7 +175,7 @@ class TurboLayer(DequantizedLayer):
         if not self.is_initialized:
             return 0
         channels = self.dim + (self.dim if self.rotary_dim is None else self.rotary_dim)
-        tokens = self.config.expert.block_size * sum(self.state.pages()) + sum(self.state.open)
+        tokens = self.config.expert.block_size * sum(self.state.sealed) + sum(self.state.open)
         return self.heads * channels * self.dtype.itemsize * tokens
 
     def nbytes(self) -> dict[str, int]:

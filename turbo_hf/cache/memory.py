@@ -41,8 +41,7 @@ class Memory:
         buckets of a sparse layer's tokens), or "dense" (not compressed).
     tokens: tokens of all rows, without padding.
     full_precision: bytes that the tokens of compressed layers would take in the model's dtype, `dtype`.
-    ranks: how many ranks hold as much, each of its own heads (tensor parallel) or blocks (a context group, where others
-        may hold a block of a row less); bytes are those of one.
+    ranks: how many ranks hold as much, each of its own heads (tensor parallel); bytes are those of one.
     dtype: the model's, such as "bfloat16"; "" for an empty cache.
     """
 

@@ -13,9 +13,8 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.pass_mark import PassMark
+from turbo_hf.cache.pass_mark import PassMark, ordinary
 from turbo_hf.errors import Unsupported
 
 R = TypeVar("R")

@@ -38,7 +38,7 @@ NOT_OF_MODELS = ("transformers_version", "use_cache", "return_dict", "output_att
 def save(cache: Any, folder: str | Path, input_ids: torch.Tensor | None) -> None:
     """`TurboCache.save_pretrained`, of a cache that is whole."""
     if cache.mark.ranks:
-        raise Unsupported("a cache that ranks share is not saved: each holds only its own heads, or blocks.")
+        raise Unsupported("a cache that ranks share is not saved: each holds only its own heads.")
     columns = cache.get_seq_length()
     if not columns:
         raise ValueError("this TurboCache holds no tokens: there is nothing to save. Run the prompt first.")
@@ -82,7 +82,7 @@ def load(folder: str | Path, model: Any) -> Any:
         )
     cache = maker.make(model.config)
     if cache.mark.ranks:
-        raise Unsupported("a saved cache is not loaded for ranks that share it: each holds only its heads, or blocks.")
+        raise Unsupported("a saved cache is not loaded for ranks that share it: each holds only its own heads.")
     facts, tensors = saved_files.read(Path(folder), saved_files.CACHE, str(folder))
     try:
         require(facts.get("identity"), _identity(cache, model), "")

@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.open_buffer import OpenBuffer
+from turbo_hf.cache.page_pool import OpenBuffer
 from turbo_hf.cache.rows import RowState
 from turbo_hf.config.expected import FINITE, FLOATS, Each, OneOf, Stored, Whole, require
 from turbo_hf.errors import Unsupported
@@ -22,7 +22,6 @@ from turbo_hf.layout import (
     type_16bit,
     widths_of,
 )
-from turbo_hf.parallel.context import WHOLE
 from turbo_hf.sparse.bucket_index import GRAIN
 from turbo_hf.sparse.selectors import Centroids, Selector
 
@@ -52,18 +51,13 @@ def held_by(layer: Any) -> Any:
     index = layer.bucket_index.kept(max(layer.lengths()))
     return {
         "dtype": layer.dtype,
-        "state": _counted(state),
+        "state": state._asdict(),
         "valid": layer.valid_prefix,
         "pages": pages,
         "table": table,
         "open": opened,
         "index": index | {"buckets": _until(index["buckets"], layer.lengths(), 2, 0)},
     }
-
-
-def _counted(state: RowState) -> dict[str, Any]:
-    """What a file holds of it: blocks that ranks share are not saved."""
-    return {name: x for name, x in state._asdict().items() if name != "context"}
 
 
 def _until(x: torch.Tensor, counts: Sequence[int], dim: int, fill: int) -> torch.Tensor:
@@ -92,12 +86,12 @@ def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
     block, codes = layer.config.expert.block_size, (rows, None, None, None)
     tokens, blocks = [Whole(0, columns)] * rows, [Whole(0, columns // block)] * rows
     kept = layer.state.recent, layer.state.first
-    state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, False, WHOLE, *kept)
+    state: Any = (block, blocks, tokens, tokens, tokens, columns, bool, False, *kept)
     opened = OneOf((Stored(codes, torch.int8), Stored(codes, None)))
     return {
         "valid": object,
         "dtype": OneOf(FLOATS),
-        "state": _counted(RowState(*state)),
+        "state": RowState(*state)._asdict(),
         "pages": Each([torch.Tensor] * 4),
         "table": torch.Tensor,
         "open": [opened, opened, torch.Tensor, torch.Tensor],

@@ -2,23 +2,20 @@
 
 import operator
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.cache.guards import ordinary
-from turbo_hf.cache.new_columns import NewColumns
-from turbo_hf.cache.open_buffer import OpenBuffer
-from turbo_hf.cache.page_pool import PagePool, PageTable
-from turbo_hf.cache.pass_mark import PassMark, storing
-from turbo_hf.cache.rows import DeviceCounts, RowState
+from turbo_hf.cache.page_pool import OpenBuffer, PagePool, PageTable
+from turbo_hf.cache.pass_mark import PassMark, ordinary, storing
+from turbo_hf.cache.rows import DeviceCounts, NewColumns, RowState
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED, KVStore, Scoring, type_16bit
+from turbo_hf.ops import gpu
+from turbo_hf.ops.checks import check_float
 from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.layer_ops import LayerOps, ops_of
-from turbo_hf.ops.repeat import Repeat, repeat_key
-from turbo_hf.ops.store.quantize import check_float
-from turbo_hf.parallel.context import WHOLE
 from turbo_hf.sparse.bucket_index import BucketIndex
 from turbo_hf.sparse.selectors import Selector
 
@@ -48,17 +45,42 @@ class ReplayState(NamedTuple):
 
 
 class _Repeats:
-    """What the steps of a layer repeat, as long as the layer's tensors are the same. A copy is empty."""
+    """Launches that steps make again, with other addresses of new tokens and nothing else new, as long as the layer's
+    tensors are the same. A copy is empty.
+
+    Checks, the choice of a kernel, its plan and its workspace depend on those tensors and on the `repeat_key`.
+    """
 
     def __init__(self) -> None:
         self.of: tuple[Any, ...] = ()
         self.store: KVStore | None = None
         # of the layer after the last step whose launches were kept
         self.state: RowState | None = None
-        self.known: dict[Any, Repeat] = {}
+        # by key, as `DecodeOps.decode` and `StoreOps.append_tokens` fill them
+        self.known: dict[Any, dict[str, Any]] = {}
 
     def __reduce__(self) -> Any:
         return _Repeats, ()
+
+
+def repeat_key(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring
+) -> tuple[Any, ...]:
+    """All that a launch for q, k and v depends on, but for addresses, the cache and a threshold."""
+    device = q.get_device()
+    if scoring.sas_threshold is not None:
+        # a context's own falls with each token
+        scoring = scoring._replace(sas_threshold=0.0)
+    return (
+        (q.dtype, q.shape, q.stride(), q.data_ptr() % 16),
+        (k.dtype, k.shape, k.stride(), k.data_ptr() % 16, k.get_device() == device),
+        (v.dtype, v.shape, v.stride(), v.data_ptr() % 16, v.get_device() == device),
+        starts,
+        scoring,
+        # a workspace is of one thread and stream
+        get_ident(),
+        gpu.raw_stream(device),
+    )
 
 
 class LayerStorage:
@@ -183,7 +205,7 @@ class LayerStorage:
         state, counts, replay = self.state, self.device_counts, self.replay
         places = (self.order, self.pool.table.on(self.device), counts.sealed(state))
         opened = (*self.buffer.tensors(), counts.open(state))
-        known, plans = (tuple(state.pages()), None) if replay is None else (replay.sealed, replay.plans)
+        known, plans = (tuple(state.sealed), None) if replay is None else (replay.sealed, replay.plans)
         return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans, state.first, state.recent)
 
     def _held(self) -> tuple[Any, ...]:
@@ -192,20 +214,16 @@ class LayerStorage:
         placed = (self.order, pool.table.on(self.device), counts.sealed(state), counts.open(state), state.sealed)
         return (pool.paged, self.buffer.k, *placed, self.nonfinite)
 
-    def to_repeat(self, key: Any) -> tuple[KVStore, Repeat | None]:
-        """`kv_store()`, and what launches over it keep for the next step with the same key (`repeat_key`), if any."""
+    def to_repeat(self, key: Any) -> tuple[KVStore, dict[str, Any] | None]:
+        """`kv_store()`, and what keeps launches over it for the next step with the same `repeat_key`; None: no key."""
         store, kept = self.kv_store(), self._repeats
         if key is None:
             return store, None
         if store is not kept.store:
             kept.of, kept.store, kept.known = self._held(), store, {}
-        known = kept.known
-        repeat = known.get(key)
-        if repeat is None:
-            if len(known) >= MOST_REPEATS:
-                known.clear()
-            repeat = known[key] = Repeat()
-        return store, repeat
+        if key not in kept.known and len(kept.known) >= MOST_REPEATS:
+            kept.known.clear()
+        return store, kept.known.setdefault(key, {})
 
     def repeat_step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor | None:
         """Store new tokens, none of which is padding, and attend: by launches that are kept. None: some are not, and
@@ -221,8 +239,8 @@ class LayerStorage:
         store = self.kv_store()
         if store is not kept.store:
             return None
-        repeat = kept.known.get(repeat_key(q, k, v, None, scoring))
-        if repeat is None or repeat.append is None or repeat.decode is None:
+        repeat = kept.known.get(repeat_key(q, k, v, None, scoring), {})
+        if len(repeat) < 2:
             return None
         due = most >= state.block + state.staying
         if due or most + tokens > store.k_open.shape[2] or not self.is_decoding(tokens):
@@ -230,11 +248,11 @@ class LayerStorage:
         mark, after = self.mark, state.stored(tokens, None, True)
         mark.turn(self.index)
         mark.writing = self.name
-        balanced = repeat.append(k, v, None if self.balance is None else q)
+        balanced = repeat["append"](k, v, None if self.balance is None else q)
         self.device_counts.counted(state, after)
         self.state = kept.state = after
         mark.writing = None
-        out, _ = repeat.decode(q if balanced is None else balanced, scoring.sas_threshold)
+        out: torch.Tensor = repeat["decode"](q if balanced is None else balanced, scoring.sas_threshold)
         self.commit(check_later=True)
         return out
 
@@ -404,12 +422,10 @@ class LayerStorage:
         if any(leaving):
             pool.follow(pool.table.drop_front(before.sealed, leaving))
             self.state = before = before.without_front(leaving)
-        if whole != skipped:
-            self.state = before._replace(
-                sealed=list(map(operator.add, before.sealed, map(operator.sub, whole, skipped)))
-            )
-            after, held = self.state, before.pages()
-            pool.follow(pool.table.reserve(held, list(map(operator.sub, after.pages(), held))))
+        sealing = list(map(operator.sub, whole, skipped))
+        if any(sealing):
+            self.state = before._replace(sealed=list(map(operator.add, before.sealed, sealing)))
+            pool.follow(pool.table.reserve(before.sealed, sealing))
             for row, blocks in enumerate(to_sort):
                 if blocks:
                     buffer.reorder(row, (blocks.start - before.sealed[row]) * block, index.sort(row, blocks))
@@ -430,11 +446,8 @@ class LayerStorage:
 
         They are sealed in `state` already, and open in `before`.
         """
-        store, most = self.kv_store(), max(whole)
+        store = self.kv_store()
         if whole != before.whole():
             # the op seals every whole block among `open_len` tokens, but for those that stay
             store = store._replace(open_len=shared([before.staying + n * before.block for n in whole], self.device))
-        if before.context is not WHOLE:
-            store, most = before.context.own_blocks(store, before.sealed, whole)
-        if most:
-            self.ops.seal_open(store, most)
+        self.ops.seal_open(store, max(whole))

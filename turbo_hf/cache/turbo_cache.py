@@ -10,11 +10,10 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
-from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
 from turbo_hf.cache.memory import Memory, measure
 from turbo_hf.cache.other_layers import require_recorded, stop_recording
-from turbo_hf.cache.pass_mark import Pass
+from turbo_hf.cache.pass_mark import Pass, ordinary
 from turbo_hf.cache.passes import CachePasses
 from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.cache.saved_cache import load, save
@@ -165,7 +164,6 @@ class TurboCache(CachePasses):
         `TurboLayer.removable`, and after a pass that broke off."""
         # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
         tokens_to_remove = int(tokens_to_remove)
-        self.context.require_same_call(f"crop({tokens_to_remove})", self)
         self.mark.require_whole()
         if tokens_to_remove <= 0 and self.rows() is None:
             # Transformers' own layers fail before the first pass
@@ -199,7 +197,7 @@ class TurboCache(CachePasses):
 
     def memory(self) -> Memory:
         """Bytes by layer and kind, as currently allocated."""
-        return measure(self.layers, self.mark.ranks.processes)
+        return measure(self.layers, self.mark.ranks.count)
 
     @property
     def max_cache_len(self) -> int:
@@ -225,7 +223,7 @@ class TurboCache(CachePasses):
     def reset(self) -> None:
         """Forget every token, also of a broken cache; it can then take another batch."""
         self.mark.now, self.mark.writing = Pass("reset()", None), None
-        self._planned, self.decompressed, self.selections = [], False, 0
+        self._planned, self.decompressed = [], False
         self.know(None)
         self.deferred.drop()
         for layer in self.turbo_layers():
@@ -262,7 +260,6 @@ class TurboCache(CachePasses):
     @_whole
     def _select_rows(self, rows: list[int]) -> None:
         self._select_known(rows)
-        self.selections = hash((self.selections, *rows))
         captured = self._captured_steps()
         if captured is not None and captured.select_rows(rows):
             return

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from turbo_hf.attention.sparse_step import Source
-from turbo_hf.attention.step_operator import StepView, attending
-from turbo_hf.attention.turbo_attention import HANDED_ON, IN_LAYER, compressed
-from turbo_hf.cache.new_columns import NewQKV
+from turbo_hf.attention.step_operator import IN_LAYER, StepView, attending
+from turbo_hf.attention.turbo_attention import HANDED_ON, compressed
+from turbo_hf.cache.rows import NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Unsupported, shortened, warn
 from turbo_hf.graphs.ahead import Ahead, Job, job_of

@@ -40,8 +40,7 @@ STEPS = "a decode step"
 class _Group:
     """Layers of one window and device with equal row states, which they share as `state`.
 
-    reserved: blocks of each row, sealed or to come, for which there are pages; of a spread context, of all ranks: they
-        must capture anew together.
+    reserved: blocks of each row, sealed or to come, for which there are pages.
     arrived: as in `ReplayState`.
     plans: as in `KVStore`, for each number of tokens per row that a step stores.
     sealed, open: the device's counts of each layer, int64 [layers, B].
@@ -60,15 +59,15 @@ class _Group:
 
     @property
     def seals_in_step(self) -> bool:
-        """Whether a step itself seals the blocks that are due. In a spread context each rank seals its own before."""
-        return self.in_step and not (self.state.recording or self.state.context)
+        """Whether a step itself seals the blocks that are due."""
+        return self.in_step and not self.state.recording
 
     def keep_counts(self) -> None:
         """Give all layers counts that are changed together."""
         device, shape = self.layers[0].device, (len(self.layers), len(self.state.open))
         self.sealed = torch.empty(shape, dtype=torch.int64, device=device)
         self.open = torch.empty_like(self.sealed)
-        self.sealed.copy_(shared(self.state.pages(), device))
+        self.sealed.copy_(shared(self.state.sealed, device))
         self.open.copy_(shared(self.state.open, device))
         for layer, sealed, opened in zip(self.layers, self.sealed, self.open, strict=True):
             layer.device_counts.keep(self.state, sealed, opened)
@@ -180,12 +179,10 @@ class ReplayableSteps:
             leaving = [0] * len(leaving)
         ahead, after = self._ahead(group), before.without_front(leaving)
         group.reserved = [held + more for held, more in zip(after.sealed, ahead, strict=True)]
-        held = after.pages()
-        more = [pages - now for pages, now in zip(after._replace(sealed=group.reserved).pages(), held, strict=True)]
         for layer in group.layers:
             if any(leaving):
                 layer.pool.follow(layer.pool.table.drop_front(before.sealed, leaving, shrink=False))
-            layer.pool.follow(layer.pool.table.reserve(held, more))
+            layer.pool.follow(layer.pool.table.reserve(after.sealed, ahead))
             layer.buffer.reserve(block * (BLOCKS if before.recording else 1) + before.staying, before.open)
         if group.sealed.numel() and any(leaving):
             group.sealed.copy_(shared(after.sealed, group.sealed.device))
@@ -196,7 +193,7 @@ class ReplayableSteps:
 
     def _ahead(self, group: _Group) -> list[int]:
         state, rows = group.state, len(group.state.open)
-        pages = state.context.pages_of_all(group.layers[0].pool.pages, state.sealed)
+        pages = group.layers[0].pool.pages
         most = min(AHEAD, max(1, SLACK // rows, pages // (20 * rows)))
         left = 0 if self._limit is None else self._limit - group.state.seen
         ahead = [most] * rows
@@ -262,8 +259,8 @@ class ReplayableSteps:
         """Inside, a pass over the cache is the step: layers do not count its tokens."""
         for group in self._groups:
             seals = group.seals_in_step
-            sealed = group.state.with_sealed().sealed if seals else group.state.pages()
-            plans = group.plans.setdefault(tokens, group.state.context.new_plans())
+            sealed = group.state.with_sealed().sealed if seals else group.state.sealed
+            plans = group.plans.setdefault(tokens, {})
             replay = ReplayState(tuple(sealed), plans, group.arrived, seals)
             for layer in group.layers:
                 layer.replay = replay
@@ -321,7 +318,7 @@ class ReplayableSteps:
             for layer in self.layers:
                 # NaN in the block is reported at the next use of the cache
                 layer.commit(check_later=True)
-                layer.pool.follow(layer.pool.table.trim(layer.state.pages()))
+                layer.pool.follow(layer.pool.table.trim(layer.state.sealed))
                 layer.bucket_index.trim(max(layer.lengths()))
 
     def finish(self, tokens: int = 1, surplus: int = 0) -> None:
@@ -375,15 +372,14 @@ class ReplayableSteps:
         """Seal all whole blocks of open tokens, with a launch or two per layer; nothing moves."""
         before, after, whole = group.state, group.state.with_sealed(), group.state.whole()
         gone, device = [count * before.block for count in whole], group.open.device
-        own = [then - now for now, then in zip(before.pages(), after.pages(), strict=True)]
-        group.sealed.add_(shared(own, device))
+        group.sealed.add_(shared(whole, device))
         group.become(before._replace(sealed=after.sealed))
         for layer in group.layers:
             layer.seal(before, whole)
             layer.buffer.drop_front_in_place(gone, after.open)
         group.open.sub_(shared(gone, device))
         group.become(after)
-        group.plan(after.pages())
+        group.plan(after.sealed)
 
     @storing
     def select_rows(self, rows: list[int]) -> bool:
@@ -399,7 +395,7 @@ class ReplayableSteps:
         masks = dict[int, tuple[torch.Tensor, torch.Tensor]]()
         for layer in self.layers:
             layer.forget_repeats()
-            layer.pool.follow(layer.pool.table.select_rows_in_place(layer.state.pages(), rows))
+            layer.pool.follow(layer.pool.table.select_rows_in_place(layer.state.sealed, rows))
             mask = layer.valid_prefix
             if mask is not None:
                 if id(mask) not in masks:

@@ -27,7 +27,6 @@ from turbo_hf.graphs.runner import NotCaptured, Runner
 from turbo_hf.graphs.why_not import why_never_replayed, why_no_replay
 from turbo_hf.layout import power_of_two
 from turbo_hf.models.versions import CACHE
-from turbo_hf.parallel.context import context_of
 from turbo_hf.ranks import ALONE, Ranks
 
 CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep"})
@@ -141,24 +140,18 @@ class StepRunner(Runner):
 
         Raises:
             Unsupported: they never can be, and must be.
-            ValueError: the ranks that share this context bring other passes.
         """
         cache, known = kwargs[CACHE], self._steps
-        if known is None or known.cache is not cache or not known.intact():
-            known = None
-            self._forget()
-            if self._demanded and (lasting := why_never_replayed(cache)) is not None:
-                self.demand(lasting)
-            if why_no_replay(cache) is not None:
-                return None
-        context = context_of(cache.mark.ranks)
-        if context and self._depth == STEP:
-            # a step within the model's call has been compared by the hooks of that call
-            context.begin(cache, cache.mark.require_whole, kwargs)
-        if known is None:
-            known = self._steps = ReplayableSteps(cache, self._limit, self._depth)
-            self.warmups += 1
-        return known
+        if known is not None and known.cache is cache and known.intact():
+            return known
+        self._forget()
+        if self._demanded and (lasting := why_never_replayed(cache)) is not None:
+            self.demand(lasting)
+        if why_no_replay(cache) is not None:
+            return None
+        self._steps = ReplayableSteps(cache, self._limit, self._depth)
+        self.warmups += 1
+        return self._steps
 
     def __del__(self) -> None:
         # the only sign that `generate` has ended

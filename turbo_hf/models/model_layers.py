@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-from collections.abc import Mapping
 from types import CodeType
 from typing import Any
 
@@ -134,16 +133,6 @@ def shape_field(config: PreTrainedConfig, name: str) -> Any:
     """A field of the config; None if missing; a list with one value per layer if layers differ in it."""
     each = [getattr(of_layer, name, None) for of_layer in config.per_layer_config]
     return each if any(value != each[0] for value in each) else each[0]
-
-
-def given_cache(kwargs: Mapping[str, Any]) -> Any:
-    """The cache that a call of an attention module brings; None without one."""
-    for name in CACHE_KEYWORDS:
-        cache = kwargs.get(name)
-        # an empty cache is false
-        if cache is not None:
-            return cache
-    return None
 
 
 def module_head_dim(module: nn.Module) -> int | None:

@@ -1,4 +1,5 @@
-"""Launches of kernels that cost the host little. Imported only where one runs, as it needs Triton.
+"""Launches of kernels that cost the host little, and a layer as their arguments. Imported only where one runs, as it
+needs Triton.
 
 Triton looks up the compiled kernel anew for each launch, and asks the driver about each pointer. Here both are done
 once: a launch whose arguments differ from an earlier one's in addresses and floats alone goes straight to Triton's own
@@ -12,6 +13,7 @@ import torch
 from triton import knobs
 from triton.compiler import CompiledKernel
 
+from turbo_hf.layout import KVStore
 from turbo_hf.ops import gpu
 
 MOST = 1024
@@ -115,3 +117,36 @@ def addressed(args: tuple[Any, ...], key: list[Any]) -> tuple[Any, ...]:
             key += (type(x), None if isinstance(x, float) else x)
             found.append(x)
     return tuple(found)
+
+
+class Cache(NamedTuple):
+    """Keys and values of one layer, as in `KVStore`.
+
+    paged: (k, v, meta, size) for each bit width, as in `PagedHeads`.
+    opened: (k, v, k_scale, v_scale) of the open tokens.
+    cap: capacity of the open buffer in tokens.
+    """
+
+    paged: Any
+    opened: Any
+    cap: int
+
+
+def cache_of(store: KVStore) -> Cache:
+    """A layer's keys and values as kernels take them."""
+    opened = (store.k_open, store.v_open, store.k_scale, store.v_scale)
+    return Cache(tuple(pages[1:] for pages in store.paged), opened, store.k_open.shape[2])
+
+
+class Rows(NamedTuple):
+    """What kernels need of each row.
+
+    order: int64 [B, Hkv], the KV head in each slot.
+    sealed, open_len: int64 [B], sealed blocks and open tokens.
+    starts: int64 [B], the first column of the queries that holds a token; None: all columns do.
+    """
+
+    order: Any
+    sealed: Any
+    open_len: Any
+    starts: Any

@@ -22,8 +22,8 @@ from turbo_hf.graphs.why_not import is_compiled, is_dispatched, why_no_replay_of
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.families import Family
 from turbo_hf.patching import continuous_batching
-from turbo_hf.patching.cache_hooks import by_name, say_replaced, uses_turbo
 from turbo_hf.patching.handle import CacheMaker
+from turbo_hf.patching.hooks import by_name, say_replaced, uses_turbo
 
 PREPARE, INPUTS = "_prepare_cache_for_generation", "prepare_inputs_for_generation"
 CANDIDATES = "_get_candidate_generator"
@@ -298,7 +298,7 @@ def _may_replay(
     """In place of `_valid_auto_compile_criteria`: whether `generate` calls a runner as its forward pass."""
     hand_off.give(None)
     # drafts, and the passes over them, have theirs among their keywords
-    may_run = _may_run(generation_config) and not generation_config.is_assistant and RUNNER not in model_kwargs
+    may_run = not generation_config.is_assistant and RUNNER not in model_kwargs
     if may_run and isinstance(model_kwargs.get(CACHE), TurboCache):
         runner = _new_runner(hand_off, None, model, generation_config, inside=False)
         if runner is not None:
@@ -321,23 +321,6 @@ def _place(model: Any) -> CudaDevice:
     if is_dispatched(model):
         devices |= dict.fromkeys(x.device for x in model.parameters() if x.is_cuda)
     return cuda_device(*devices)
-
-
-def _why_no_replay(hand_off: HandOff, model: Any) -> str | None:
-    """As `why_no_replay_of`. Ranks that share the model get one answer: captured steps wait for each other's sums."""
-    return next(filter(None, hand_off.ranks.texts(why_no_replay_of(model) or "")), None)
-
-
-def _may_run(generation_config: Any) -> bool:
-    """Whether a `generate` call may have a runner, whatever its model is."""
-    return not (generation_config.disable_compile or generation_config.compile_config)
-
-
-def _may_capture(hand_off: HandOff, reason: str | None) -> bool:
-    """Whether steps are captured. reason: why they cannot be. Raises `Unsupported` if they must be."""
-    if hand_off.demanded and reason is not None:
-        raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
-    return reason is None
 
 
 def _bring_runner(
@@ -368,21 +351,23 @@ def _new_runner(
     before: `forward` before the patch, as in `_forward`. fused: whether steps may be compiled. inside: as `forward` in
     `StepRunner`.
     """
-    if not _may_run(generation_config):
+    if generation_config.disable_compile or generation_config.compile_config:
         return None
     # another wrapper around `forward` may not take the keyword
     wrapped = inside and getattr(model.__dict__.get("forward"), "func", None) is not _forward
     if bool(hand_off.ranks.most(torch.tensor(wrapped, device="cpu"))):
         return None
     # what the walk over all modules says is not needed before the first step, unless it is an error, or ranks agree
-    at_once = hand_off.demanded or hand_off.ranks
-    reason = _why_no_replay(hand_off, model) if at_once else why_no_replay_of(model, walk=False)
-    compiled, captured = hand_off.compiled if fused else None, _may_capture(hand_off, reason)
-    uncompiled = _why_not_compiled(model) if captured else reason
+    reason = why_no_replay_of(model, walk=bool(hand_off.demanded or hand_off.ranks))
+    # ranks that share the model get one answer: captured steps wait for each other's sums
+    reason = next(filter(None, hand_off.ranks.texts(reason or "")), None)
+    if hand_off.demanded and reason is not None:
+        raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
+    compiled, uncompiled = hand_off.compiled if fused else None, reason or _why_not_compiled(model)
     if compiled is not None and uncompiled is not None:
         compiled.refuse(uncompiled, lasting=False)
         compiled = None
-    if not captured:
+    if reason is not None:
         return None
     forward = (before or functools.partial(type(model).forward, model)) if inside else None
     # a draft's own limit is that of its few tokens

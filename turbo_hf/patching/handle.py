@@ -13,14 +13,13 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from turbo_hf.attention.registration import register
 from turbo_hf.attention.turbo_attention import NAME
-from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
+from turbo_hf.cache.passes import DeferredStores
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.graphs.compiled_layers import CompiledLayers
 from turbo_hf.graphs.why_not import hooked_module
 from turbo_hf.layout import HeadGroups, in_words
-from turbo_hf.parallel.context import spread
 from turbo_hf.patching.other_threads import alone
 from turbo_hf.ranks import ALONE, Ranks
 from turbo_hf.sparse.selectors import Selectivity, Selector
@@ -83,8 +82,8 @@ class Report:
             `TurboConfig.sparse`.
         selectivity: for each sparse layer, what its steps have read since the patch was applied.
         serving: whether continuous batching can run, and the prompt tokens that stored prefixes have saved.
-        ranks: of a tensor parallel model, how many share it and which heads each of them holds; how many share one
-            context; "" for one process. Heads of `layers`, and `selectivity`, are those of this rank.
+        ranks: of a tensor parallel model, how many share it and which heads each of them holds; "" for one process.
+            Heads of `layers`, and `selectivity`, are those of this rank.
         check: what `patch(check=True)` found; "" without it.
         generated: what the last `generate` has stored its tokens in.
     """
@@ -161,7 +160,7 @@ class CacheMaker:
         measured: bytes of the latest cache when it was released.
         unmeasured: its layers, and what they were still to store, as long as nobody has asked.
         active: whether the patch is on.
-        ranks: those that share the model, or one context.
+        ranks: those that share the model.
         told: caches of Transformers' own that have caused a warning.
         groups: of each layer, (width, KV heads) of each width; (): not compressed.
         sizes: those of the heads of compressed layers.
@@ -211,7 +210,6 @@ class CacheMaker:
             balances={index: balance for index, balance in self.balances.items() if index < count},
         )
         cache.mark.ranks = self.ranks
-        spread(cache, self.ranks)
         # `memory()` leaves out drafts by the first layers alone
         if count == self.layers:
             self.made, self.unmeasured = self.made + 1, None
@@ -228,7 +226,7 @@ class CacheMaker:
             deferred.hollow()
             self.unmeasured = layers, deferred
         else:
-            self.measured = measure(layers, self.ranks.processes)
+            self.measured = measure(layers, self.ranks.count)
 
     def last_generate(self) -> str:
         """For the report."""
@@ -264,8 +262,8 @@ class CacheMaker:
             layers, deferred = self.unmeasured
             with suppress(ValueError):
                 deferred.store()
-            self.measured, self.unmeasured = measure(layers, self.ranks.processes), None
-        return self.measured or Memory((), 0, 0, self.ranks.processes)
+            self.measured, self.unmeasured = measure(layers, self.ranks.count), None
+        return self.measured or Memory((), 0, 0, self.ranks.count)
 
     def __reduce__(self) -> Any:
         # a copied or pickled model makes its own caches, and needs the names in its config to be registered

@@ -1,28 +1,27 @@
 """Hooks of a patched model: each attention module gets its layer of the compressed cache, and each pass is announced.
 
-A pass that has stored NaN or Inf is reported at its end.
+A call that needs a cache gets a compressed one, and keeps it. A pass that has stored NaN or Inf, or replaced the
+compressed cache by another one, is reported at its end.
 """
 
 import functools
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from turbo_hf.attention.masks import forget_windows, require_window
-from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
-from turbo_hf.cache.claimed_cache import claimed
-from turbo_hf.cache.guards import untraced
+from turbo_hf.attention.turbo_attention import NAME, TurboCall, claimed, left_alone
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.pass_mark import STEP
+from turbo_hf.cache.pass_mark import STEP, untraced
 from turbo_hf.cache.turbo_cache import TurboCache
-from turbo_hf.errors import Strict, Unsupported
-from turbo_hf.models.model_layers import CACHE_KEYWORDS, given_cache
-from turbo_hf.parallel.context import context_of
+from turbo_hf.errors import Strict, Unsupported, complain, warn
+from turbo_hf.models.model_layers import CACHE_KEYWORDS
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.generic import chooses_attention
-from turbo_hf.patching.cache_hooks import CACHE_HOOKS, add_cache_hooks
 from turbo_hf.patching.handle import CacheMaker, LayerReport
 from turbo_hf.ranks import Ranks
 
@@ -58,14 +57,21 @@ def add_hooks(
 
     A pass needs `_bring_layer` alone, which gives attention its layer. `_begin_pass`, `_finish_pass` and `_drop_pass`
     set and clear the mark of its cache, so that none goes on after a pass that broke off. The other hooks guard calls
-    that come by other ways: those without a cache (`add_cache_hooks`), passes that no module announces
+    that come by other ways: those without a cache (`_bring_cache`), passes that no module announces
     (`_report_nonfinite`), and attention modules that store to no cache (`left_alone`).
 
     modules: attention modules by layer, at least one. layers: what is done with each layer of the model.
     """
     around = _around(model, modules.values())
-    hooks = add_cache_hooks(model, around, maker, strict)
+    hooks = [
+        model.register_forward_pre_hook(functools.partial(_bring_cache, maker), with_kwargs=True),
+        model.register_forward_hook(functools.partial(_watch_cache, maker, strict), with_kwargs=True),
+    ]
     for depth, module in enumerate(around, start=STEP + 1):
+        # a model inside the model (model.model) can be called directly, too
+        if isinstance(module, PreTrainedModel):
+            tell = functools.partial(_tell_uncompressed, maker)
+            hooks.append(module.register_forward_pre_hook(tell, with_kwargs=True))
         # behind the hook that may bring the cache
         begin = functools.partial(_begin_pass, depth, maker.ranks)
         hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
@@ -99,8 +105,88 @@ def _around(model: torch.nn.Module, modules: Collection[torch.nn.Module]) -> lis
         around.append(called)
 
 
+def uses_turbo(model: PreTrainedModel) -> bool:
+    """Whether the attention of this model is still the one that the patch has chosen."""
+    return bool(model.config.get_text_config(decoder=True)._attn_implementation == NAME)
+
+
+@functools.cache
+def _names(method: Any) -> tuple[str, ...]:
+    """The parameters of a method, but for `self`."""
+    return tuple(inspect.signature(method).parameters)[1:]
+
+
+def by_name(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a method's call, all as keywords, the cache under its present name."""
+    named = {**dict(zip(_names(method), args, strict=False)), **kwargs}
+    if CACHE not in named and "past_key_values" in named:
+        named[CACHE] = named.pop("past_key_values")
+    return named
+
+
+def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: CacheMaker, strict: Strict) -> None:
+    """Report, as `strict` says, that the model continues with another cache than the one it was given."""
+    maker.forget(cache, other)
+    complain(
+        strict,
+        f"{type(model).__name__} has put a {type(other).__name__} in the place of its TurboCache: from here on nothing "
+        'is compressed. Run it without the patch, or patch with strict="warn".',
+    )
+
+
+@untraced
+def _bring_cache(
+    maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of the model: a call with use_cache=True that passes no cache gets a compressed one."""
+    given = by_name(type(model).forward, args, kwargs)
+    if given.get(CACHE) is not None or not given.get("use_cache") or model.training:
+        return None
+    if CACHE not in _names(type(model).forward) or not uses_turbo(model):
+        return None
+    return (), {**given, CACHE: maker.make(model.config)}
+
+
+@untraced
+def _tell_uncompressed(maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the model and of models in it: warn, once per cache, where one is not compressed."""
+    cache = by_name(type(model).forward, args, kwargs).get(CACHE)
+    if not isinstance(cache, Cache) or isinstance(cache, TurboCache):
+        return
+    if cache not in maker.told and uses_turbo(model):
+        maker.told.add(cache)
+        warn(
+            f"turbo_hf: a {type(cache).__name__} was passed as {CACHE}, so this call is not compressed. To compress "
+            f"it, leave out {CACHE} (a loop begins with use_cache=True), or pass {CACHE}=handle.new_cache()."
+        )
+
+
+@untraced
+def _watch_cache(
+    maker: CacheMaker, strict: Strict, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Forward hook of the model: it must return the compressed cache that it was given."""
+    values = output if isinstance(output, tuple) else (getattr(output, CACHE, None),)
+    other = next((value for value in values if isinstance(value, Cache)), None)
+    if other is None or isinstance(other, TurboCache) or not uses_turbo(model):
+        return
+    cache = by_name(type(model).forward, args, kwargs).get(CACHE)
+    if isinstance(cache, TurboCache):
+        say_replaced(model, cache, other, maker, strict)
+
+
+def _given_cache(kwargs: Mapping[str, Any]) -> Any:
+    """The cache that a call of an attention module brings; None without one."""
+    for name in CACHE_KEYWORDS:
+        cache = kwargs.get(name)
+        # an empty cache is false
+        if cache is not None:
+            return cache
+    return None
+
+
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TurboCache | None:
-    return next((x for x in (given_cache(kwargs), *args) if isinstance(x, TurboCache)), None)
+    return next((x for x in (_given_cache(kwargs), *args) if isinstance(x, TurboCache)), None)
 
 
 @untraced
@@ -113,9 +199,7 @@ def _begin_pass(depth: int, ranks: Ranks, module: Any, args: tuple[Any, ...], kw
         # of a cache that the patch has not made, too
         cache.mark.ranks = ranks
         model = module if depth == STEP + 1 else None
-        given = kwargs if "input_ids" in kwargs or not args else {**kwargs, "input_ids": args[0]}
-        begin = functools.partial(cache.begin_pass, depth, model, given.get("input_ids"))
-        context_of(ranks).begin(cache, begin, given)
+        cache.begin_pass(depth, model, kwargs.get("input_ids", args[0] if args else None))
 
 
 @untraced
@@ -144,7 +228,7 @@ def _bring_layer(
     spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of an attention module: claim the cache layer and pass it to the attention function."""
-    cache = given_cache(kwargs)
+    cache = _given_cache(kwargs)
     now = cache.mark.now if isinstance(cache, TurboCache) else None
     if now is None or now.config is not module.config:
         if module.config._attn_implementation != NAME:
@@ -188,19 +272,12 @@ def _bring_layer(
 @untraced
 def _report_nonfinite(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of the last attention module: as `_finish_pass`, where no module has announced the pass."""
-    cache = given_cache(kwargs)
+    cache = _given_cache(kwargs)
     if isinstance(cache, TurboCache) and (cache.mark.now is None or cache.mark.now.depth is None):
         cache.require_finite()
 
 
 def is_own(hook: Any) -> bool:
     """Whether a hook is one that `add_hooks` has added."""
-    return getattr(hook, "func", hook) in (
-        *CACHE_HOOKS,
-        _begin_pass,
-        _finish_pass,
-        _drop_pass,
-        _bring_layer,
-        _report_nonfinite,
-        left_alone,
-    )
+    function = getattr(hook, "func", hook)
+    return function is left_alone or getattr(function, "__module__", None) == __name__

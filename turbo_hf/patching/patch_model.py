@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from turbo_hf.attention.registration import register, switch_attention
 from turbo_hf.attention.turbo_attention import NAME
-from turbo_hf.cache.saved_cache import MAKER, weights_digest
+from turbo_hf.cache.saved_cache import MAKER
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
 from turbo_hf.calibration.choice import HeadChoice, choose_selectors, load_calibration
@@ -23,9 +23,7 @@ from turbo_hf.graphs.why_not import describe, is_dispatched, why_no_replay_over
 from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.models.quantized_weights import why_not_captured
-from turbo_hf.ops.measured_tiles import describe_tiles
-from turbo_hf.ops.tuning import describe_prefill
-from turbo_hf.parallel.context import ContextRanks, context_ranks, require_spread_layers, require_spreadable
+from turbo_hf.ops.tuning import describe_prefill, describe_tiles
 from turbo_hf.patches.balance import KeyBias
 from turbo_hf.patches.families import Family, family_of
 from turbo_hf.patches.layers import AttentionLayer, attention_layers
@@ -49,7 +47,6 @@ from turbo_hf.patching.refusals import (
 from turbo_hf.patching.selfcheck import check_text, judged, require_agreement, unpatched_logits
 from turbo_hf.ranks import Ranks, ranks_of, split_layers
 
-CONTEXT = "one context over several ranks"
 LATENT_PROMPTS = "prompts: expanded to keys and values, in the model's dtype, by torch's SDPA (latent attention)"
 
 
@@ -61,7 +58,6 @@ def patch(
     strict: Strict = "raise",
     check: bool = False,
     tokenizer: Any = None,
-    context_group: Any = None,
 ) -> Handle:
     """Put `model.generate` on a compressed KV cache. Nothing else in the model changes, and `remove()` undoes the
     patch. Every rank of a tensor parallel model must call it with the same arguments: all patch it alike, or all raise
@@ -86,9 +82,6 @@ def patch(
             patch is refused, as `strict` says. An error removes the patch.
         tokenizer: for the text of `check`, which the package carries, or a processor that has one; None: the one beside
             the checkpoint, or without one a text that the model samples itself. Only with `check`.
-        context_group: a process group of torch.distributed over whose ranks the sealed blocks of each context are
-            spread. Every rank of it holds the whole model, calls this with the same arguments, and makes the same calls
-            over the same tokens.
 
     Returns:
         Handle: has `remove()`, `report()`, `memory()` and `new_cache()`, and is a context manager.
@@ -102,9 +95,7 @@ def patch(
         OSError: there is no config file, or no calibration, in the named place.
         TypeError: not a Transformers model.
     """
-    context = context_ranks(context_group, model)
-    ranks = ranks_of(model) if context is None else context
-    ranks.meet()
+    ranks = ranks_of(model)
     with ranks.together():
         if strict not in get_args(Strict):
             raise ValueError(f"strict must be one of {', '.join(get_args(Strict))}; got {strict!r}.")
@@ -120,16 +111,7 @@ def patch(
         chosen = loaded.config
         continuous_batching.require_no_manager(model)
         all_layers = attention_layers(model)
-        if context is not None:
-            require_spreadable(model, chosen, context)
-    alike = {"config": str(chosen), "strict": strict, "check": str(check)}
-    if context is not None:
-        gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device)
-        alike |= {"model": type(model).__name__, "dtype": str(model.dtype), "device": gpu}
-    ranks.require_same(alike)
-    if context is not None:
-        with ranks.together():
-            context.require_same_parts(weights_digest(model))
+    ranks.require_same({"config": str(chosen), "strict": strict, "check": str(check)})
     biases = key_biases(model, all_layers, chosen, ranks)
     with ranks.together():
         planned = _plan(model, loaded, notices, all_layers, biases, ranks)
@@ -146,7 +128,7 @@ def patch(
     if unpatched is not None:
         try:
             with ranks.together():
-                require_agreement(model, unpatched, chosen, planned.maker.uncompressed_layers, ranks)
+                require_agreement(model, unpatched, chosen, planned.maker.uncompressed_layers)
                 words = judged(text, model, handle, notices)
         except BaseException:
             handle.remove()
@@ -188,16 +170,14 @@ def _plan(
     """Decide what to do with each part of the model; nothing is changed yet. Errors as in `patch`."""
     config = loaded.config
     heads = {at.index: (at.module, kv_heads(at.module.config, at.index)) for at in all_layers if not at.reason}
-    # those of a context group hold the same heads
-    sharing = ranks.sharing if isinstance(ranks, ContextRanks) else ranks
-    split = split_layers(model, sharing, heads)
-    layers = choose_layers(all_layers, config, biases, split, sharing.count)
+    split = split_layers(model, ranks, heads)
+    layers = choose_layers(all_layers, config, biases, split, ranks.count)
     modules = {at.index: at.module for at in all_layers if at.module is not None}
     of_heads = [module for n, module in modules.items() if layers[n].groups and not layers[n].latent]
     dims = {module_head_dim(module) or 0 for module in of_heads} - {0}
     family = family_of(text_type(model))
     require_layers(model, all_layers, layers, config, family)
-    refuse_latent_options(layers, config, bool(sharing))
+    refuse_latent_options(layers, config, bool(ranks))
     refuse_layers(layers, biases, notices)
     devices = {x.device for x in model.parameters()}
     forecast(config, devices, model.dtype, dims, notices)
@@ -216,15 +196,15 @@ def _plan(
         )
         words = ""
     loaded.note_unranked([at.index for at in layers if len(at.groups) > 1], notices)
-    whole = sorted({at.index for at in layers if at.groups} - split) if sharing else []
+    whole = sorted({at.index for at in layers if at.groups} - split) if ranks else []
     if whole:
         notices.note(
-            f"the tensor parallel plan gives each of the {sharing.count} ranks all KV heads of layer"
+            f"the tensor parallel plan gives each of the {ranks.count} ranks all KV heads of layer"
             f"{'s' * (len(whole) > 1)} {', '.join(map(str, whole))}: their cache takes as much on each rank as on one "
             "GPU."
         )
     digest = loaded.found.digest() if ranks and loaded.found is not None else "none"
-    loaded = loaded.of_heads({index: sharing.heads(heads[index][1]) for index in split}, config.expert.head_metric)
+    loaded = loaded.of_heads({index: ranks.heads(heads[index][1]) for index in split}, config.expert.head_metric)
     unread = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     unread |= {index: "by TurboConfig.dense_layers" for index in unread if index in config.dense_layers}
     selectors, sparse = choose_selectors(config, unread, loaded, len(layers), notices)
@@ -246,9 +226,6 @@ def _plan(
         notices.note(f"compile={config.compile!r}: {no_graphs}, so that layers are not compiled.")
     sizes = {HeadSizes(dim) for dim in dims} | {latent_sizes(module) for module in latents}
     no_serving = continuous_batching.why_not_served(model, layers, config, sizes)
-    if sharing is not ranks:
-        require_spread_layers(layers)
-        no_serving = f"{CONTEXT} is not served to requests that come and go. Use generate"
     report = Report(
         model=type(model).__name__,
         family=family.name if family else f"{text_type(model)}: generic path, no test of its own",
@@ -261,7 +238,7 @@ def _plan(
         heads=words,
         sparse=sparse,
         serving=continuous_batching.words(no_serving),
-        ranks=_words(ranks),
+        ranks=f"tensor parallel over {ranks.count} ranks; KV heads of one of them:" if ranks else "",
     )
     maker = CacheMaker(
         len(layers),
@@ -282,18 +259,10 @@ def _plan(
 
 def _hand_off(config: TurboConfig, ranks: Ranks, latents: Collection[Any]) -> HandOff:
     compiled = CompiledLayers(config.compile) if config.compile else None
-    if compiled is not None and (latents or isinstance(ranks, ContextRanks)):
+    if compiled is not None and latents:
         # "auto": else they have been refused
-        compiled.refuse("latent attention" if latents else "its context lies on several GPUs")
+        compiled.refuse("latent attention")
     return HandOff(config.cuda_graphs is True, compiled, ranks)
-
-
-def _words(ranks: Ranks) -> str:
-    """For the report."""
-    if isinstance(ranks, ContextRanks):
-        said = f"one context over {ranks.count} ranks: block i of a row is on rank i modulo {ranks.count}"
-        return "; ".join(filter(None, (said, _words(ranks.sharing))))
-    return f"tensor parallel over {ranks.count} ranks; KV heads of one of them:" if ranks else ""
 
 
 def _apply(model: PreTrainedModel, planned: _Planned, strict: Strict) -> Handle:

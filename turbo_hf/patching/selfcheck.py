@@ -18,7 +18,6 @@ from turbo_hf.layout import type_16bit
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.host_device import input_device
-from turbo_hf.parallel.context import spread
 from turbo_hf.patching.divergence import (
     EVALUATE,
     NEVER,
@@ -29,7 +28,6 @@ from turbo_hf.patching.divergence import (
     summarize,
     verdict,
 )
-from turbo_hf.ranks import Ranks
 
 DECODED = 16
 """Tokens that are passed one by one, so that attention reads the compressed cache."""
@@ -271,16 +269,15 @@ class _Rounding:
 
 
 def require_agreement(
-    model: PreTrainedModel, unpatched: Unpatched, config: TurboConfig, uncompressed: tuple[int, ...], ranks: Ranks
+    model: PreTrainedModel, unpatched: Unpatched, config: TurboConfig, uncompressed: tuple[int, ...]
 ) -> None:
     """`Unsupported` if the patched model's logits are not its own: without a cache, and with one that quantizes
-    nothing. ranks: those of the patch.
+    nothing.
 
     Where nothing is quantized, only rounding is left, and `unpatched.rounding` is what it does to the logits. A wrong
     mask does more.
     """
     exact = TurboCache(model.config, unrounded(config), uncompressed_layers=uncompressed)
-    spread(exact, ranks)
     for case, got, want, rounding in (
         ("without a cache", probe(model), unpatched.plain, unpatched.rounding),
         ("over a cache that quantizes nothing", probe(model, exact), unpatched.cached, unpatched.half),

@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
-from turbo_hf.attention.packed import packed_pass
+from turbo_hf.attention.masks import packed_pass
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs.devices import CudaDevice

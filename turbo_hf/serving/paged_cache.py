@@ -19,9 +19,9 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 )
 from transformers.generation.continuous_batching.utils import find_head_dim
 
-from turbo_hf.attention.packed import PackedCache
+from turbo_hf.attention.turbo_attention import PackedCache
 from turbo_hf.cache.memory import Memory
-from turbo_hf.cache.new_columns import NewQKV
+from turbo_hf.cache.rows import NewQKV
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import Scoring, power_of_two
 from turbo_hf.serving.rows import Pass, Row, Shape, mixed_pass

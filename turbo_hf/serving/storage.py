@@ -15,7 +15,7 @@ import torch
 
 from turbo_hf.attention.latent import absorbed_attention, expanded_attention, require_plain, up_projections
 from turbo_hf.attention.prompt import packed_attention, prompt_attention
-from turbo_hf.cache.new_columns import NewQKV
+from turbo_hf.cache.rows import NewQKV
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import KVStore, PagedHeads, Scoring, empty_pages

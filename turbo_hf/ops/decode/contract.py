@@ -1,13 +1,13 @@
 """Attention of the newest tokens over the compressed cache that holds them."""
 
+from typing import Any
+
 import torch
 
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.backend import Choice
+from turbo_hf.ops.checks import check_queries, check_scoring, check_shape
 from turbo_hf.ops.decode.reference import reference_decode
-from turbo_hf.ops.prefill.contract import check_queries, check_scoring
-from turbo_hf.ops.repeat import Repeat
-from turbo_hf.ops.store.quantize import check_shape
 
 DECODE_MODES = ("turbo", "native")
 """On the INT8 values, or on dequantized ones."""
@@ -24,7 +24,7 @@ class DecodeOps(Choice):
         *,
         starts: torch.Tensor | None = None,
         window: int | None = None,
-        repeat: Repeat | None = None,
+        repeat: dict[str, Any] | None = None,
     ) -> AttentionOutput:
         """Causal attention of each row's M newest tokens, whose keys and values the cache already holds.
 
@@ -35,8 +35,8 @@ class DecodeOps(Choice):
             scoring: scaling, softcap, sinks and SAS (`turbo_hf.layout.Scoring`).
             starts: int64 [B], the first column of q that holds a token of the row; None: as many as the row has.
             window: how many tokens a query sees, including itself; None: all.
-            repeat: of this store and these arguments, as `repeat_key` tells of them; a launch on a GPU is then kept,
-                and made again without the checks. The next one overwrites `lse`.
+            repeat: gets, as "decode", what repeats the launch on a GPU without the checks, for other q of this type, of
+                these strides and of this alignment: of q and a SAS threshold, it returns out.
 
         Returns:
             out [B, Hq, M, D] in q's dtype, 0 where a row has no token; lse float32 [B, Hq, M], natural log, including
@@ -49,8 +49,6 @@ class DecodeOps(Choice):
         Source: TurboAttention alg. 2 (P with one scale per query row and key block; exact exponential for the
         rescaling).
         """
-        if repeat is not None and repeat.decode is not None:
-            return AttentionOutput(*repeat.decode(q, scoring.sas_threshold))
         _, kv_heads, _, dim = store.k_open.shape
         check_queries(q, kv_heads, dim, self.mode, starts, DECODE_MODES)
         check_scoring(scoring, q.shape[1], window)

@@ -21,11 +21,19 @@ import triton.language as tl
 
 from turbo_hf.ops.decode.kernel_16bit import attend_16bit
 from turbo_hf.ops.decode.kernel_arguments import Output, Share, TileRun
-from turbo_hf.ops.decode.kernel_block import accumulate, block_softmax, scores
-from turbo_hf.ops.decode.kernel_merge import finish_or_merge
-from turbo_hf.ops.decode.kernel_queries import channels_of, prepare, query_rows
+from turbo_hf.ops.decode.kernel_block import (
+    accumulate,
+    block_softmax,
+    channels_of,
+    finish_or_merge,
+    prepare,
+    query_rows,
+    scores,
+)
 from turbo_hf.ops.decode.kernel_tiles import (
     channels,
+    entry,
+    handed,
     in_key_order,
     keys_of,
     packed_bytes,
@@ -36,7 +44,6 @@ from turbo_hf.ops.decode.kernel_tiles import (
     values_of,
 )
 from turbo_hf.ops.kernel_common import LOG2_E, pdl_wait, slot_of_width, tanh
-from turbo_hf.ops.kernel_unpack import entry, handed
 
 
 @triton.jit

@@ -11,11 +11,9 @@ Tokens are the M of the first product and channels the M of the second, so that 
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.decode.kernel_block import even
-from turbo_hf.ops.decode.kernel_queries import unit_of
-from turbo_hf.ops.decode.kernel_tiles import packed_bytes
+from turbo_hf.ops.decode.kernel_block import even, unit_of
+from turbo_hf.ops.decode.kernel_tiles import entry, handed, packed_bytes
 from turbo_hf.ops.kernel_common import LOG2_E, tanh
-from turbo_hf.ops.kernel_unpack import entry, handed
 
 P_SCALE_LOG2 = tl.constexpr(15)
 """P is exp(S - m) times 2^15, because float16 ends at 2^-24: without it the smallest P would become 0."""

@@ -12,13 +12,10 @@ from turbo_hf.layout import UNQUANTIZED, AttentionOutput, HeadGroups, KVStore, S
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel import decode_kernel
 from turbo_hf.ops.decode.kernel_arguments import DecodeForm, DecodeQueries, DecodeResult, Workspace
-from turbo_hf.ops.decode.kernel_merge import STATS
+from turbo_hf.ops.decode.kernel_block import STATS
 from turbo_hf.ops.decode.stream_k import LivePlan, Plan, SteadyPlans, even_rounds, stream_k, tiles_of
-from turbo_hf.ops.kernel_arguments import Rows, cache_of
-from turbo_hf.ops.kernel_launch import Launch, launch
-from turbo_hf.ops.measured_tiles import measured_tiles
-from turbo_hf.ops.repeat import Repeat
-from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WIDE, DecodeTiles, decode_tiles, tiles_16bit
+from turbo_hf.ops.kernel_launch import Launch, Rows, cache_of, launch
+from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WIDE, DecodeTiles, decode_tiles, measured_tiles, tiles_16bit
 
 OUTPUT_PARTS = 16
 """CTAs are rounded down to a multiple of this many parts per output: a merge costs as much as the next power of two."""
@@ -193,7 +190,7 @@ def launch_decode(
     starts: torch.Tensor | None = None,
     window: int | None = None,
     mode: str = "turbo",
-    repeat: Repeat | None = None,
+    repeat: dict[str, Any] | None = None,
 ) -> AttentionOutput:
     """`DecodeOps.decode` by the Triton kernel; arguments as there, checked."""
     _, heads, tokens, dim = q.shape
@@ -261,22 +258,22 @@ def launch_decode(
         )
     # an order that was copied does not follow its original, and launches that are replayed have plans that move
     if repeat is not None and made is not None and order is store.order and store.plans is None:
-        repeat.decode = _again(made, q.stride(), lse, (words, parts, arrived, scoring.sinks, starts))
+        repeat["decode"] = _again(made, q.stride(), (lse, words, parts, arrived, scoring.sinks, starts))
     return AttentionOutput(out, lse)
 
 
 def _again(
-    made: Launch, strides: tuple[int, ...], lse: torch.Tensor, used: tuple[Any, ...]
-) -> Callable[[torch.Tensor, float | None], tuple[torch.Tensor, torch.Tensor]]:
-    """`Repeat.decode`. used: whose addresses the launch has, besides those of the store."""
-    at, (rest, scoring) = lse.data_ptr(), (made.args[2:7], Scoring(*made.args[7]))
+    made: Launch, strides: tuple[int, ...], used: tuple[Any, ...]
+) -> Callable[[torch.Tensor, float | None], torch.Tensor]:
+    """What repeats the launch. used: whose addresses the launch has, besides those of the store."""
+    (_, lse), rest, scoring = made.args[1], made.args[2:7], Scoring(*made.args[7])
 
-    def again(q: torch.Tensor, threshold: float | None, kept: Any = used) -> tuple[torch.Tensor, torch.Tensor]:
+    def again(q: torch.Tensor, threshold: float | None, kept: Any = used) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        first: tuple[Any, ...] = ((q.data_ptr(), strides), (out.data_ptr(), at))
+        first: tuple[Any, ...] = ((q.data_ptr(), strides), (out.data_ptr(), lse))
         if threshold != scoring.sas_threshold:
             first += (*rest, tuple(scoring._replace(sas_threshold=threshold)))
         made.again(*first)
-        return out, lse
+        return out
 
     return again

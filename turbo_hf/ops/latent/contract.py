@@ -5,8 +5,8 @@ import torch
 from turbo_hf.config.expected import FLOATS
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.backend import Choice
+from turbo_hf.ops.checks import check_shape
 from turbo_hf.ops.latent.reference import reference_latent_decode
-from turbo_hf.ops.store.quantize import check_shape
 
 
 class LatentOps(Choice):

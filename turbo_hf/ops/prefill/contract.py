@@ -1,14 +1,11 @@
 """Attention of a prompt, or of a chunk of one over a compressed past."""
 
-from collections.abc import Sequence
-
 import torch
 
-from turbo_hf.config.turbo_config import ATTENTION_MODES
 from turbo_hf.layout import AttentionOutput, KVStore, Rounding, Scoring
 from turbo_hf.ops.backend import Choice
+from turbo_hf.ops.checks import check_block, check_float, check_queries, check_scoring, check_shape
 from turbo_hf.ops.prefill.reference import reference_prefill
-from turbo_hf.ops.store.quantize import check_block, check_float, check_shape
 
 TURBO = Rounding()
 """Mode "turbo", in blocks of 128 tokens."""
@@ -28,7 +25,6 @@ class PrefillOps(Choice):
         past: KVStore | None = None,
         starts: torch.Tensor | None = None,
         window: int | None = None,
-        own: bool = True,
     ) -> AttentionOutput:
         """Causal attention of M new tokens over themselves and, optionally, over a compressed past before them.
 
@@ -39,11 +35,10 @@ class PrefillOps(Choice):
             past: the cache of the preceding tokens.
             starts: int64 [B], the first real column of each row (left padding before it); None: no padding.
             window: how many tokens a query sees, including itself; None: all.
-            own: whether queries attend to the new tokens; if not, to the past alone.
 
         Returns:
             out [B, Hq, M, D] in q's dtype, 0 at padding; lse float32 [B, Hq, M], natural log, including sinks, -inf at
-            padding and for a query that sees no key.
+            padding.
 
         Raises:
             ValueError: shapes, dtypes or devices that do not agree, an unknown mode or block, a window below 1, a
@@ -63,13 +58,11 @@ class PrefillOps(Choice):
             check_shape(name, x, (q.shape[0], k.shape[1], *q.shape[2:]), q.device, q.dtype)
         if past is not None:
             _check_past(past, k, mode)
-        elif not own:
-            raise ValueError("own=False leaves the past to attend to; got none.")
         if not self.prompt_kernels(mode):
-            return reference_prefill(q, k, v, scoring, rounding, past, starts, window, own)
+            return reference_prefill(q, k, v, scoring, rounding, past, starts, window)
         from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
 
-        return launch_prefill(q, k, v, scoring, rounding, past, starts, window, own)
+        return launch_prefill(q, k, v, scoring, rounding, past, starts, window)
 
 
 def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:
@@ -77,34 +70,3 @@ def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:
     check_shape("past.k_open", past.k_open, (*k.shape[:2], "cap", k.shape[3]), k.device)
     if past.k_open.dtype != torch.int8 and mode != "native":
         raise ValueError(f'a past with heads of 16 bit is read in mode "native", which rounds nothing; got {mode!r}.')
-
-
-def check_queries(
-    q: torch.Tensor,
-    kv_heads: int,
-    dim: int,
-    mode: str,
-    starts: torch.Tensor | None,
-    modes: Sequence[str] = ATTENTION_MODES,
-) -> None:
-    """ValueError unless q and starts fit `kv_heads` heads of `dim` channels, and the mode is one of `modes`."""
-    check_float("q", q)
-    if q.shape[1] % kv_heads or q.shape[3] != dim:
-        raise ValueError(f"q must be [B, Hq, M, {dim}] with Hq a multiple of {kv_heads}; got {tuple(q.shape)}.")
-    if mode not in modes:
-        raise ValueError(f"mode must be one of {', '.join(modes)}; got {mode!r}.")
-    if starts is not None:
-        check_shape("starts", starts, q.shape[:1], q.device)
-
-
-def check_scoring(scoring: Scoring, query_heads: int, window: int | None) -> None:
-    """ValueError unless sinks are of `query_heads` heads, and each given option leaves something to attend to."""
-    _, softcap, sinks, sas_threshold = scoring
-    if sinks is not None and sinks.shape != (query_heads,):
-        raise ValueError(f"sinks must be [Hq] = [{query_heads}]; got {tuple(sinks.shape)}.")
-    if window is not None and window < 1:
-        raise ValueError(f"window must be at least 1 token, the query itself; got {window}.")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be above 0; got {softcap}.")
-    if sas_threshold is not None and not sas_threshold < 0:
-        raise ValueError(f"sas_threshold must be below 0 (natural log units under the maximum); got {sas_threshold}.")

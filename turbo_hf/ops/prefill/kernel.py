@@ -341,20 +341,19 @@ def _attend(
         k_base = _of_head(chunk.k, row, head // GROUP, start, chunk.starts is not None)
         v_base = _of_head(chunk.v, row, head // GROUP, start, chunk.starts is not None)
         query = q, row_scale
-        if FORM.own and FORM.window > 0:
+        if FORM.window > 0:
             state = _chunk(
                 state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, lowest, clear_from, count,
                 scoring, True, FORM,
             )  # fmt: skip
-        if FORM.own:
-            state = _chunk(
-                state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_from, clear_to, count,
-                scoring, False, FORM,
-            )  # fmt: skip
-            state = _chunk(
-                state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_to, last, count,
-                scoring, True, FORM,
-            )  # fmt: skip
+        state = _chunk(
+            state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_from, clear_to, count,
+            scoring, False, FORM,
+        )  # fmt: skip
+        state = _chunk(
+            state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_to, last, count,
+            scoring, True, FORM,
+        )  # fmt: skip
 
         sink = float("-inf")
         if scoring.sinks is not None:

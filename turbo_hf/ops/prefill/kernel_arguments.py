@@ -83,7 +83,6 @@ class PrefillForm(NamedTuple):
     p_type, p_log2: type of P, and log2 of its largest value in a tile.
     wide: type of the queries, where keys are not INT8.
     k_token: whether keys have a scale per token.
-    own: whether queries attend to the chunk.
     split: whether several programs share the past of a tile of queries.
     in_time: whether sealed values are in the order of time, not in VALUE_ORDER.
     """
@@ -101,6 +100,5 @@ class PrefillForm(NamedTuple):
     p_log2: float
     wide: Any
     k_token: bool
-    own: bool
     split: bool
     in_time: bool

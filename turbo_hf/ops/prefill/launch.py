@@ -171,7 +171,6 @@ def launch_prefill(
     past: KVStore | None,
     starts: torch.Tensor | None,
     window: int | None,
-    own: bool = True,
 ) -> AttentionOutput:
     """`PrefillOps.prefill`: quantize keys and values, unpack the past, and one launch for the rest."""
     batch, heads, tokens, dim = q.shape
@@ -186,7 +185,7 @@ def launch_prefill(
         )
 
     room = 0 if past is None else past.table.shape[1] * past.block
-    hopper = own and _hopper_serves(q, rounding, scoring, past, room, window)
+    hopper = _hopper_serves(q, rounding, scoring, past, room, window)
     rows = PROMPT_TILE if hopper else tiles_of(rounding.mode).block_m
     parts = past_parts(-(-tokens // rows) * pairs, room, q.device)
     found = first = _outputs(q, starts is not None and parts == 1)
@@ -219,7 +218,7 @@ def launch_prefill(
             heads=heads, group=heads // kv_heads, dim=dim, padded_dim=padded_dim, block_m=tiles.block_m,
             block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0,
             p_type=TL_TYPES[mode.p_type(q.dtype) or q.dtype], p_log2=math.log2(mode.v_top), wide=TL_TYPES[q.dtype],
-            k_token=mode.k_scale == "token", own=own, split=split, in_time=rounding.mode == "native",
+            k_token=mode.k_scale == "token", split=split, in_time=rounding.mode == "native",
         )  # fmt: skip
         programs = -(-tokens // tiles.block_m) * pairs * (1 if repair else parts)
         to = PrefillResult(

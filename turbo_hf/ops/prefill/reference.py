@@ -32,7 +32,6 @@ def reference_prefill(
     past: KVStore | None = None,
     starts: torch.Tensor | None = None,
     window: int | None = None,
-    own: bool = True,
 ) -> AttentionOutput:
     batch, _, tokens, _ = q.shape
     column = torch.arange(tokens, device=q.device).expand(batch, tokens)
@@ -52,8 +51,7 @@ def reference_prefill(
     else:
         parts = reference_quantize_operands(k, v, rounding, starts)
         keys, values = _chunk(parts, align(v, starts), place, block)
-    if own:
-        runs.append(Run(asking, keys, values, block, own=True))
+    runs.append(Run(asking, keys, values, block, own=True))
 
     out, lse = flash(runs, FlashOptions(scoring, window, mode.p_type(q.dtype)))
     too_large = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)
@@ -64,7 +62,7 @@ def reference_prefill(
         lse = torch.gather(lse, 2, back[:, None].expand_as(lse)).masked_fill(padding, -torch.inf)
     out, lse = out.to(q.dtype), lse.float()
     if not precise and bool(too_large.any()):
-        exact = reference_prefill(q, k, v, scoring, Rounding("native"), past, starts, window, own)
+        exact = reference_prefill(q, k, v, scoring, Rounding("native"), past, starts, window)
         out = torch.where(too_large[..., None, None], exact.out, out)
         lse = torch.where(too_large[..., None], exact.lse, lse)
     return AttentionOutput(out, lse)

@@ -7,11 +7,10 @@ import torch
 from turbo_hf.config.turbo_config import MOST_BUCKETS
 from turbo_hf.layout import CLASSIFIER, AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits
 from turbo_hf.ops.backend import Choice
+from turbo_hf.ops.checks import check_queries, check_scoring, check_shape
 from turbo_hf.ops.decode.contract import DECODE_MODES, check_lengths
-from turbo_hf.ops.prefill.contract import check_queries, check_scoring
 from turbo_hf.ops.sparse.reference import reference_sparse_decode
 from turbo_hf.ops.sparse.reference_select import reference_assign, reference_assign_and_score, reference_visit
-from turbo_hf.ops.store.quantize import check_shape
 
 
 class SparseOps(Choice):

@@ -20,10 +20,10 @@ from turbo_hf.layout import (
 )
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel_arguments import DecodeForm, DecodeQueries, DecodeResult, Workspace
-from turbo_hf.ops.decode.kernel_merge import STATS
+from turbo_hf.ops.decode.kernel_block import STATS
 from turbo_hf.ops.decode.launch import FILLED, MERGED, tiles_for
 from turbo_hf.ops.decode.stream_k import KeptWorkspace
-from turbo_hf.ops.kernel_arguments import Rows, cache_of
+from turbo_hf.ops.kernel_launch import Rows, cache_of
 from turbo_hf.ops.sparse.kernel_arguments import Index, Lists, Sharing
 from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel
 from turbo_hf.ops.sparse.kernel_lists import list_kernel

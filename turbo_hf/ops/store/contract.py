@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from turbo_hf.layout import KVStore
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import Choice, uses_triton
+from turbo_hf.ops.checks import check_float
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.maths import balanced_keys, balanced_queries
-from turbo_hf.ops.repeat import Repeat
-from turbo_hf.ops.store.quantize import check_float
 from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
 
 MOST_ROWS = 256
@@ -35,7 +35,7 @@ class StoreOps(Choice):
         arrived: torch.Tensor | None = None,
         balance: torch.Tensor | None = None,
         queries: torch.Tensor | None = None,
-        repeat: Repeat | None = None,
+        repeat: dict[str, Any] | None = None,
     ) -> torch.Tensor | None:
         """Quantize new tokens to INT8 after the open ones of `store`, in place; on a GPU in one launch, without
         waiting.
@@ -52,7 +52,8 @@ class StoreOps(Choice):
                 the stream.
             balance: float32 [Hkv, D], what keys are divided by on the way (`layout`); not of latents. None: by nothing.
             queries: float [B, Hq, M, D], of these tokens, to be multiplied by the balance in the same launch.
-            repeat: as in `DecodeOps.decode`. The next launch overwrites what this one returns.
+            repeat: as in `DecodeOps.decode`, as "append": of k, v and queries, it returns what this launch returns,
+                in the same memory.
 
         Returns:
             `queries` as `ops.maths.balanced_queries` leaves them; None without.
@@ -63,8 +64,6 @@ class StoreOps(Choice):
 
         Source: INT-FlashAttention alg. 1 (token-level scales).
         """
-        if repeat is not None and repeat.append is not None:
-            return repeat.append(k, v, queries)
         batch, _, capacity, _ = store.k_open.shape
         _check_new(k, v, store, "M", k.shape[2] if k.dim() == 4 else 0)
         rows = (batch,)

@@ -8,10 +8,8 @@ import torch
 
 from turbo_hf.layout import UNQUANTIZED, KVStore, power_of_two
 from turbo_hf.ops.host_device import shared
-from turbo_hf.ops.kernel_arguments import Rows, cache_of
-from turbo_hf.ops.kernel_launch import Launch, launch
+from turbo_hf.ops.kernel_launch import Launch, Rows, cache_of, launch
 from turbo_hf.ops.maths import balanced_queries
-from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.store.kernel_append import QUERIES, append_kernel, append_step_kernel, seal_open_kernel
 from turbo_hf.ops.store.kernel_arguments import NewQueries, NewTokens, Noted, StoreForm
 from turbo_hf.ops.store.kernel_exchange import exchange_open_kernel
@@ -96,7 +94,7 @@ def launch_append_tokens(
     counters: torch.Tensor,
     balance: torch.Tensor | None = None,
     queries: torch.Tensor | None = None,
-    repeat: Repeat | None = None,
+    repeat: dict[str, Any] | None = None,
 ) -> torch.Tensor | None:
     """`StoreOps.append_tokens`; counters: int32 [B], zeros. Programs before the others balance the queries."""
     batch, heads, tokens, dim = k.shape
@@ -115,14 +113,14 @@ def launch_append_tokens(
     )  # fmt: skip
     if repeat is not None and made is not None:
         # besides those of the store, the launch has the addresses of these
-        repeat.append = _again(made, balanced, (starts, balance, nonfinite, counters))
+        repeat["append"] = _again(made, balanced, (starts, balance, nonfinite, counters))
     return None if balanced is None else balanced.out
 
 
 def _again(
     made: Launch, balanced: NewQueries | None, used: tuple[Any, ...]
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
-    """`Repeat.append`. used: whose addresses the launch has."""
+    """What repeats the launch. used: whose addresses the launch has."""
     new, balance, queries, *_ = made.args
     strides: tuple[Any, ...] = new[2:]
     rest: tuple[Any, ...] = () if queries is None else queries[1:]

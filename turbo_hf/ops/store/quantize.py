@@ -1,42 +1,12 @@
-"""What quantization takes, and what is read back of it in full precision."""
-
-from collections.abc import Sequence
+"""What is read back of quantized tokens in full precision, and which heads need their bits."""
 
 import torch
 
 from turbo_hf.config.expected import FLOATS
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.layout import BLOCK_SIZES, HEAD_DIM_MULTIPLE, KVStore, narrowed
+from turbo_hf.layout import KVStore, narrowed
+from turbo_hf.ops.checks import check_float
 from turbo_hf.ops.store.reference_pages import expand
-
-
-def check_float(name: str, x: torch.Tensor) -> None:
-    """ValueError unless x is a floating-point tensor [B, H, M, D] whose D the layout supports."""
-    if x.dtype not in FLOATS:
-        raise ValueError(f"{name} must be float16, bfloat16, float32 or float64; got {x.dtype}.")
-    if x.dim() != 4:
-        raise ValueError(f"{name} must be [B, H, M, D]; got shape {tuple(x.shape)}.")
-    if x.shape[-1] % HEAD_DIM_MULTIPLE or not x.shape[-1]:
-        raise ValueError(
-            f"{name} has head dim {x.shape[-1]}; packed blocks need a multiple of {HEAD_DIM_MULTIPLE}. "
-            "Leave such layers to Transformers (TurboCache(uncompressed_layers=...))."
-        )
-
-
-def check_shape(
-    name: str, x: torch.Tensor, wanted: Sequence[int | str], device: torch.device, *types: torch.dtype
-) -> None:
-    """ValueError unless x has this shape (a letter: any size), on this device, and one of these types (none: any)."""
-    fits = len(x.shape) == len(wanted) and all(n == size or type(n) is str for n, size in zip(wanted, x.shape))  # noqa: B905
-    if not fits or x.device != device or (types and x.dtype not in types):
-        sizes, named = ", ".join(map(str, wanted)), "".join(f"{each} " for each in types[:1])
-        raise ValueError(f"{name} must be {named}[{sizes}] on {device}; got {x.dtype} {list(x.shape)} on {x.device}.")
-
-
-def check_block(block: int) -> None:
-    """ValueError unless the layout supports blocks of this many tokens."""
-    if block not in BLOCK_SIZES:
-        raise ValueError(f"block must be one of {', '.join(map(str, BLOCK_SIZES))} tokens; got {block}.")
 
 
 def dequantize(
