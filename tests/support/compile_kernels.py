@@ -26,7 +26,6 @@ from turbo_hf.ops.latent.launch import launch_latent_decode
 from turbo_hf.ops.prefill import launch
 from turbo_hf.ops.sparse import launch as launch_sparse
 from turbo_hf.ops.store import launch as launch_store
-from turbo_hf.ops.store.launch_latent import launch_seal_latents
 
 SHARED_KIB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
 """KiB of shared memory that one program may have, by compute capability."""
@@ -254,7 +253,7 @@ def main(everything: bool) -> None:
             case[0] = f"latent, {bits} bit, {heads} heads"
             latent, rotary = (torch.zeros(2, heads, 1, n, dtype=torch.float16) for n in (512, 64))
             launch_latent_decode(latent, rotary, store, 0.1, None, False)
-        launch_seal_latents(store, 1, moves=True)
+        launch_store.launch_seal_latents(store, 1, moves=True)
     case[0] = "one output"
     one_output(64, 4)
 

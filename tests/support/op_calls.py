@@ -147,7 +147,8 @@ def score(queries: Tensor, centroids: Tensor, **options: Any) -> Tensor:
 
 def classify(queries: Tensor, classifier: Mapping[str, Tensor], **options: Any) -> Tensor:
     """The logits of `assign_and_score`, with a classifier."""
-    centroids = classifier["weight_1"].mT[:, :1]
+    (heads, dim, _), buckets = classifier["weight_1"].shape, classifier["bias_2"].shape[1]
+    centroids = classifier["weight_1"].new_zeros(heads, buckets, dim)
     return assign_and_score(queries[:, :, :, 0], queries, centroids, classifier, **options)[1]
 
 

@@ -17,7 +17,6 @@ from turbo_hf.attention.masks import turbo_mask
 from turbo_hf.attention.registration import switch_attention
 from turbo_hf.attention.turbo_attention import NAME as PATCHED
 from turbo_hf.attention.turbo_attention import TurboCall, turbo_attention
-from turbo_hf.calibration.heads import NO_NUMBERS
 from turbo_hf.layout import Rotary
 from turbo_hf.models.model_layers import kv_heads
 from turbo_hf.ops.host_device import input_device
@@ -42,7 +41,6 @@ class Seen:
     rotary: Rotary | None
     scaling: float
     softcap: float | None
-    sinks: torch.Tensor | None
 
 
 @contextmanager
@@ -92,7 +90,7 @@ def _attention(
         source, receive, rotary = turbo_capture
         window = source.window
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        receive(Seen(source, query, key, value, rotary, scaling, kwargs.get("softcap"), kwargs.get("s_aux")))
+        receive(Seen(source, query, key, value, rotary, scaling, kwargs.get("softcap")))
     kwargs["turbo"] = TurboCall(None, None, window, "raise")
     return turbo_attention(module, query, key, value, mask, **kwargs)
 
@@ -144,7 +142,10 @@ def check_finite(seen: Seen) -> None:
     """ValueError: queries, keys or values of a layer hold NaN or Inf."""
     for name, x in (("queries", seen.query), ("keys", seen.key), ("values", seen.value)):
         if not bool(torch.isfinite(x).all()):
-            raise ValueError(f"layer {seen.source.index}: {name} hold {NO_NUMBERS}")
+            raise ValueError(
+                f"layer {seen.source.index}: {name} hold NaN or Inf, from which no calibration can be made. Look for "
+                "the cause in the model (overflow in float16 is the usual one: load it in bfloat16)."
+            )
 
 
 def _keep(seen: dict[int, Seen], call: Seen) -> None:

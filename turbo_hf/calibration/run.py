@@ -172,7 +172,9 @@ def calibrate(
             # what cannot be written is told before the run
             folder.mkdir(parents=True, exist_ok=True)
         checkpoint = checkpoint_of(model)
-        windows = read_windows(model, tokenizer, texts, plan, checkpoint)
+        windows = read_windows(model, tokenizer, texts, chosen, checkpoint)
+        if any(group.indexed for group in plan.groups):
+            _clusters(chosen, len(windows))
     settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
     widths = None if out is None else _widths_in(Path(out), model)
     ranks.require_same({"settings": str(settings_dict), "widths": str(widths)})
@@ -224,7 +226,7 @@ def read_windows(
     model: PreTrainedModel,
     tokenizer: Any,
     texts: str | Path | Iterable[str],
-    plan: CalibrationPlan,
+    chosen: Settings,
     checkpoint: Checkpoint,
 ) -> torch.Tensor:
     """Windows of tokens: errors are reported here, before passes that take hours.
@@ -238,12 +240,9 @@ def read_windows(
     wrong = None if own is None else other_tokenizer(tokenizer, own)
     if wrong is not None:
         raise ValueError(f"the tokenizer is not the model's own: {wrong}.")
-    chosen = plan.settings
     windows = token_windows(texts, tokenizer, chosen.window, chosen.windows)
     if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
         raise ValueError("the tokenizer has tokens that the model does not know: it belongs to another model.")
-    if any(group.indexed for group in plan.groups):
-        _clusters(chosen, len(windows))
     return windows
 
 
@@ -269,10 +268,7 @@ def _calibrate_group(
         if source.index not in priorities:
             return
         check_finite(seen)
-        try:
-            priorities[source.index].add(seen.key, seen.value)
-        except ValueError as error:
-            raise ValueError(f"layer {source.index}: {error}") from error
+        priorities[source.index].add(seen.key, seen.value)
         if group.indexed:
             held = samples.setdefault(source.index, Samples(seen.scaling, seen.softcap, seen.key.device))
             held.add(seen, settings, current)

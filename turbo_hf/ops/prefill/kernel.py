@@ -133,79 +133,46 @@ def _load_raw(at, channel, token_seen, MASKED: tl.constexpr, D: tl.constexpr, DP
 
 
 @triton.jit
-def _chunk_tile(
-    state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, n0, count, scoring,
-    MASKED: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
-    """The key tile of the chunk that begins at `n0`; without MASKED every query sees every one of its keys."""
-    BLOCK: tl.constexpr = FORM.block
-    n = tl.arange(0, BLOCK)
-    place = (n0 + n).to(tl.int64)
-    here = n0 + n < count
-    if chunk.k is None:
-        k = tl.trans(k_tiles.load([(kv_row * chunk.padded).to(tl.int32) + n0, 0]))
-    else:
-        at = chunk.k.data + k_base + place[None, :] * chunk.k.strides[2] + d[:, None]
-        k = _load_raw(at, d[:, None], here[None, :], MASKED, FORM.dim, FORM.padded_dim)
-    if chunk.v is None:
-        v = tl.trans(v_tiles.load([(kv_row * FORM.dim).to(tl.int32), n0]))
-    else:
-        at = chunk.v.data + v_base + place[:, None] * chunk.v.strides[2] + d[None, :]
-        v = _load_raw(at, d[None, :], here[:, None], MASKED, FORM.dim, FORM.padded_dim)
-    k_scale = 1.0
-    if FORM.k_token:
-        k_scale = tl.load(chunk.k_scale + kv_row * chunk.padded + place)
-    elif chunk.k is None:
-        k_scale = tl.load(chunk.k_scale + kv_row * (chunk.padded // BLOCK) + n0 // BLOCK)
-    v_scale = 0.0
-    if chunk.v_scale is not None:
-        v_scale = tl.load(chunk.v_scale + kv_row * (chunk.padded // BLOCK) + n0 // BLOCK)
-    allowed = here[None, :] & ((n0 + n)[None, :] <= m[:, None])
-    if FORM.window > 0:
-        allowed &= (n0 + n)[None, :] > m[:, None] - FORM.window
-    return _step(
-        state, query, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED, FORM.k_token, V_TOKEN=False,
-        ORDERED=chunk.v is None, CLEAN=MASKED and chunk.k is not None,
-    )  # fmt: skip
-
-
-@triton.jit
 def _chunk(
     state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, from_n, to_n, count, scoring,
     MASKED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """The key tiles of the chunk from `from_n` to `to_n`."""
-    for n0 in range(from_n, to_n, FORM.block):
-        state = _chunk_tile(
-            state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, n0, count, scoring, MASKED, FORM
-        )
+    """The key tiles of the chunk from `from_n` to `to_n`; without MASKED every query sees every one of their keys."""
+    BLOCK: tl.constexpr = FORM.block
+    for n0 in range(from_n, to_n, BLOCK):
+        n = tl.arange(0, BLOCK)
+        place = (n0 + n).to(tl.int64)
+        here = n0 + n < count
+        if chunk.k is None:
+            k = tl.trans(k_tiles.load([(kv_row * chunk.padded).to(tl.int32) + n0, 0]))
+        else:
+            at = chunk.k.data + k_base + place[None, :] * chunk.k.strides[2] + d[:, None]
+            k = _load_raw(at, d[:, None], here[None, :], MASKED, FORM.dim, FORM.padded_dim)
+        if chunk.v is None:
+            v = tl.trans(v_tiles.load([(kv_row * FORM.dim).to(tl.int32), n0]))
+        else:
+            at = chunk.v.data + v_base + place[:, None] * chunk.v.strides[2] + d[None, :]
+            v = _load_raw(at, d[None, :], here[:, None], MASKED, FORM.dim, FORM.padded_dim)
+        k_scale = 1.0
+        if FORM.k_token:
+            k_scale = tl.load(chunk.k_scale + kv_row * chunk.padded + place)
+        elif chunk.k is None:
+            k_scale = tl.load(chunk.k_scale + kv_row * (chunk.padded // BLOCK) + n0 // BLOCK)
+        v_scale = 0.0
+        if chunk.v_scale is not None:
+            v_scale = tl.load(chunk.v_scale + kv_row * (chunk.padded // BLOCK) + n0 // BLOCK)
+        allowed = here[None, :] & ((n0 + n)[None, :] <= m[:, None])
+        if FORM.window > 0:
+            allowed &= (n0 + n)[None, :] > m[:, None] - FORM.window
+        state = _step(
+            state, query, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED, FORM.k_token, V_TOKEN=False,
+            ORDERED=chunk.v is None, CLEAN=MASKED and chunk.k is not None,
+        )  # fmt: skip
     return state
 
 
 @triton.jit
-def _sealed_tile(
-    state, query, past, k_base, v_base, scales, m, d, n0, tokens, v_scale, scoring, FORM: tl.constexpr
-):  # fmt: skip
-    """The tile of the past's sealed blocks that begins at `n0`. v_scale: log2 of that of its values."""
-    D: tl.constexpr = FORM.dim
-    WINDOW: tl.constexpr = FORM.window
-    n = tl.arange(0, FORM.past_tile)
-    place = (n0 + n).to(tl.int64)
-    k = tl.load(k_base + place[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0)
-    v_at = v_base + place[:, None] + d[None, :].to(tl.int64) * past.sealed_room
-    v = tl.load(v_at, mask=(d < D)[None, :], other=0.0)
-    k_scale = tl.load(scales + n0 // FORM.past_block * 2)
-    allowed = (n0 + n)[None, :] > (tokens + m)[:, None] - WINDOW
-    return _step(
-        state, query, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED=WINDOW > 0,
-        K_TOKEN=False, V_TOKEN=False, ORDERED=not FORM.in_time, CLEAN=False,
-    )  # fmt: skip
-
-
-@triton.jit
-def _past(
-    state, query, past, row, kv_row, m, d, first, part, parts, scoring, FORM: tl.constexpr
-):  # fmt: skip
+def _past(state, query, past, row, kv_row, m, d, first, part, parts, scoring, FORM: tl.constexpr):
     """Sealed blocks (one scale per block) and open tokens (one scale per token). Every query comes after them.
 
     Of several parts each reads a share of the sealed blocks; the last one, whose share is smaller, the open tokens.
@@ -238,7 +205,16 @@ def _past(
     for n0 in range(begin, end, STEP):
         v_scale = v_next
         v_next = tl.load(scales + (n0 + STEP) // BLOCK * 2 + 1, mask=n0 + STEP < end, other=0.0)
-        state = _sealed_tile(state, query, past, k_base, v_base, scales, m, d, n0, tokens, v_scale, scoring, FORM)
+        place = (n0 + n).to(tl.int64)
+        k = tl.load(k_base + place[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0)
+        v_at = v_base + place[:, None] + d[None, :].to(tl.int64) * past.sealed_room
+        v = tl.load(v_at, mask=(d < D)[None, :], other=0.0)
+        k_scale = tl.load(scales + n0 // BLOCK * 2)
+        allowed = (n0 + n)[None, :] > (tokens + m)[:, None] - WINDOW
+        state = _step(
+            state, query, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED=WINDOW > 0, K_TOKEN=False,
+            V_TOKEN=False, ORDERED=not FORM.in_time, CLEAN=False,
+        )  # fmt: skip
     k_base = past.k_open + kv_row * past.open_room * D
     v_base = past.v_open + kv_row * past.open_room * D
     for n0 in range(tl.maximum(lowest - sealed, 0) // STEP * STEP, open_end, STEP):
@@ -329,9 +305,7 @@ def _attend(
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         state = acc, total, top, top, total
         if past is not None:
-            state = _past(
-                state, (q, row_scale), past, row, kv_row, m, d, first, part, parts, scoring, FORM
-            )  # fmt: skip
+            state = _past(state, (q, row_scale), past, row, kv_row, m, d, first, part, parts, scoring, FORM)
 
         lowest, clear_from, clear_to, last = _edges(first, count, BLOCK_M, FORM.block, FORM.window)
         if FORM.split:

@@ -21,11 +21,3 @@ class Lists(NamedTuple):
 
     blocks: Any
     counts: Any
-
-
-class Sharing(NamedTuple):
-    """How outputs are shared out. outputs: their number, padded. filled, shares: as in `tiles_of_share`."""
-
-    outputs: int
-    filled: int
-    shares: int

@@ -44,8 +44,6 @@ class StoreForm(NamedTuple):
     """What kernels that seal are compiled for.
 
     slots, bits, value_bits: for each width, its KV heads, and the bits of their keys and values.
-    lanes, lane_width: for each width, lanes of a line of keys (`layout`), and channels per lane, padded.
-    value_lanes: for each width, lanes of a line of values.
     heads: KV heads.
     dim, padded_dim: channels per head, and per tile.
     block: tokens per block.
@@ -55,9 +53,6 @@ class StoreForm(NamedTuple):
     slots: tuple[int, ...]
     bits: tuple[int, ...]
     value_bits: tuple[int, ...]
-    lanes: tuple[int, ...]
-    lane_width: tuple[int, ...]
-    value_lanes: tuple[int, ...]
     heads: int
     dim: int
     padded_dim: int

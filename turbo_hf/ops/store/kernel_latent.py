@@ -113,7 +113,5 @@ def _seal(
         token, sizes = value_order(n), size_out + page * (2 * BLOCK)
         _, size, share, _ = seal_sizes(k_from, RANK, 1, k_scales + at_token, sizes, RANK, RANK, BLOCK, BITS)
         tl.store(sizes + BLOCK + n, tl.load(v_scales + at_token + n).to(tl.bfloat16))
-    LANES: tl.constexpr = 2 if BITS == 4 else 1
-    meta = meta_out + page * 2 * RANK
-    seal_lines(k_from, RANK, 1, size, share, k_out, meta, sizes, page, RANK, BLOCK, BITS, LANES, RANK // LANES)
+    seal_lines(k_from, size, share, k_out, meta_out + page * 2 * RANK, sizes, page, RANK, RANK, BLOCK, BITS)
     tl.store(v_out + to, tl.load(v_from + r[:, None] * cap + token[None, :]))

@@ -193,15 +193,17 @@ def _store_lane(
 
 @triton.jit
 def seal_lines(
-    x_ptr, token, channel, size, share, out_ptr, meta_ptr, size_ptr, page,
-    D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, LANE_WIDTH: tl.constexpr,
+    x_ptr, size, share, out_ptr, meta_ptr, size_ptr, page,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """A block [BLOCK, D] with strides `token` and `channel` to lines of channels; zeros and spans to `meta_ptr`.
+    """A block [BLOCK, D] to lines of channels; zeros and spans to `meta_ptr`.
 
     size, share: as in `_sizes`. From 8 bit on the block is copied, and sizes are not stored.
     """
     LEVELS: tl.constexpr = 2.0**BITS - 1
+    LANES: tl.constexpr = 1 if BITS >= 8 else (2 if BITS == 4 else 4)
     WIDTH: tl.constexpr = D // LANES
+    LANE_WIDTH: tl.constexpr = DP // LANES
     n = tl.arange(0, BLOCK)
     j = tl.arange(0, LANE_WIDTH)
     planes = _no_planes(BLOCK, LANE_WIDTH, BITS)
@@ -209,7 +211,7 @@ def seal_lines(
     for lane in tl.static_range(LANES):
         run = lane * WIDTH + j
         inside = (j < WIDTH)[None, :] & (n >= 0)[:, None]
-        at = n[:, None] * token + run[None, :] * channel
+        at = n[:, None] * D + run[None, :]
         if BITS >= 8:
             to = out_ptr + page * BLOCK * D + n[:, None] * D + run[None, :]
             tl.store(to, tl.load(x_ptr + at, mask=inside), mask=inside)
@@ -236,7 +238,7 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
     BLOCK: tl.constexpr = FORM.block
     BITS: tl.constexpr = FORM.bits[G]
     VALUE_BITS: tl.constexpr = FORM.value_bits[G]
-    LANES: tl.constexpr = FORM.value_lanes[G]
+    LANES: tl.constexpr = 1 if VALUE_BITS >= 8 else (2 if VALUE_BITS == 4 else 4)
     LEVELS: tl.constexpr = 2.0**VALUE_BITS - 1
     V_LINE: tl.constexpr = 2 if BITS < 8 else 0
     LINES: tl.constexpr = V_LINE + (2 if VALUE_BITS < 8 else 0)
@@ -249,7 +251,7 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
         v, _, _, unit = seal_sizes(
             tokens.v, tokens.v_token, tokens.v_channel, tokens.v_scale, sizes + BLOCK, D, DP, BLOCK, VALUE_BITS
         )
-    seal_lines(tokens.k, D, 1, size, share, k_out, meta, sizes, page, D, BLOCK, BITS, FORM.lanes[G], FORM.lane_width[G])
+    seal_lines(tokens.k, size, share, k_out, meta, sizes, page, D, DP, BLOCK, BITS)
     if VALUE_BITS < 8:
         zero, span = _seal_ranges(v, meta + V_LINE * D, d, d < D, D, VALUE_BITS)
     TOKENS: tl.constexpr = BLOCK // LANES

@@ -1,7 +1,6 @@
 """Launches of the kernels that store tokens. Imported only where one runs, as it needs Triton."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.store.kernel_append import QUERIES, append_kernel, append_step_kernel, seal_open_kernel
 from turbo_hf.ops.store.kernel_arguments import NewQueries, NewTokens, Noted, StoreForm
 from turbo_hf.ops.store.kernel_exchange import exchange_open_kernel
+from turbo_hf.ops.store.kernel_latent import append_latent_kernel, latent_step_kernel, seal_latents_kernel
 from turbo_hf.ops.store.kernel_rows import select_rows_kernel
 from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel
 
@@ -30,10 +30,6 @@ EXCHANGED = 128
 MOVED = 4096
 """32-bit words that a program moves when rows are permuted: they fit in registers."""
 
-LANES = {UNQUANTIZED: 1, 8: 1, 4: 2, 3: 4, 2: 4}
-"""Lanes of a half-split line (`layout`)."""
-
-
 MOST_PAIRS = (1 << 16) - 1
 """CUDA's limit of gridDim.y, the dimension of rows times heads."""
 
@@ -48,19 +44,13 @@ def pairs_of(batch: int, heads: int) -> int:
     return batch * heads
 
 
-@lru_cache(maxsize=64)
-def _form(groups: tuple[tuple[int, int, int], ...], heads: int, dim: int, *rest: int) -> StoreForm:
-    """What a kernel that seals is compiled for. groups: KV heads, bits of keys and bits of values of each width. rest:
-    block, first and recent, as in `KVStore`."""
-    slots, bits, value_bits = zip(*groups, strict=True)
-    lanes, value_lanes = (tuple(LANES[n] for n in each) for each in (bits, value_bits))
-    padded = tuple(power_of_two(dim // n) for n in lanes)
-    return StoreForm(slots, bits, value_bits, lanes, padded, value_lanes, heads, dim, power_of_two(dim), *rest)
-
-
 def _form_of(store: KVStore) -> StoreForm:
-    groups = tuple((pages.k.shape[1], pages.bits, pages.value_bits) for pages in store.paged)
-    return _form(groups, *store.k_open.shape[1::2], store.block, store.first, store.recent)
+    """What a kernel that seals is compiled for."""
+    slots, bits, value_bits = zip(
+        *((pages.k.shape[1], pages.bits, pages.value_bits) for pages in store.paged), strict=True
+    )
+    heads, dim = store.k_open.shape[1::2]
+    return StoreForm(slots, bits, value_bits, heads, dim, power_of_two(dim), store.block, store.first, store.recent)
 
 
 def launch_quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -208,3 +198,53 @@ def launch_select_rows(tensors: Sequence[torch.Tensor], words: Sequence[int], ro
         select_rows_kernel, tensors[0], (-(-max(words) // part), len(tensors)),
         shared(of_each, device), shared(rows, device), ROWS=len(rows), PADDED=padded, WORDS=part,
     )  # fmt: skip
+
+
+def launch_append_latents(
+    latent: torch.Tensor,
+    rotary: torch.Tensor,
+    store: KVStore,
+    starts: torch.Tensor | None,
+    nonfinite: torch.Tensor,
+) -> None:
+    """`StoreOps.append_tokens` for latents. latent: [B, 1, M, rank]."""
+    batch, _, tokens, rank = latent.shape
+    with torch.cuda.device_of(latent):
+        if tokens:
+            append_latent_kernel[(tokens, batch)](
+                latent.contiguous(), rotary.contiguous(),
+                store.k_open, store.v_open, store.k_scale, store.v_scale,
+                store.open_len, starts, nonfinite,
+                tokens, store.k_open.shape[2],
+                RANK=rank, ROTARY=rotary.shape[-1], QUANTIZED=store.k_open.dtype == torch.int8, num_warps=4,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+    store.open_len.add_(tokens if starts is None else tokens - starts)
+
+
+def launch_seal_latents(store: KVStore, blocks: int, moves: bool = False) -> None:
+    """`StoreOps.seal_open` for latents."""
+    (pages,) = store.paged
+    batch, _, cap, rank = store.k_open.shape
+    with torch.cuda.device_of(store.k_open):
+        seal_latents_kernel[(blocks, batch)](
+            tuple(pages[1:]), (store.k_open, store.v_open, store.k_scale, store.v_scale),
+            store.table, store.sealed, store.open_len,
+            store.table.stride(0), cap,
+            RANK=rank, ROTARY=store.v_open.shape[2], BITS=pages.bits, BLOCK=store.block, MOVES=moves, num_warps=8,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def launch_latent_step(latent: torch.Tensor, rotary: torch.Tensor, store: KVStore, nonfinite: torch.Tensor) -> None:
+    """`StoreOps.append_step` for latents. latent: [B, 1, 1, rank]."""
+    (pages,) = store.paged
+    with torch.cuda.device_of(latent):
+        latent_step_kernel[(len(latent),)](
+            latent.contiguous(), rotary.contiguous(), tuple(pages[1:]),
+            (store.k_open, store.v_open, store.k_scale, store.v_scale),
+            store.table, store.sealed, store.open_len, nonfinite,
+            store.table.stride(0), store.k_open.shape[2],
+            RANK=latent.shape[-1], ROTARY=rotary.shape[-1], BITS=pages.bits, BLOCK=store.block, num_warps=8,
+            enable_fp_fusion=False,
+        )  # fmt: skip
