@@ -354,7 +354,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.zeros(2, 2, 1, 16)}, r"q must be \[1, Hq, M, D\] on cpu; got torch.float32 \[2, 2, 1, 16\] on cpu"),
     ({"q": torch.zeros(1, 2, 1, 16, device="meta")}, r"q must be \[1, Hq, M, D\] on cpu; got .* on meta"),
     ({"q": Q.to(torch.int8)}, "q must be float16, bfloat16, float32 or float64; got torch.int8"),
-    ({"mode": "fast"}, "mode must be one of turbo, native; got 'fast'"),
     ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[1\] on cpu; got torch.int64 \[2\]"),
     ({"sinks": torch.zeros(4)}, r"sinks must be \[Hq\] = \[2\]; got \(4,\)"),
 ]

@@ -169,7 +169,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (past(2, 2, 4, 16), PAST),
     (past(1, 1, 4, 16), PAST),
     (past(1, 2, 4, 32), PAST),
-    ({"mode": "fast"}, "mode must be one of turbo, int8, half, fp8, native; got 'fast'"),
     ({"block": 16}, "block must be one of 32, 64, 128 tokens; got 16"),
     ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[1\] on cpu; got torch.int64 \[2\]"),
     ({"sinks": torch.zeros(3)}, r"sinks must be \[Hq\] = \[2\]; got \(3,\)"),

@@ -20,7 +20,7 @@ from turbo_hf.layout import (
     empty_pages,
 )
 from turbo_hf.ops.layer_ops import LayerOps
-from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
+from turbo_hf.ops.prefill.reference import reference_quantize_operands
 from turbo_hf.ops.store.reference_quantize import reference_quantize_tokens, reference_seal_blocks
 
 
@@ -100,7 +100,7 @@ def quantize_operands(k: Tensor, v: Tensor, *, backend: str = "auto", **options:
         return reference_quantize_operands(k, v, rounding, starts)
     from turbo_hf.ops.prefill.launch import launch_quantize_operands  # noqa: PLC0415 - needs Triton
 
-    return launch_quantize_operands(k, v, rounding, starts)
+    return launch_quantize_operands(k, v, rounding, starts)[0]
 
 
 def decode(q: Tensor, store: KVStore, *, mode: str = "turbo", backend: str = "auto", **options: Any) -> AttentionOutput:

@@ -9,9 +9,6 @@ from turbo_hf.ops.prefill.contract import check_queries, check_scoring
 from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.store.quantize import check_shape
 
-DECODE_MODES = ("turbo", "native")
-"""On the INT8 values, or on dequantized ones."""
-
 
 class DecodeOps(Choice):
     """A layer's op that attends in decode steps."""
@@ -43,7 +40,7 @@ class DecodeOps(Choice):
             sinks, -inf where a row has no token.
 
         Raises:
-            ValueError: shapes, lengths or devices that do not agree, an unknown mode, a window below 1, a softcap or
+            ValueError: shapes, lengths or devices that do not agree, a window below 1, a softcap or
                 sas_threshold of the wrong sign.
 
         Source: TurboAttention alg. 2 (P with one scale per query row and key block; exact exponential for the
@@ -52,7 +49,7 @@ class DecodeOps(Choice):
         if repeat is not None and repeat.decode is not None:
             return AttentionOutput(*repeat.decode(q, scoring.sas_threshold))
         _, kv_heads, _, dim = store.k_open.shape
-        check_queries(q, kv_heads, dim, self.mode, starts, DECODE_MODES)
+        check_queries(q, kv_heads, dim, starts)
         check_scoring(scoring, q.shape[1], window)
         check_lengths(store, q)
         if self.step_kernels:

@@ -1,17 +1,11 @@
 """Attention of a prompt, or of a chunk of one over a compressed past."""
 
-from collections.abc import Sequence
-
 import torch
 
-from turbo_hf.config.turbo_config import ATTENTION_MODES
 from turbo_hf.layout import AttentionOutput, KVStore, Rounding, Scoring
 from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.prefill.reference import reference_prefill
 from turbo_hf.ops.store.quantize import check_block, check_float, check_shape
-
-TURBO = Rounding()
-"""Mode "turbo", in blocks of 128 tokens."""
 
 
 class PrefillOps(Choice):
@@ -23,7 +17,7 @@ class PrefillOps(Choice):
         k: torch.Tensor,
         v: torch.Tensor,
         scoring: Scoring,
-        rounding: Rounding = TURBO,
+        rounding: Rounding,
         *,
         past: KVStore | None = None,
         starts: torch.Tensor | None = None,
@@ -46,8 +40,8 @@ class PrefillOps(Choice):
             padding and for a query that sees no key.
 
         Raises:
-            ValueError: shapes, dtypes or devices that do not agree, an unknown mode or block, a window below 1, a
-                softcap or sas_threshold of the wrong sign.
+            ValueError: shapes, dtypes or devices that do not agree, an unknown block, a window below 1, a softcap or
+                sas_threshold of the wrong sign.
 
         Source: TurboAttention alg. 1 ("turbo"; exact exponential for the rescaling), INT-FlashAttention alg. 1 ("int8",
         "half"; P scaled by tile instead of by 127 of the running maximum), SageAttention2 (FP8 products accumulated in
@@ -56,7 +50,7 @@ class PrefillOps(Choice):
         check_float("k", k)
         check_float("v", v)
         mode = rounding.mode
-        check_queries(q, k.shape[1], k.shape[3], mode, starts)
+        check_queries(q, k.shape[1], k.shape[3], starts)
         check_scoring(scoring, q.shape[1], window)
         check_block(rounding.block)
         for name, x in (("k", k), ("v", v)):
@@ -79,20 +73,11 @@ def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:
         raise ValueError(f'a past with heads of 16 bit is read in mode "native", which rounds nothing; got {mode!r}.')
 
 
-def check_queries(
-    q: torch.Tensor,
-    kv_heads: int,
-    dim: int,
-    mode: str,
-    starts: torch.Tensor | None,
-    modes: Sequence[str] = ATTENTION_MODES,
-) -> None:
-    """ValueError unless q and starts fit `kv_heads` heads of `dim` channels, and the mode is one of `modes`."""
+def check_queries(q: torch.Tensor, kv_heads: int, dim: int, starts: torch.Tensor | None) -> None:
+    """ValueError unless q and starts fit `kv_heads` heads of `dim` channels."""
     check_float("q", q)
     if q.shape[1] % kv_heads or q.shape[3] != dim:
         raise ValueError(f"q must be [B, Hq, M, {dim}] with Hq a multiple of {kv_heads}; got {tuple(q.shape)}.")
-    if mode not in modes:
-        raise ValueError(f"mode must be one of {', '.join(modes)}; got {mode!r}.")
     if starts is not None:
         check_shape("starts", starts, q.shape[:1], q.device)
 

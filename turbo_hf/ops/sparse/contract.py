@@ -6,10 +6,14 @@ import torch
 
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits
 from turbo_hf.ops.backend import Choice
-from turbo_hf.ops.decode.contract import DECODE_MODES, check_lengths
+from turbo_hf.ops.decode.contract import check_lengths
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
-from turbo_hf.ops.sparse.reference import reference_sparse_decode
-from turbo_hf.ops.sparse.reference_select import reference_assign, reference_assign_and_score, reference_visit
+from turbo_hf.ops.sparse.reference import (
+    reference_assign,
+    reference_assign_and_score,
+    reference_sparse_decode,
+    reference_visit,
+)
 from turbo_hf.ops.store.quantize import check_shape
 
 
@@ -136,7 +140,7 @@ class SparseOps(Choice):
         Source: SAAP sec. 4, appendix F.
         """
         _, kv_heads, _, dim = store.k_open.shape
-        check_queries(q, kv_heads, dim, self.mode, starts, DECODE_MODES)
+        check_queries(q, kv_heads, dim, starts)
         check_scoring(scoring, q.shape[1], None)
         check_lengths(store, q)
         run = reference_sparse_decode

@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.kernel_common import slot_of_width
-from turbo_hf.ops.store.kernel_arguments import Block
 from turbo_hf.ops.store.kernel_seal import codes_of, move_forward, scale_of, seal_block
 
 QUERIES = tl.constexpr(4)
@@ -136,8 +135,10 @@ def seal_open_kernel(
                 begin = FORM.first + n * BLOCK
                 first = pair * cap + begin
                 v += pair * cap * D + begin * v_token
-                tokens = Block(k + first * D, v, k_scale + first, v_scale + first, v_token, v_channel)
-                seal_block(tokens, paged[g], page * FORM.slots[g] + own, g, FORM)
+                seal_block(
+                    k + first * D, v, k_scale + first, v_scale + first, v_token, v_channel, paged[g],
+                    page * FORM.slots[g] + own, g, FORM,
+                )  # fmt: skip
         if moved is not None:
             DP: tl.constexpr = FORM.padded_dim
             move_forward(moved, pair, FORM.first, held, cap, BLOCK, D, D, DP, DP)
@@ -150,7 +151,7 @@ def append_step_kernel(
     queries,  # `NewQueries` or None
     cache, rows,  # `Cache`, `Rows`
     table_ptr,  # int64 [B, blocks]
-    noted,  # `Noted` or None
+    noted,  # None; or the index int16 [B, Hkv, places], buckets of the new tokens int16 [B, Hkv, 1], and places
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     table_stride,
     FORM: tl.constexpr,
@@ -184,10 +185,10 @@ def append_step_kernel(
                 own, here = slot_of_width(slot, True, g, FORM)
                 if here:
                     at = pair * cap + FIRST
-                    tokens = Block(
-                        k_open + at * D, v_open + pair * D * cap + FIRST, k_scales + at, v_scales + at, 1, cap
-                    )
-                    seal_block(tokens, cache.paged[g], page * FORM.slots[g] + own, g, FORM)
+                    seal_block(
+                        k_open + at * D, v_open + pair * D * cap + FIRST, k_scales + at, v_scales + at, 1, cap,
+                        cache.paged[g], page * FORM.slots[g] + own, g, FORM,
+                    )  # fmt: skip
             # all threads have then read the place that the new token takes
             move_forward(cache.opened, pair, FIRST, held, cap, BLOCK, D, D, FORM.padded_dim, FORM.padded_dim)
         at = tl.where(is_due, held - BLOCK, held)
@@ -207,7 +208,8 @@ def append_step_kernel(
         tl.store(v_scales + pair * cap + at + one, v_scale)
         if noted is not None:
             # a token's place in its row is the same before its block is sealed and after
-            tl.store(noted.destination + pair * noted.places + sealed * BLOCK + held, tl.load(noted.buckets + pair))
+            index, buckets, places = noted
+            tl.store(index + pair * places + sealed * BLOCK + held, tl.load(buckets + pair))
         if k_nonfinite | v_nonfinite:
             tl.store(nonfinite_ptr, 1)
         if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == HEADS - 1:

@@ -27,19 +27,6 @@ class NewQueries(NamedTuple):
     rows: Any
 
 
-class Noted(NamedTuple):
-    """The buckets of a new token in each row, and where they go.
-
-    destination: int16 [B, Hkv, places], the index.
-    buckets: int16 [B, Hkv, 1].
-    places: capacity of the index in tokens.
-    """
-
-    destination: Any
-    buckets: Any
-    places: int
-
-
 class StoreForm(NamedTuple):
     """What kernels that seal are compiled for.
 
@@ -59,14 +46,3 @@ class StoreForm(NamedTuple):
     block: int
     first: int
     recent: int
-
-
-class Block(NamedTuple):
-    """The tokens of one block: pointers to keys [BLOCK, D], to values with the strides given, and to their scales."""
-
-    k: Any
-    v: Any
-    k_scale: Any
-    v_scale: Any
-    v_token: Any
-    v_channel: Any

@@ -230,8 +230,12 @@ def seal_lines(
 
 
 @triton.jit
-def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
-    """One block of one head, `Block`, to page `page`, int64, of width G. pages: (k, v, meta, size) of that width."""
+def seal_block(k, v, k_scale, v_scale, v_token, v_channel, pages, page, G: tl.constexpr, FORM: tl.constexpr):
+    """One block of one head to page `page`, int64, of width G.
+
+    k, v, k_scale, v_scale: pointers to keys [BLOCK, D], to values with strides `v_token` and `v_channel`, and to their
+    scales. pages: (k, v, meta, size) of that width.
+    """
     k_out, v_out, meta_out, size_out = pages
     D: tl.constexpr = FORM.dim
     DP: tl.constexpr = FORM.padded_dim
@@ -247,13 +251,11 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
     size, share, sizes = d, d, size_out
     if BITS < 16:
         sizes += page * (2 * BLOCK)
-        _, size, share, _ = seal_sizes(tokens.k, D, 1, tokens.k_scale, sizes, D, DP, BLOCK, BITS)
-        v, _, _, unit = seal_sizes(
-            tokens.v, tokens.v_token, tokens.v_channel, tokens.v_scale, sizes + BLOCK, D, DP, BLOCK, VALUE_BITS
-        )
-    seal_lines(tokens.k, size, share, k_out, meta, sizes, page, D, DP, BLOCK, BITS)
+        _, size, share, _ = seal_sizes(k, D, 1, k_scale, sizes, D, DP, BLOCK, BITS)
+        values, _, _, unit = seal_sizes(v, v_token, v_channel, v_scale, sizes + BLOCK, D, DP, BLOCK, VALUE_BITS)
+    seal_lines(k, size, share, k_out, meta, sizes, page, D, DP, BLOCK, BITS)
     if VALUE_BITS < 8:
-        zero, span = _seal_ranges(v, meta + V_LINE * D, d, d < D, D, VALUE_BITS)
+        zero, span = _seal_ranges(values, meta + V_LINE * D, d, d < D, D, VALUE_BITS)
     TOKENS: tl.constexpr = BLOCK // LANES
     i = tl.arange(0, TOKENS)
     planes = _no_planes(DP, TOKENS, VALUE_BITS)
@@ -262,14 +264,14 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
         token = lane * TOKENS + i
         if VALUE_BITS < 16:
             token = value_order(token)
-        at = token[None, :] * tokens.v_token + d[:, None] * tokens.v_channel
+        at = token[None, :] * v_token + d[:, None] * v_channel
         if VALUE_BITS >= 8:
             to = v_out + page * BLOCK * D + d[:, None] * BLOCK + i[None, :]
-            tl.store(to, tl.load(tokens.v + at, mask=inside), mask=inside)
+            tl.store(to, tl.load(v + at, mask=inside), mask=inside)
         else:
             # sizes are found again, of tokens in another order
-            x = _numbers(tokens.v, at, inside)
-            size, share = _sizes(x, tl.load(tokens.v_scale + token), unit, D, 0)
+            x = _numbers(v, at, inside)
+            size, share = _sizes(x, tl.load(v_scale + token), unit, D, 0)
             codes = _codes(x * share[None, :], zero[:, None], span[:, None], LEVELS)
             own = tl.sum(x.to(tl.int32) * x.to(tl.int32), 0)
             stored = tl.sum(x.to(tl.int32) * _stored(codes, zero[:, None], span[:, None], 2**VALUE_BITS - 1), 0)

@@ -12,10 +12,9 @@ from turbo_hf.ops.kernel_launch import Launch, launch
 from turbo_hf.ops.maths import balanced_queries
 from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.store.kernel_append import QUERIES, append_kernel, append_step_kernel, seal_open_kernel
-from turbo_hf.ops.store.kernel_arguments import NewQueries, NewTokens, Noted, StoreForm
-from turbo_hf.ops.store.kernel_exchange import exchange_open_kernel
+from turbo_hf.ops.store.kernel_arguments import NewQueries, NewTokens, StoreForm
 from turbo_hf.ops.store.kernel_latent import append_latent_kernel, latent_step_kernel, seal_latents_kernel
-from turbo_hf.ops.store.kernel_rows import select_rows_kernel
+from turbo_hf.ops.store.kernel_moves import exchange_open_kernel, select_rows_kernel
 from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel
 
 TOKENS = 64
@@ -183,7 +182,7 @@ def launch_append_step(
         append_step_kernel, k, (programs + batch * heads,),
         NewTokens(k, v, k.stride(), v.stride()), balance, balanced, cache_of(store),
         Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
-        None if noted is None else Noted(noted[0], noted[1].contiguous(), noted[0].shape[2]), nonfinite, arrived,
+        None if noted is None else (noted[0], noted[1].contiguous(), noted[0].shape[2]), nonfinite, arrived,
         store.table.stride(0), FORM=form, enable_fp_fusion=False,
     )  # fmt: skip
     return None if balanced is None else balanced.out
@@ -216,8 +215,7 @@ def launch_append_latents(
                 store.k_open, store.v_open, store.k_scale, store.v_scale,
                 store.open_len, starts, nonfinite,
                 tokens, store.k_open.shape[2],
-                RANK=rank, ROTARY=rotary.shape[-1], QUANTIZED=store.k_open.dtype == torch.int8, num_warps=4,
-                enable_fp_fusion=False,
+                RANK=rank, ROTARY=rotary.shape[-1], num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
     store.open_len.add_(tokens if starts is None else tokens - starts)
 
