@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -104,19 +104,9 @@ def run_window(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tenso
     body(input_ids=ids.to(device), use_cache=False, **given)
 
 
-class Probed(NamedTuple):
-    """What `probe` found about one layer.
-
-    shape: (KV heads, query heads per KV head, head dim).
-    why_no_keys: why keys before rotary embedding are unavailable; None: they are available.
-    """
-
-    shape: tuple[int, int, int]
-    why_no_keys: str | None
-
-
-def probe(model: PreTrainedModel) -> dict[int, Probed]:
-    """What each layer that can be captured is, and whether its rotary embedding can be undone.
+def probe(model: PreTrainedModel) -> dict[int, tuple[tuple[int, int, int], str | None]]:
+    """(KV heads, query heads per KV head, head dim) of each layer that can be captured, and why its keys before rotary
+    embedding are unavailable; None: they are available.
 
     Rotary embedding is relative: a text gives the same activations wherever it begins. Therefore the same tokens are
     run at two starting positions; the keys must differ as they are, and agree after the inverse rotation.
@@ -134,7 +124,7 @@ def probe(model: PreTrainedModel) -> dict[int, Probed]:
     for index, first in passes[0].items():
         check_finite(first)
         heads, dim = first.key.shape[1], first.key.shape[3]
-        found[index] = Probed((heads, first.query.shape[1] // heads, dim), _compare(first, passes[1][index]))
+        found[index] = (heads, first.query.shape[1] // heads, dim), _compare(first, passes[1][index])
     return found
 
 

@@ -94,8 +94,7 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Cali
         raise ValueError("the model is in training mode, in which dropout changes what it sees. Call model.eval().")
     text = model.config.get_text_config(decoder=True)
     chosen = resolve_settings(settings, getattr(text, "max_position_embeddings", None))
-    plain: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
-    indexed: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+    alike: defaultdict[tuple[bool, tuple[int, int, int]], list[int]] = defaultdict(list)
     all_sources, notes = attention_layers(model), {}
     if any(source.module is not None and is_latent(source.module) for source in all_sources):
         raise ValueError(
@@ -114,14 +113,13 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Cali
         reason = "it has a sliding window" if source.window else why_no_keys
         if chosen.index and reason is not None:
             notes[source.index] = NO_INDEX + reason
-        wanted = indexed if chosen.index and reason is None else plain
-        wanted[shape].append(source.index)
+        alike[chosen.index and reason is None, shape].append(source.index)
     if not probed:
         raise ValueError(f"no layer of {type(model).__name__} can be calibrated: its attention was not called.")
-    groups = [Layers(tuple(layers), shape, False) for shape, layers in plain.items()]
-    for shape, layers in indexed.items():
-        size = chosen.layers_at_once
-        groups += [Layers(tuple(layers[at : at + size]), shape, True) for at in range(0, len(layers), size)]
+    groups: list[Layers] = []
+    for (indexed, shape), layers in sorted(alike.items(), key=lambda each: each[0][0]):
+        size = chosen.layers_at_once if indexed else len(layers)
+        groups += [Layers(tuple(layers[at : at + size]), shape, indexed) for at in range(0, len(layers), size)]
     return CalibrationPlan(chosen, tuple(groups), notes, len(all_sources))
 
 

@@ -2,10 +2,10 @@
 
 import torch
 
-from turbo_hf.layout import AttentionOutput, KVStore, Rounding, Scoring
+from turbo_hf.layout import BLOCK_SIZES, AttentionOutput, KVStore, Rounding, Scoring
 from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.prefill.reference import reference_prefill
-from turbo_hf.ops.store.quantize import check_block, check_float, check_shape
+from turbo_hf.ops.store.quantize import check_float, check_shape
 
 
 class PrefillOps(Choice):
@@ -52,11 +52,16 @@ class PrefillOps(Choice):
         mode = rounding.mode
         check_queries(q, k.shape[1], k.shape[3], starts)
         check_scoring(scoring, q.shape[1], window)
-        check_block(rounding.block)
+        if rounding.block not in BLOCK_SIZES:
+            raise ValueError(f"block must be one of {', '.join(map(str, BLOCK_SIZES))} tokens; got {rounding.block}.")
         for name, x in (("k", k), ("v", v)):
             check_shape(name, x, (q.shape[0], k.shape[1], *q.shape[2:]), q.device, q.dtype)
         if past is not None:
-            _check_past(past, k, mode)
+            check_shape("past.k_open", past.k_open, (*k.shape[:2], "cap", k.shape[3]), k.device)
+            if past.k_open.dtype != torch.int8 and mode != "native":
+                raise ValueError(
+                    f'a past with heads of 16 bit is read in mode "native", which rounds nothing; got {mode!r}.'
+                )
         elif not own:
             raise ValueError("own=False leaves the past to attend to; got none.")
         if not self.prompt_kernels(mode):
@@ -64,13 +69,6 @@ class PrefillOps(Choice):
         from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
 
         return launch_prefill(q, k, v, scoring, rounding, past, starts, window, own)
-
-
-def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:
-    """ValueError unless the cache has the same rows and heads as k, in a form that this mode can read."""
-    check_shape("past.k_open", past.k_open, (*k.shape[:2], "cap", k.shape[3]), k.device)
-    if past.k_open.dtype != torch.int8 and mode != "native":
-        raise ValueError(f'a past with heads of 16 bit is read in mode "native", which rounds nothing; got {mode!r}.')
 
 
 def check_queries(q: torch.Tensor, kv_heads: int, dim: int, starts: torch.Tensor | None) -> None:

@@ -242,7 +242,10 @@ def launch_prefill(
             else:
                 run(operands, rounding.mode, v_log2)
         if parts > 1:
-            _merge_parts(*first, starts, found)
+            merge_parts_kernel[(-(-tokens // MERGED) * pairs,)](
+                *first, starts, found.out, *found.out.stride()[:3], found.lse, pairs, tokens, PARTS=parts, HEADS=heads,
+                D=dim, DP=padded_dim, ROWS=MERGED, **gpu.FMA,
+            )  # fmt: skip
         if rounding.mode != "native":
             # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
             run(precise_parts, "native", repair=True)
@@ -257,15 +260,6 @@ def _outputs(q: torch.Tensor, padded: bool) -> AttentionOutput:
     if padded:
         lse.fill_(-torch.inf)
     return AttentionOutput(out(batch, tokens, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2), lse)
-
-
-def _merge_parts(outs: torch.Tensor, lses: torch.Tensor, starts: torch.Tensor | None, to: AttentionOutput) -> None:
-    """outs float32 [parts, B, Hq, M, D] and their lse to one result."""
-    parts, batch, heads, tokens, dim = outs.shape
-    merge_parts_kernel[(-(-tokens // MERGED) * batch * heads,)](
-        outs, lses, starts, to.out, *to.out.stride()[:3], to.lse, batch * heads, tokens, PARTS=parts, HEADS=heads,
-        D=dim, DP=_padded_dim(dim), ROWS=MERGED, **gpu.FMA,
-    )  # fmt: skip
 
 
 def _hopper_serves(

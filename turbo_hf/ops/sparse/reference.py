@@ -71,7 +71,8 @@ def reference_assign_and_score(
     *,
     rotary: Rotary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    found, x = reference_assign(keys, centroids, rotary=rotary), _pre_rotary(queries, rotary)
+    found, turned = reference_assign(keys, centroids, rotary=rotary), queries.transpose(2, 3)
+    x = undo_rotary_halves(turned.flatten(1, 2), rotary).view(turned.shape)
     if classifier is None:
         # inner products are linear: those of the sum
         return found, torch.matmul(x.sum(2), centroids.float().mT)
@@ -79,9 +80,3 @@ def reference_assign_and_score(
     hidden = (x @ weight_1[:, None] + bias_1[:, None, None]).relu()
     # the second layer is linear: it runs on the sum
     return found, hidden.sum(2) @ weight_2 + queries.shape[3] * bias_2[:, None]
-
-
-def _pre_rotary(queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-    """Queries [B, Hkv, M, G, D] before rotary embedding: float32 [B, Hkv, G, M, D]."""
-    batch, heads, tokens, group, dim = queries.shape
-    return undo_rotary_halves(queries.transpose(2, 3).flatten(1, 2), rotary).view(batch, heads, group, tokens, dim)

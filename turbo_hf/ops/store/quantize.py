@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from turbo_hf.config.expected import FLOATS
-from turbo_hf.layout import BLOCK_SIZES, HEAD_DIM_MULTIPLE, KVStore, narrowed
+from turbo_hf.layout import HEAD_DIM_MULTIPLE, KVStore, narrowed
 from turbo_hf.ops.store.reference_pages import expand
 
 
@@ -30,12 +30,6 @@ def check_shape(
     if not fits or x.device != device or (types and x.dtype not in types):
         sizes, named = ", ".join(map(str, wanted)), "".join(f"{each} " for each in types[:1])
         raise ValueError(f"{name} must be {named}[{sizes}] on {device}; got {x.dtype} {list(x.shape)} on {x.device}.")
-
-
-def check_block(block: int) -> None:
-    """ValueError unless the layout supports blocks of this many tokens."""
-    if block not in BLOCK_SIZES:
-        raise ValueError(f"block must be one of {', '.join(map(str, BLOCK_SIZES))} tokens; got {block}.")
 
 
 def dequantize(
