@@ -17,6 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from turbo_hf.ops.prefill.kernel_hopper import code_fence
+
 LIFT = gl.constexpr(15.0)
 
 
@@ -185,14 +187,6 @@ def _outputs(state, s, share, k_unit, tile, p_smem, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _code_fence(x):
-    """A branch never taken (x >= 0): keeps ptxas from moving what is to run beside the products behind their end."""
-    gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.eq.s32 p, $1, -1; spin: @!p bra done; nanosleep.u32 8; bra spin; done: mov.u32 $0, 0;}",
-        "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _store_queries(q_ptr, qr_ptr, queries, row, first, count, RANK: gl.constexpr, ROTARY: gl.constexpr,
                    ROWS: gl.constexpr, Q_IO: gl.constexpr, QR_IO: gl.constexpr):
     """ROWS queries to shared memory, each over its largest number, which is returned."""
@@ -299,7 +293,7 @@ def hopper_latent_kernel(
         if OVERLAP:
             low, high = _latents(codes, BITS)
             turned = _values(rotary)
-            _code_fence(count)
+            code_fence(count)
             a, b, low, high, turned = warpgroup_mma_wait(0, deps=[a, b, low, high, turned])
         else:
             a, b = warpgroup_mma_wait(0, deps=[a, b])
