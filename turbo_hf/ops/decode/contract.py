@@ -5,7 +5,7 @@ import torch
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.decode.reference import reference_decode
-from turbo_hf.ops.prefill.contract import check_queries, check_scoring
+from turbo_hf.ops.prefill.contract import check_queries
 from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.store.quantize import check_shape
 
@@ -40,8 +40,7 @@ class DecodeOps(Choice):
             sinks, -inf where a row has no token.
 
         Raises:
-            ValueError: shapes, lengths or devices that do not agree, a window below 1, a softcap or
-                sas_threshold of the wrong sign.
+            ValueError: shapes, lengths or devices that do not agree, a softcap of the wrong sign.
 
         Source: TurboAttention alg. 2 (P with one scale per query row and key block; exact exponential for the
         rescaling).
@@ -49,8 +48,7 @@ class DecodeOps(Choice):
         if repeat is not None and repeat.decode is not None:
             return AttentionOutput(*repeat.decode(q, scoring.sas_threshold))
         _, kv_heads, _, dim = store.k_open.shape
-        check_queries(q, kv_heads, dim, starts)
-        check_scoring(scoring, q.shape[1], window)
+        check_queries(q, kv_heads, dim, scoring)
         check_lengths(store, q)
         if self.step_kernels:
             from turbo_hf.ops.decode.launch import launch_decode  # noqa: PLC0415 - needs Triton

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from turbo_hf.ops.kernel_common import LN_2, ROUND, SCORE_LIMIT
+from turbo_hf.ops.latent.kernel_hopper import code_fence
 from turbo_hf.ops.prefill.kernel_hopper_past import (
     GUARD,
     by_worth,
@@ -218,14 +219,6 @@ def _operand(W, FP8: gl.constexpr, parent: gl.constexpr):
 def _lane_sum(P):
     """Row sums over the columns that a thread holds, [64, 4 lanes]."""
     return gl.sum(gl.sum(P.reshape((64, 16, 4, 2)), 3), 1)
-
-
-@gluon.jit
-def code_fence(x):
-    """A branch never taken (x >= 0): keeps ptxas from moving a wait for products over what is to run beside them."""
-    gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.eq.s32 p, $1, -1; spin: @!p bra done; nanosleep.u32 8; bra spin; done: mov.u32 $0, 0;}",
-        "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ import torch
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits
 from turbo_hf.ops.backend import Choice
 from turbo_hf.ops.decode.contract import check_lengths
-from turbo_hf.ops.prefill.contract import check_queries, check_scoring
+from turbo_hf.ops.prefill.contract import check_queries
 from turbo_hf.ops.sparse.reference import (
     reference_assign,
     reference_assign_and_score,
@@ -134,14 +134,12 @@ class SparseOps(Choice):
             attended keys, including sinks, -inf where a row has no token.
 
         Raises:
-            ValueError: queries or lengths that do not agree with the store, a softcap or sas_threshold of
-                the wrong sign.
+            ValueError: queries or lengths that do not agree with the store, a softcap of the wrong sign.
 
         Source: SAAP sec. 4, appendix F.
         """
         _, kv_heads, _, dim = store.k_open.shape
-        check_queries(q, kv_heads, dim, starts)
-        check_scoring(scoring, q.shape[1], None)
+        check_queries(q, kv_heads, dim, scoring)
         check_lengths(store, q)
         run = reference_sparse_decode
         if self.step_kernels:
