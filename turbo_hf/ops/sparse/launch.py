@@ -23,9 +23,8 @@ from turbo_hf.ops.decode.kernel_merge import STATS
 from turbo_hf.ops.decode.launch import FILLED, MERGED, tiles_for
 from turbo_hf.ops.decode.stream_k import KeptWorkspace
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
-from turbo_hf.ops.sparse.kernel_arguments import Index, Lists
 from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel
-from turbo_hf.ops.sparse.kernel_lists import list_kernel
+from turbo_hf.ops.sparse.kernel_lists import Index, Lists, list_kernel
 from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logits_kernel, rank_kernel
 from turbo_hf.ops.store.launch import pairs_of
 
