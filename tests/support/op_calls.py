@@ -54,12 +54,16 @@ def seal_open(store: KVStore, blocks: int, *, moves: bool = False, backend: str 
 
 
 def quantize_tokens(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """`reference_quantize_tokens`, or its kernel."""
+    """`reference_quantize_tokens`, or what the kernel of `append_tokens` makes of these tokens."""
     if not ops_like(x, backend).store_kernels:
         return reference_quantize_tokens(x)
-    from turbo_hf.ops.store.launch import launch_quantize_tokens  # noqa: PLC0415 - needs Triton
-
-    return launch_quantize_tokens(x)
+    batch, heads, count, dim = x.shape
+    k, v = (x.new_zeros(batch, heads, *shape, dtype=torch.int8) for shape in ((count, dim), (dim, count)))
+    k_scale, v_scale = x.new_zeros(2, batch, heads, count, dtype=torch.float32)
+    row = x.new_zeros(batch, dtype=torch.int64)
+    store = KVStore((), row[:, None], row[:, None], row, k, v, k_scale, v_scale, row.clone(), 64)
+    append_tokens(x, x, store, nonfinite=x.new_zeros(1, dtype=torch.int32), backend=backend)
+    return k, k_scale
 
 
 def seal_blocks(

@@ -35,26 +35,6 @@ def codes_of(x, scale):
 
 
 @triton.jit
-def quantize_tokens_kernel(
-    x_ptr, codes_ptr, scale_ptr, stride_b, stride_h, stride_n, tokens,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK tokens of one head to INT8, one scale per token."""
-    pair = tl.program_id(1).to(tl.int64)
-    row, head = pair // HEADS, pair % HEADS
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, DP)
-    inside = (n < tokens)[:, None] & (d < D)[None, :]
-    at = row * stride_b + head * stride_h + n.to(tl.int64)[:, None] * stride_n + d[None, :]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    place = pair * tokens + n
-    scale = scale_of(x, 1)
-    tl.store(scale_ptr + place, scale, mask=n < tokens)
-    codes = codes_of(x, tl.broadcast_to(scale[:, None], x.shape))
-    tl.store(codes_ptr + place[:, None] * D + d[None, :], codes, mask=inside)
-
-
-@triton.jit
 def _numbers(x_ptr, at, inside):
     """INT8 codes as numbers, 0 where not `inside`."""
     return tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)

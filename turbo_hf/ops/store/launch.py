@@ -15,10 +15,7 @@ from turbo_hf.ops.store.kernel_append import QUERIES, append_kernel, append_step
 from turbo_hf.ops.store.kernel_arguments import NewQueries, NewTokens, StoreForm
 from turbo_hf.ops.store.kernel_latent import append_latent_kernel, latent_step_kernel, seal_latents_kernel
 from turbo_hf.ops.store.kernel_moves import exchange_open_kernel, select_rows_kernel
-from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel
-
-TOKENS = 64
-"""Tokens per program."""
+from turbo_hf.ops.store.reference_quantize import reference_quantize_tokens
 
 APPENDED = 32
 """Maximum number of new tokens that a program appends: keys and values fit in registers."""
@@ -50,20 +47,6 @@ def _form_of(store: KVStore) -> StoreForm:
     )
     heads, dim = store.k_open.shape[1::2]
     return StoreForm(slots, bits, value_bits, heads, dim, power_of_two(dim), store.block, store.first, store.recent)
-
-
-def launch_quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference_quantize_tokens`."""
-    batch, heads, tokens, dim = x.shape
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    codes = torch.empty(batch, heads, tokens, dim, dtype=torch.int8, device=x.device)
-    scale = torch.empty(batch, heads, tokens, device=x.device)
-    launch(
-        quantize_tokens_kernel, x, (-(-tokens // TOKENS), pairs_of(batch, heads)),
-        x, codes, scale, *x.stride()[:3], tokens, HEADS=heads, D=dim, DP=power_of_two(dim), BLOCK=TOKENS,
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    return codes, scale
 
 
 def _to_balance(queries: torch.Tensor | None) -> tuple[NewQueries | None, int]:
@@ -131,9 +114,9 @@ def launch_seal_open(store: KVStore, blocks: int, moves: bool = False) -> None:
     held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
     codes = held
     if store.k_open.dtype != torch.int8 and min(bits) < UNQUANTIZED:
-        # narrower heads in a layer whose open tokens are in 16 bit
-        (k, k_scale), (v, v_scale) = (launch_quantize_tokens(x) for x in (store.k_open, store.v_open.mT))
-        codes = (k, v, k_scale, v_scale, dim, 1)
+        # narrower heads in a layer whose open tokens are in 16 bit: rare, so that no kernel is kept for them
+        (k, k_scale), (v, v_scale) = (reference_quantize_tokens(x) for x in (store.k_open, store.v_open.mT))
+        codes = (k.contiguous(), v.contiguous(), k_scale, v_scale, dim, 1)
     # products must round as the reference's do, so that a block has the same bits wherever it is sealed
     launch(
         seal_open_kernel, store.k_open, (blocks, pairs_of(batch, heads)),
