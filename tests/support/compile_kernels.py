@@ -137,7 +137,7 @@ def exchange() -> None:
         (torch.zeros(3, 2, 80, 80), torch.zeros(3, 2, 80, 80)),
     )
     blocks, slots = ((k.to(torch.int8), v.to(torch.int8), *torch.zeros(2, len(k), 2, k.shape[2])) for k, v in codes)
-    launch_store.launch_exchange_open(blocks, slots, *torch.zeros(4, 2, dtype=torch.int64))
+    launch_store.launch_exchange_open(blocks, slots, torch.zeros(4, 2, dtype=torch.int64).unbind(), 0)
 
 
 QUICK = [(256, torch.bfloat16, "turbo"), (256, torch.bfloat16, "half"), (80, torch.float32, "half")]

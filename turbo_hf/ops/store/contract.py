@@ -184,7 +184,7 @@ class StoreOps(Choice):
         if self.store_kernels:
             from turbo_hf.ops.store.launch import launch_exchange_open  # noqa: PLC0415 - needs Triton
 
-            launch_exchange_open(blocks, slots, slot, first, last, held, at)
+            launch_exchange_open(blocks, slots, (slot, first, last, held), at)
             return
         block = blocks[0].shape[2]
         here, places = torch.arange(block, device=slot.device) < held[:, None, None], slice(at, at + block)

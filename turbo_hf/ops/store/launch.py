@@ -129,20 +129,14 @@ def launch_seal_open(store: KVStore, blocks: int, moves: bool = False) -> None:
 
 
 def launch_exchange_open(
-    blocks: tuple[torch.Tensor, ...],
-    slots: tuple[torch.Tensor, ...],
-    slot: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-    held: torch.Tensor,
-    at: int = 0,
+    blocks: tuple[torch.Tensor, ...], slots: tuple[torch.Tensor, ...], requests: tuple[torch.Tensor, ...], at: int
 ) -> None:
-    """`StoreOps.exchange_open`."""
+    """`StoreOps.exchange_open`. requests: slot, first, last and held."""
     (_, heads, block, dim), channels = blocks[0].shape, blocks[1].shape[2]
     part = min(EXCHANGED, power_of_two(max(dim, channels)))
     launch(
-        exchange_open_kernel, slot, (len(slot) * heads, -(-max(dim, channels) // part)),
-        blocks, slots, slot, first, last, held, slots[0].shape[2],
+        exchange_open_kernel, requests[0], (len(requests[0]) * heads, -(-max(dim, channels) // part)),
+        blocks, slots, *requests, slots[0].shape[2],
         HEADS=heads, D=dim, V=channels, PART=part, BLOCK=block, PADDED=power_of_two(block), AT=at,
     )  # fmt: skip
 
