@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from cli_support import check_refused
+from cli_support import check_refused, last_json, output_of, run
 from models import LAB_MODEL
 from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,7 +36,7 @@ class Running:
     """A server, the model behind it, and a client."""
 
     def __init__(self, name: str, model: Any, requests: served.Requests, port: int):
-        self.name, self.model, self.requests = name, model, requests
+        self.name, self.model, self.requests, self.port = name, model, requests, port
         url = f"http://127.0.0.1:{port}/v1"
         self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=600)
 
@@ -91,6 +91,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def test_models_are_listed(running: Running) -> None:
     (listed,) = running.client.models.list().data
     assert listed.id == running.name
+
+
+def test_first_requests_of_its_own_leave_nothing(running: Running) -> None:
+    running.requests.warm()
+    assert not running.requests.waiting
+    assert running.requests.tokens == 0
+    assert running.requests.cache.serving.prompt_tokens == 0
+    until(lambda: not running.left)
 
 
 def test_two_clients_at_once_and_one_that_hangs_up(running: Running) -> None:
@@ -219,3 +227,36 @@ def test_mistakes_at_the_command_get_a_sentence(monkeypatch: pytest.MonkeyPatch,
     check_refused("serve needs transformers 99.0 or newer", "serve", str(LAB_MODEL))
     monkeypatch.setattr("turbo_hf.cli.serve.NEEDED", ("fastapi", "no_such_package"))
     check_refused('serve needs no_such_package: pip install "turbo_hf[serve]"', "serve", str(LAB_MODEL))
+
+
+def test_a_workload_is_replayed(running: Running) -> None:
+    address = f"http://127.0.0.1:{running.port}/v1"
+    args = ("--requests", "3", "--workload", "shared", "--prefix", "70", "--new", "4", "--ignore-eos", "--json")
+    (row,) = last_json(run("bench", "replay", address, "--model", running.name, *args))["rows"]
+    assert (row["method"], row["requests"]) == (address, 3)
+    assert row["note"].startswith("12 tokens of 12 asked for, prompts of ")
+    assert row["tokens_s"] > 0
+    assert 0 < row["between_ms"]["p50"] <= row["between_ms"]["p99"]
+
+
+def test_an_answer_ends_at_the_end_token_unless_that_is_ignored(running: Running) -> None:
+    question = QUESTION.format(4281) + " "
+    asked = {"model": running.name, "prompt": question, "max_tokens": 6, "temperature": 0}
+    first = running.client.completions.create(**asked)
+    tokenizer = AutoTokenizer.from_pretrained(running.name)
+    end = tokenizer(first.choices[0].text, add_special_tokens=False).input_ids[1]
+    running.model.generation_config.eos_token_id = end
+    try:
+        ended = running.client.completions.create(**asked).usage.completion_tokens
+        whole = running.client.completions.create(**asked, extra_body={"ignore_eos": True})
+    finally:
+        running.model.generation_config.eos_token_id = None
+    assert ended < 6
+    assert whole.usage.completion_tokens == 6
+    with pytest.raises(openai.BadRequestError, match="ignore_eos must be true or false; got 'yes'"):
+        running.client.completions.create(**asked, extra_body={"ignore_eos": "yes"})
+
+
+def test_a_server_that_is_not_there_is_a_sentence(running: Running) -> None:
+    words = ("bench", "replay", "http://127.0.0.1:9/v1", "--model", running.name, "--requests", "1")
+    assert "failed: APIConnectionError" in output_of(*words, code=1)

@@ -54,7 +54,7 @@ def run_case(
         for choice in sparse:
             found += bucket_steps(case, width, q, choice, how)
     how.tell(f"{case}: FP16")
-    return _time_all(case, _theirs(case, q, generator) + found, how, copy)
+    return _time_all(case, rivals_of(case, q, generator) + found, how, copy)
 
 
 def _latent_steps(case: Case, widths: list[str], how: Conditions) -> list[checked.Found]:
@@ -110,7 +110,7 @@ def dense_step(case: Case, width: str, q: torch.Tensor, how: Conditions) -> chec
     return checked.our_step(case, name, size, q.device, prepare)
 
 
-def _theirs(case: Case, q: torch.Tensor, generator: torch.Generator) -> list[checked.Found]:
+def rivals_of(case: Case, q: torch.Tensor, generator: torch.Generator) -> list[checked.Found]:
     """FP16 attention of the same heads and lengths; what does not fit the memory is left out, and its row says so."""
     size, device = case.dense_bytes(q.element_size()), q.device
     note = PADDED if case.ragged else ""

@@ -39,6 +39,13 @@ UNPATCHED = "Transformers"
 OWN_TOKENS = 128
 """Tokens of a prompt behind the shared one."""
 
+Requests = Annotated[int, typer.Option(min=1, help="How many.")]
+Context = Annotated[str, typer.Option(help="even: tokens of each prompt; azure: of the longest, with its reply.")]
+Prefix = Annotated[str, typer.Option(help="shared: tokens that all prompts begin with.")]
+New = Annotated[int, typer.Option(min=2, help="shared, even: tokens to generate.")]
+Speedup = Annotated[float, typer.Option(min=0, help="azure: of the arrivals; 0: all are there at once.")]
+Gap = Annotated[float, typer.Option(min=0, help="shared, even: seconds from one arrival to the next.")]
+
 Served = tuple[list[list[float]], float | None]
 """The seconds of each job's tokens, and the share of prompt tokens that stored prefixes have saved."""
 
@@ -92,6 +99,25 @@ def azure_jobs(count: int, longest: int) -> list[Job]:
     # the trace has seven digits of a second; Python reads six
     times = [datetime.fromisoformat(stamp[:26]).timestamp() for stamp, _, _ in fit]
     return [Job(at - times[0], context, new) for at, (_, context, new) in zip(times, fit, strict=True)]
+
+
+def asked_jobs(
+    workloads: Sequence[str], requests: int, context: str, prefix: str, new: int, speedup: float, gap: float
+) -> dict[str, list[Job]]:
+    """The jobs of each workload, by the options of the command.
+
+    Raises:
+        ValueError: no such workload, no number of tokens, or no request of the trace is short enough.
+    """
+    asked: dict[str, list[Job]] = {}
+    for name in workloads:
+        if runner.one_of("workload", name, WORKLOADS) == "azure":
+            found = azure_jobs(requests, parse_tokens(context))
+            asked[name] = [replace(job, arrival=job.arrival / speedup if speedup else 0.0) for job in found]
+            continue
+        tokens = parse_tokens(prefix) + OWN_TOKENS if name == "shared" else parse_tokens(context)
+        asked[name] = [Job(gap * n, tokens, new) for n in range(requests)]
+    return asked
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -227,14 +253,12 @@ def serve_command(
         list[str] | None,
         typer.Option(help=f"{', '.join(WORKLOADS)}; may be repeated. Default: these."),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="How many.")] = 128,
-    context: Annotated[
-        str, typer.Option(help="even: tokens of each prompt; azure: of the longest, with its reply.")
-    ] = ("8k"),
-    prefix: Annotated[str, typer.Option(help="shared: tokens that all prompts begin with.")] = "4k",
-    new: Annotated[int, typer.Option(min=2, help="shared, even: tokens to generate.")] = 128,
-    speedup: Annotated[float, typer.Option(min=0, help="azure: of the arrivals; 0: all are there at once.")] = 0,
-    gap: Annotated[float, typer.Option(min=0, help="shared, even: seconds from one arrival to the next.")] = 0,
+    requests: Requests = 128,
+    context: Context = "8k",
+    prefix: Prefix = "4k",
+    new: New = 128,
+    speedup: Speedup = 0,
+    gap: Gap = 0,
     preset: Annotated[list[str] | None, typer.Option(help="Of the patch; may be repeated.")] = None,
     batch: Annotated[int, typer.Option(min=0, help="Rows of a static batch; 0: no static batches.")] = 32,
     unpatched: Annotated[bool, typer.Option("--unpatched/--patched-only", help="Also without the patch.")] = True,
@@ -254,7 +278,7 @@ def serve_command(
     given = dict(locals())
     with mistakes_end_the_command():
         require_version()
-        workloads = [runner.one_of("workload", name, WORKLOADS) for name in workload or WORKLOADS]
+        asked = asked_jobs(workload or WORKLOADS, requests, context, prefix, new, speedup, gap)
         require_one_model(shape, model_place, layers, tiny)
         shape = runner.one_of("shape", shape or "llama3-8b", KINDS)
         configs = {name: reproducible(resolve_config(name)) for name in preset or [DEFAULT_PRESET]}
@@ -262,14 +286,6 @@ def serve_command(
         runner.require_choice(
             where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command"
         )
-        asked: dict[str, list[Job]] = {}
-        for name in workloads:
-            if name == "azure":
-                found = azure_jobs(requests, parse_tokens(context))
-                asked[name] = [replace(job, arrival=job.arrival / speedup if speedup else 0.0) for job in found]
-                continue
-            tokens = parse_tokens(prefix) + OWN_TOKENS if name == "shared" else parse_tokens(context)
-            asked[name] = [Job(gap * n, tokens, new) for n in range(requests)]
         runner.prepare_folder(folder)
     bench = runner.BenchRun[ServeRow]("serve", where, folder)
     torch.manual_seed(seed)
@@ -292,7 +308,7 @@ def serve_command(
         return rows
 
     given["configs"] = {name: config.to_dict() for name, config in configs.items()}
-    bench.each(workloads, measure, _print, options=given)
+    bench.each(asked, measure, print_rows, options=given)
     bench.finish(json_line, [f"{row.method}, {row.workload}: {row.note}" for row in bench.rows if row.note])
 
 
@@ -303,7 +319,8 @@ def require_version() -> None:
         raise ValueError(f"bench serve needs transformers {SINCE} or newer; {here} is installed. Upgrade it.")
 
 
-def _print(workload: str, rows: Sequence[ServeRow]) -> None:
+def print_rows(workload: str, rows: Sequence[ServeRow]) -> None:
+    """The table of one workload."""
     cells = []
     for row in rows:
         waits = [figure(of.get(name), ".1f") for of in (row.first_ms, row.between_ms) for name in ("p50", "p99")]

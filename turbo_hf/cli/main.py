@@ -272,6 +272,13 @@ def doctor_command(
     model: Annotated[str | None, typer.Argument(help="A folder or a Hub id to check; none: the machine only.")] = None,
     gguf_file: GgufFile = None,
     device: Device = "auto",
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Check and time the kernels on this GPU, and keep what is fastest, in minutes."),
+    ] = False,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="With --measure: a folder for its figures; default: this one.")
+    ] = None,
     json_line: Json = False,
 ) -> None:
     """What this machine and model can do, why not otherwise, and whether the logits agree. Exits with 1 on a
@@ -280,6 +287,17 @@ def doctor_command(
 
     if gguf_file is not None and model is None:
         raise fail("--gguf-file is of a model: write its folder before it.")
+    if folder is not None and not measure:
+        raise fail("--out is for the figures of --measure: add that.")
+    if measure:
+        if model is not None or json_line:
+            raise fail("--measure is of the machine alone: leave out the model and --json.")
+        from turbo_hf.eval.bench import measure as measured  # noqa: PLC0415
+        from turbo_hf.eval.bench import runner  # noqa: PLC0415
+
+        with mistakes_end_the_command():
+            measured.measure(runner.find_device(device), folder)
+        return
     found = machine()
     _print_machine(found)
     diagnosis = None if model is None else _diagnose(model, device, gguf_file)

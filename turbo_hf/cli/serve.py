@@ -60,6 +60,9 @@ def serve_command(
         requests = Requests(loaded, pool)
         for option in requests.left_out:
             _say(f"not followed: {option} of the model's generation config, which continuous batching does not know.")
+        if loaded.device.type == "cuda":
+            _say("first requests of its own: kernels compile, and steps are captured.")
+            requests.warm()
         meter = Meter(requests)
         meter.start()
         where = ":".join(str(part) for part in listener.getsockname()[:2])

@@ -65,6 +65,9 @@ USUAL = {
 }  # fmt: skip
 """Values of fields, beside empty ones, that ask for what is done anyway."""
 
+WARM_REQUESTS, WARM_TOKENS = 4, 300
+"""Requests of its own with which the server begins, and tokens of their prompts."""
+
 NUMBERS = {"temperature": (0, 2), "top_p": (1e-6, 1)}
 COUNTS = {"max_tokens": 1, "max_completion_tokens": 1, "max_output_tokens": 1, "seed": 0}
 
@@ -151,6 +154,31 @@ class Requests(CBGenerateManager):
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
         """Nothing: it runs, and each request has its own config."""
 
+    def warm(self) -> None:
+        """Answer a few requests of its own, so that no client waits for kernels to compile and steps to be captured.
+
+        RuntimeError: one failed.
+        """
+
+        async def ask_all(word: str) -> None:
+            length = min(WARM_TOKENS, self.longest - 4)
+            prompts = (
+                [(i if i < length // 2 else i * (n + 2)) % self._vocabulary for i in range(length - n)]
+                for n in range(WARM_REQUESTS)
+            )
+            asked = GenerationConfig(max_new_tokens=3)
+            for output in await asyncio.gather(
+                *(self._answer(ids, asked, f"{word} {n}") for n, ids in enumerate(prompts))
+            ):
+                if output.error is not None:
+                    raise RuntimeError(f"a first request failed: {output.error}")
+
+        # the second time their first half is stored
+        for again in range(2):
+            asyncio.run(ask_all(f"first {again}"))
+        serving = self.cache.serving
+        self.tokens = serving.hit_tokens = serving.prompt_tokens = 0
+
     def forget(self, name: str) -> None:
         """End a request that nobody waits for."""
         if name in self.waiting:
@@ -200,6 +228,17 @@ class Requests(CBGenerateManager):
             self.forget(name)
             raise HTTPException(503, "the server is ending, and takes no more requests.")
 
+    async def _answer(self, ids: list[int], wanted: GenerationConfig, name: str) -> Any:
+        """The output of a request that has ended, or failed."""
+        ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def take(output: Any) -> None:
+            if (output.is_finished() or output.error is not None) and not ended.done():
+                ended.set_result(output)
+
+        self._send(ids, wanted, name, take)
+        return await ended
+
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> Any:
@@ -223,14 +262,7 @@ class Requests(CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, list[int]]:
         """See Transformers."""
-        ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-        def take(output: Any) -> None:
-            if (output.is_finished() or output.error is not None) and not ended.done():
-                ended.set_result(output)
-
-        self._send(inputs["input_ids"], gen_config, request_id, take)
-        output = await ended
+        output = await self._answer(inputs["input_ids"], gen_config, request_id)
         if output.error is not None:
             raise HTTPException(500, f"request {request_id} failed: {output.error}")
         text = processor.decode(output.generated_tokens, skip_special_tokens=True)
@@ -269,7 +301,12 @@ class Checked(BaseHandler):
         raise found
 
     def _validate_request(self, body: dict[str, Any]) -> None:
+        # of vLLM, for benches; Transformers' app does not know it
+        endless = body.pop("ignore_eos", False)
         super()._validate_request(body)
+        if not isinstance(endless, bool):
+            raise HTTPException(400, f"ignore_eos must be true or false; got {endless!r}.")
+        body["ignore_eos"] = endless
         for field in body.keys() & {*self._unused_fields, *REFUSED} - {*WITHOUT_EFFECT}:
             if body[field] and body[field] != USUAL.get(field):
                 raise HTTPException(400, f"{field}={body[field]!r} is not supported by this server. Leave it out.")
@@ -296,6 +333,8 @@ class Checked(BaseHandler):
             wanted.max_new_tokens = None
         if body.get("temperature") is not None:
             wanted.do_sample = body["temperature"] > 0
+        if body["ignore_eos"]:
+            wanted.eos_token_id = -1
         return wanted
 
     @staticmethod

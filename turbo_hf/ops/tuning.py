@@ -1,5 +1,6 @@
 """GPU measurements as tables, so that no user's first call waits for a search."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -174,6 +175,7 @@ def decode_tiles(
     many: bool = False,
     itemsize: int = 2,
     shared: int = H200_SHARED,
+    measured: Mapping[str, DecodeTiles] | None = None,
 ) -> DecodeTiles:
     """Tiles of the decode kernel (H200: `eval/results/decode-log.md`; others were compiled only).
 
@@ -185,6 +187,7 @@ def decode_tiles(
             of wide heads, a quarter as many.
         itemsize: bytes per number of the queries.
         shared: bytes of shared memory per program; an SM has 1 KiB more.
+        measured: tiles by `tile_kind` that were fastest on this GPU, in the place of the table's.
     """
     if unpacks:
         return DecodeTiles(1, 2, 1, 1)
@@ -200,15 +203,26 @@ def decode_tiles(
         chosen = MANY_WIDE_TILES + WIDE_TILES if many else WIDE_TILES
     else:
         chosen = MANY_TILES + FEW_TILES if many else FEW_TILES
-    for tiles in chosen:
-        waiting = tiles.blocks * (tiles.stages - 1) * codes * sum(bits) // 8
-        # unpacked K and V pass through shared memory; at 3 bit, and from 16 bit to float32, beside the loads in flight
-        unpacked = sum(tiles.blocks * codes for n in bits if n < 8)
-        beside = unpacked if 3 in bits else codes * 5 if unquantized and itemsize > 2 else 0
-        available = shared - RESERVED
-        if max(tiles.occupancy * waiting, unpacked) <= available and waiting + beside <= shared:
-            return tiles
-    return chosen[-1]
+    kind = tile_kind(codes, bits, many=many)
+    if measured and kind in measured:
+        chosen = (measured[kind], *chosen)
+    return next((tiles for tiles in chosen if fits(tiles, codes, bits, itemsize, shared)), chosen[-1])
+
+
+def tile_kind(codes: int, bits: tuple[int, int], *, many: bool) -> str:
+    """The kind of steps that share tiles which were measured; "" if none are. Arguments as of `decode_tiles`."""
+    if UNQUANTIZED in bits or codes > WIDE:
+        return ""
+    return f"{'many' if many else 'few'} {'wide' if codes == WIDE else 'narrow'} {sum(bits)}"
+
+
+def fits(tiles: DecodeTiles, codes: int, bits: tuple[int, int], itemsize: int, shared: int) -> bool:
+    """Whether a program with these tiles has room in shared memory. Arguments as of `decode_tiles`."""
+    waiting = tiles.blocks * (tiles.stages - 1) * codes * sum(bits) // 8
+    # unpacked K and V pass through shared memory; at 3 bit, and from 16 bit to float32, beside the loads in flight
+    unpacked = sum(tiles.blocks * codes for n in bits if n < 8)
+    beside = unpacked if 3 in bits else codes * 5 if UNQUANTIZED in bits and itemsize > 2 else 0
+    return max(tiles.occupancy * waiting, unpacked) <= shared - RESERVED and waiting + beside <= shared
 
 
 def tiles_16bit(numbers: int, shared: int = H200_SHARED) -> DecodeTiles | None:

@@ -23,6 +23,7 @@ from turbo_hf.graphs.why_not import describe, is_dispatched, why_no_replay_over
 from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.models.quantized_weights import why_not_captured
+from turbo_hf.ops.measured_tiles import describe_tiles
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.parallel.context import ContextRanks, context_ranks, require_spread_layers, require_spreadable
 from turbo_hf.patches.balance import KeyBias
@@ -255,7 +256,7 @@ def _plan(
         config=config,
         layers=tuple(layers),
         prompts=LATENT_PROMPTS if latents else describe_prefill(config.prompt_attention, model.device, dims),
-        steps=steps,
+        steps="; ".join(filter(None, (steps, describe_tiles(model.device)))),
         warnings=tuple(notices.messages),
         heads=words,
         sparse=sparse,

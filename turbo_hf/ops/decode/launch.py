@@ -1,6 +1,6 @@
 """Launch of the decode kernel: its plan and its workspace. Imported only where it runs, as it needs Triton."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -16,11 +16,15 @@ from turbo_hf.ops.decode.kernel_merge import STATS
 from turbo_hf.ops.decode.stream_k import LivePlan, Plan, SteadyPlans, even_rounds, stream_k, tiles_of
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.kernel_launch import Launch, launch
+from turbo_hf.ops.measured_tiles import measured_tiles
 from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WIDE, DecodeTiles, decode_tiles, tiles_16bit
 
 OUTPUT_PARTS = 16
 """CTAs are rounded down to a multiple of this many parts per output: a merge costs as much as the next power of two."""
+
+ROWS = 8
+"""Rows of queries in a product of the kernel; where a head has 4 at most, half of them."""
 
 MERGED = 128
 """Floats of partial results that a thread merges at a time: more do not fit its registers."""
@@ -144,8 +148,28 @@ def padded_dim(q: torch.Tensor) -> int:
     return max(32, power_of_two(q.shape[3]))
 
 
-def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False) -> tuple[DecodeTiles, bool, int]:
-    """Tiles for queries like q, whether they become codes, their channels, padded."""
+def query_parts(queries: int) -> tuple[int, int]:
+    """Queries of a KV head in an output, and how many outputs they make."""
+    per_output = ROWS // 2 if queries <= 4 else ROWS
+    return per_output, -(-queries // per_output)
+
+
+def many_outputs(q: torch.Tensor, kv_heads: int, block: int) -> bool:
+    """`many` of `tuning.decode_tiles` for queries [B, Hq, M, D]. block: tokens."""
+    batch, heads, tokens, _ = q.shape
+    outputs = batch * kv_heads * query_parts(heads // kv_heads * tokens)[1]
+    return outputs >= (MANY_WIDE if padded_dim(q) * block >= WIDE else MANY) * gpu.sms(q.device)
+
+
+def tiles_for(
+    q: torch.Tensor,
+    store: KVStore,
+    mode: str,
+    *,
+    many: bool = False,
+    measured: Mapping[str, DecodeTiles] | None = None,
+) -> tuple[DecodeTiles, bool, int]:
+    """Tiles for queries like q, whether they become codes, their channels, padded. measured: as in `decode_tiles`."""
     padded = padded_dim(q)
     widths = {pages.bits for pages in store.paged}
     turbo = mode == "turbo" and widths != {UNQUANTIZED}
@@ -157,6 +181,7 @@ def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False)
         many=many,
         itemsize=q.element_size(),
         shared=gpu.shared_memory(q.device),
+        measured=measured,
     )
     return tiles, turbo, padded
 
@@ -175,14 +200,12 @@ def launch_decode(
     kv_heads = store.k_open.shape[1]
     group = heads // kv_heads
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
-    rows, spread = 8, group * tokens <= 4
-    per_output = rows // 2 if spread else rows
-    row_parts = -(-group * tokens // per_output)
+    rows, spread = ROWS, group * tokens <= 4
+    per_output, row_parts = query_parts(group * tokens)
     groups = tuple((pages.width, pages.k.shape[1]) for pages in store.paged)
     bits, value_bits = zip(*(widths_of(width) for width, _ in groups), strict=True)
-    share = MANY_WIDE if padded_dim(q) * store.block >= WIDE else MANY
-    many = q.shape[0] * kv_heads * row_parts >= share * gpu.sms(q.device)
-    tune, turbo, padded = tiles_for(q, store, mode, many=many)
+    many = many_outputs(q, kv_heads, store.block)
+    tune, turbo, padded = tiles_for(q, store, mode, many=many, measured=measured_tiles(q.device))
     sealed = store.sealed_host
     if sealed is None:
         sealed = tuple(store.sealed.tolist())
