@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from turbo_hf.calibration.artifacts import FILE, Calibration, LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import checkpoint_of
-from turbo_hf.calibration.run import CalibrationPlan, on_cpu_by_default, read_windows, refuse_folder
+from turbo_hf.calibration.run import on_cpu_by_default, read_windows, refuse_folder
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.widths import ChosenWidths, Widths, choices
 from turbo_hf.config.turbo_config import BY_CALIBRATION, TurboConfig, resolve_config
@@ -330,8 +330,7 @@ def calibrate_widths(
             kept = _kept(folder, overwrite, model)
         checkpoint = checkpoint_of(model)
         carried = held.enter_context(resources.as_file(resources.files("turbo_hf").joinpath("texts")))
-        plan = CalibrationPlan(settings, (), {}, 0)
-        windows = read_windows(model, tokenizer, carried if texts is None else texts, plan, checkpoint)
+        windows = read_windows(model, tokenizer, carried if texts is None else texts, settings, checkpoint)
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         learned = len(windows) - max(1, len(windows) // 4)

@@ -80,11 +80,11 @@ def _layer(index: int, kind: str, window: int | None, modules: list[Any], known:
         reason = f"{kind} is neither full nor sliding-window attention, nor anything that is known here"
         if kind in INDEXED:
             reason += ": an indexer chooses the tokens that it reads (DSA)"
-        return AttentionLayer(index, None, window, reason, unknown=True)
-    if not modules:
+    elif not modules:
         reason = "it has no attention module that uses Transformers' AttentionInterface with a Cache"
-        return AttentionLayer(index, None, window, reason, unknown=True)
-    if only is None:
+    elif only is None:
         reason = "it has more than one attention module (cross-attention)"
-        return AttentionLayer(index, None, window, reason, unknown=True)
-    return AttentionLayer(index, only, window, shared or why_not_compressible(only) or "", by_design=shared is not None)
+    else:
+        reason = shared or why_not_compressible(only) or ""
+        return AttentionLayer(index, only, window, reason, by_design=shared is not None)
+    return AttentionLayer(index, None, window, reason, unknown=True)

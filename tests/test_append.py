@@ -195,11 +195,10 @@ def test_whole_blocks_go_to_the_pages_that_the_table_names(
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"v": torch.zeros(1, 2, 1, 32)}, r"v must be \[1, 2, M, 16\] like the store; got \(1, 2, 1, 32\)"),
-        (dict.fromkeys(("k", "v"), torch.zeros(1, 2, 17, 16)), "k brings 17 tokens per row; the store has room for 16"),
-        ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[1\] on cpu; got \[2\] on cpu"),
-        ({"nonfinite": torch.zeros(3, dtype=torch.int32)}, r"nonfinite must be \[1\] on cpu; got \[3\]"),
-        ({"nonfinite": torch.zeros(1, dtype=torch.int32, device="meta")}, r"nonfinite must .* got \[1\] on meta"),
+        ({"v": torch.zeros(1, 2, 1, 32)}, r"v must be \[1, 2, 1, 16\] on cpu; got torch.float32 \[1, 2, 1, 32\]"),
+        ({"k": torch.zeros(1, 2, 1, 16, device="meta")}, r"k must be \[1, 2, M, 16\] on cpu; got .* on meta"),
+        ({"queries": torch.zeros(1, 4, 2, 16)}, r"queries must be \[1, Hq, 1, 16\] on cpu; got .*\[1, 4, 2, 16\]"),
+        ({"queries": torch.zeros(1, 3, 1, 16)}, "queries must be of a multiple of 2 heads; got 3"),
     ],
 )
 def test_refuses_what_does_not_belong_to_the_store(wrong: dict[str, Any], message: str) -> None:
@@ -295,11 +294,6 @@ def test_tokens_behind_a_block_take_its_place(
     assert_same_tokens(store._replace(open_len=want.open_len), want)
 
 
-def test_tokens_move_behind_one_block(device: torch.device) -> None:
-    with pytest.raises(ValueError, match="open tokens move behind one block; got blocks=2"):
-        ops.seal_open(full_store(16, ((4, 2),), device), 2, moves=True)
-
-
 @pytest.mark.parametrize("groups", GROUPS)
 def test_a_step_of_a_sparse_layer(groups: HeadGroups, backend: str, device: torch.device) -> None:
     """The bucket of each new token goes to its place, whether the row seals or not."""
@@ -336,18 +330,8 @@ def test_a_step_refuses_other_shapes() -> None:
     nonfinite, arrived = torch.zeros(1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     store = full_store(16, ((4, 2),), torch.device("cpu"))
     k = torch.zeros(4, 2, 2, 16)
-    with pytest.raises(ValueError, match=r"k must be \[4, 2, 1, 16\] like the store; got \(4, 2, 2, 16\)"):
+    with pytest.raises(ValueError, match=r"k must be \[4, 2, 1, 16\] on cpu; got torch.float32 \[4, 2, 2, 16\]"):
         ops.append_step(k, k, store, nonfinite=nonfinite, arrived=arrived)
-    k, index = k[:, :, :1], torch.zeros(4, 2, 192, dtype=torch.int16)
-    wanted = r"noted must be an index \[4, 2, places\] and buckets \[4, 2, 1\]; got \(4, 2, 192\) and"
-    with pytest.raises(ValueError, match=wanted):
-        ops.append_step(k, k, store, noted=(index, index[..., 0]), nonfinite=nonfinite, arrived=arrived)
-    store = store._replace(block=128)
-    with pytest.raises(ValueError, match="store must have room for 128 open tokens; it has 64"):
-        ops.append_step(k, k, store, nonfinite=nonfinite, arrived=arrived)
-    whole = store._replace(block=64, k_open=store.k_open.to(torch.float16), v_open=store.v_open.to(torch.float16))
-    with pytest.raises(ValueError, match=r"store must have INT8 open tokens; got torch.float16\. .* use append_tokens"):
-        ops.append_step(k, k, whole, nonfinite=nonfinite, arrived=arrived)
 
 
 def feed(layer: TurboLayer, k: Tensor, v: Tensor) -> None:
@@ -434,16 +418,6 @@ def test_slots_and_blocks_exchange_open_tokens(
         assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
-def test_what_does_not_agree_is_refused() -> None:
-    cpu = torch.device("cpu")
-    blocks, slots = some_open(2, BLOCK, (16, 16), cpu), some_open(2, ROOM, (16, 16), cpu)
-    one = torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="32 of them at least; got"):
-        ops.exchange_open(blocks, some_open(2, 16, (16, 16), cpu), one, one, one, one)
-    with pytest.raises(ValueError, match="an entry per request; got 1 slots"):
-        ops.exchange_open(blocks, slots, one, one, one, torch.zeros(2, dtype=torch.int64))
-
-
 def some_tensors(rows: int, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rows)
     codes = torch.randint(-127, 128, (rows, 2, 16, 6), dtype=torch.int8, generator=generator)
@@ -470,6 +444,4 @@ def test_what_the_kernel_does_not_serve() -> None:
     assert odd.tolist() == [[3, 4, 5]] * 2
     ops.select_rows([many], list(range(MOST_ROWS, -1, -1)))
     assert many[0] == MOST_ROWS
-    with pytest.raises(ValueError, match=r"contiguous on cpu with 2 rows; got \[3, 2\] on cpu"):
-        ops.select_rows([odd, odd.mT], [1, 1])
     ops.select_rows([], [0])

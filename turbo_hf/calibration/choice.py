@@ -22,7 +22,7 @@ from turbo_hf.config.turbo_config import (
     with_options,
 )
 from turbo_hf.errors import Notices
-from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Classifier, Selector
+from turbo_hf.sparse.selectors import Centroids, Selector
 
 LARGE = 0.01
 """Mean KL in nats, predicted or on texts held out, above which `patch` warns, as its `check` does."""
@@ -240,15 +240,12 @@ def _selector(config: TurboConfig, index: int, found: Calibration | None) -> Sel
     """One layer's selector, or why there is none."""
     sparse = config.sparse
     assert sparse is not None
-    if sparse.selector in UNTRAINED:
-        made: Selector = UNTRAINED[sparse.selector](sparse, index)
-        return made
+    if sparse.selector not in CALIBRATED:
+        return Selector(sparse, index)
     assert found is not None
     layer = found.layers[index]
     rotated = sparse.selector == "kmeans-rotated"
     centroids = layer.rotated_centroids if rotated else layer.centroids
     if centroids is None:
         return layer.note.removeprefix(NO_INDEX) or "the calibration has no index of it"
-    if sparse.selector == "saap":
-        return Classifier(sparse, index, centroids, layer.classifier)
-    return Centroids(sparse, index, centroids, not rotated)
+    return Centroids(sparse, index, centroids, not rotated, layer.classifier if sparse.selector == "saap" else {})

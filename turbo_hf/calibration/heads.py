@@ -8,11 +8,6 @@ from turbo_hf.ops.store.quantize import head_scores
 BLOCK = 64
 """Tokens over which a channel's gap is taken: those that share a scale in the cache."""
 
-NO_NUMBERS = (
-    "NaN or Inf, from which no calibration can be made. Look for the cause in the model (overflow in float16 is the "
-    "usual one: load it in bfloat16)."
-)
-
 
 class HeadPriorities:
     """Mean scores of a layer's KV heads over every block of every window, one for each metric.
@@ -25,19 +20,13 @@ class HeadPriorities:
         self.sums: dict[str, torch.Tensor] = {}
 
     def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """k, v: [1, Hkv, L, D] after rotary embedding, not rotated further. Tokens over a whole block are left.
-
-        Raises:
-            ValueError: fewer than 64 tokens, or NaN or Inf.
+        """k, v: [1, Hkv, L, D], finite, after rotary embedding, not rotated further; L is a block at least. Tokens over
+        a whole block are left.
         """
         blocks = k.shape[2] // BLOCK
-        if not blocks:
-            raise ValueError(f"head priorities need a block of {BLOCK} tokens; got {k.shape[2]}. Take longer windows.")
         keys, values = (x[0, :, : blocks * BLOCK].unflatten(1, (blocks, BLOCK)).transpose(0, 1) for x in (k, v))
         for metric in HEAD_METRICS:
             score = head_scores(keys, values, metric).double().sum(0).cpu()
-            if not bool(torch.isfinite(score).all()):
-                raise ValueError(f"keys or values hold {NO_NUMBERS}")
             self.sums[metric] = self.sums.get(metric, torch.zeros_like(score)) + score
         self.blocks += blocks
 

@@ -94,8 +94,7 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Cali
         raise ValueError("the model is in training mode, in which dropout changes what it sees. Call model.eval().")
     text = model.config.get_text_config(decoder=True)
     chosen = resolve_settings(settings, getattr(text, "max_position_embeddings", None))
-    plain: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
-    indexed: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+    alike: defaultdict[tuple[bool, tuple[int, int, int]], list[int]] = defaultdict(list)
     all_sources, notes = attention_layers(model), {}
     if any(source.module is not None and is_latent(source.module) for source in all_sources):
         raise ValueError(
@@ -114,14 +113,13 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Cali
         reason = "it has a sliding window" if source.window else why_no_keys
         if chosen.index and reason is not None:
             notes[source.index] = NO_INDEX + reason
-        wanted = indexed if chosen.index and reason is None else plain
-        wanted[shape].append(source.index)
+        alike[chosen.index and reason is None, shape].append(source.index)
     if not probed:
         raise ValueError(f"no layer of {type(model).__name__} can be calibrated: its attention was not called.")
-    groups = [Layers(tuple(layers), shape, False) for shape, layers in plain.items()]
-    for shape, layers in indexed.items():
-        size = chosen.layers_at_once
-        groups += [Layers(tuple(layers[at : at + size]), shape, True) for at in range(0, len(layers), size)]
+    groups: list[Layers] = []
+    for (indexed, shape), layers in sorted(alike.items(), key=lambda each: each[0][0]):
+        size = chosen.layers_at_once if indexed else len(layers)
+        groups += [Layers(tuple(layers[at : at + size]), shape, indexed) for at in range(0, len(layers), size)]
     return CalibrationPlan(chosen, tuple(groups), notes, len(all_sources))
 
 
@@ -172,7 +170,9 @@ def calibrate(
             # what cannot be written is told before the run
             folder.mkdir(parents=True, exist_ok=True)
         checkpoint = checkpoint_of(model)
-        windows = read_windows(model, tokenizer, texts, plan, checkpoint)
+        windows = read_windows(model, tokenizer, texts, chosen, checkpoint)
+        if any(group.indexed for group in plan.groups):
+            _clusters(chosen, len(windows))
     settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
     widths = None if out is None else _widths_in(Path(out), model)
     ranks.require_same({"settings": str(settings_dict), "widths": str(widths)})
@@ -224,7 +224,7 @@ def read_windows(
     model: PreTrainedModel,
     tokenizer: Any,
     texts: str | Path | Iterable[str],
-    plan: CalibrationPlan,
+    chosen: Settings,
     checkpoint: Checkpoint,
 ) -> torch.Tensor:
     """Windows of tokens: errors are reported here, before passes that take hours.
@@ -238,12 +238,9 @@ def read_windows(
     wrong = None if own is None else other_tokenizer(tokenizer, own)
     if wrong is not None:
         raise ValueError(f"the tokenizer is not the model's own: {wrong}.")
-    chosen = plan.settings
     windows = token_windows(texts, tokenizer, chosen.window, chosen.windows)
     if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
         raise ValueError("the tokenizer has tokens that the model does not know: it belongs to another model.")
-    if any(group.indexed for group in plan.groups):
-        _clusters(chosen, len(windows))
     return windows
 
 
@@ -269,10 +266,7 @@ def _calibrate_group(
         if source.index not in priorities:
             return
         check_finite(seen)
-        try:
-            priorities[source.index].add(seen.key, seen.value)
-        except ValueError as error:
-            raise ValueError(f"layer {source.index}: {error}") from error
+        priorities[source.index].add(seen.key, seen.value)
         if group.indexed:
             held = samples.setdefault(source.index, Samples(seen.scaling, seen.softcap, seen.key.device))
             held.add(seen, settings, current)

@@ -54,15 +54,12 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("iterations", "queries", "hidden", "steps", "batch", "layers_at_once"):
-            at_least(name, getattr(self, name), 1, "Settings")
+        least = dict.fromkeys(("iterations", "queries", "hidden", "steps", "batch", "layers_at_once"), 1)
         # head priorities are computed over whole blocks
-        at_least("window", self.window, BLOCK, "Settings")
-        at_least("windows", self.windows, 2, "Settings")
-        for name in ("local", "far", "seed"):
-            at_least(name, getattr(self, name), 0, "Settings")
-        if self.clusters is not None:
-            at_least("clusters", self.clusters, 2, "Settings")
+        least |= {"window": BLOCK, "windows": 2, "clusters": 2, "local": 0, "far": 0, "seed": 0}
+        for name, number in least.items():
+            if name != "clusters" or self.clusters is not None:
+                at_least(name, getattr(self, name), number, "Settings")
         for name, most in (("clusters", MOST_BUCKETS), ("seed", LARGEST_SEED)):
             if (getattr(self, name) or 0) > most:
                 raise ValueError(f"Settings.{name} must be at most {most}; got {getattr(self, name)}.")

@@ -32,8 +32,7 @@ def files_of(source: str | Path | Iterable[str]) -> list[Path]:
         )
     path = Path(source)
     # of a name too long for the system, too
-    there = os.path.exists(path)
-    if not there:
+    if not os.path.exists(path):
         raise ValueError(f"texts: there is no file or folder {str(path)!r}. Pass {WANTED}.")
     if path.is_file() and path.suffix != SUFFIX:
         raise ValueError(

@@ -55,11 +55,10 @@ def tree_of(function: FunctionType) -> ast.FunctionDef | None:
     """The syntax tree of a function; None if there is no source to read."""
     try:
         # the source of a method is indented, its strings may not be
-        lines = ast.parse("if True:\n" + inspect.getsource(function)) if _indented(function) else None
-        body = ast.parse(inspect.getsource(function)).body if lines is None else getattr(lines.body[0], "body", [])
+        tree = ast.parse("if True:\n" * _indented(function) + inspect.getsource(function))
     except (OSError, TypeError, SyntaxError):
         return None
-    return next((node for node in body if isinstance(node, ast.FunctionDef)), None)
+    return next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
 
 
 def _indented(function: FunctionType) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -75,15 +76,19 @@ class Tally:
         return Selectivity(layer, self.there, self.dense, sum(int(x) for x in self.counts.values()))
 
 
-class Selector:
-    """The selector "window", and what all selectors share. One per layer, for every cache of a patched model.
+EVERY = 1 << 30
+"""More tokens than a row has."""
 
-    window: how many of the newest tokens are always read.
+
+class Selector:
+    """The selectors "window" and "full", and what all share. One per layer, for every cache of a patched model.
+
+    window: how many of the newest tokens are always read; "full" reads every key on the same code path.
     """
 
     def __init__(self, config: SparseConfig, layer: int):
         self.config, self.layer = config, layer
-        self.window = config.window_tokens
+        self.window = EVERY if config.selector == "full" else config.window_tokens
         self.tally = Tally()
 
     def __deepcopy__(self, memo: Any) -> "Selector":
@@ -106,27 +111,28 @@ class Selector:
         return self.config.selector
 
 
-class Full(Selector):
-    """Reads every key: the baseline for the others, on the same code path."""
-
-    def __init__(self, config: SparseConfig, layer: int):
-        super().__init__(config, layer)
-        self.window = 1 << 30
-
-
 class Centroids(Selector):
-    """Buckets by the nearest centroid [Hkv, C, D]; visits by inner product with it ("kmeans").
+    """Buckets by the nearest centroid [Hkv, C, D]; visits by inner product with it ("kmeans"), or by a query
+    classifier of a calibration ("saap").
 
     choices: buckets per head; it visits `probes` of them.
     pre_rotary: whether it needs queries and keys before rotary embedding.
+    classifier: as of `SparseOps.assign_and_score`; empty without.
     """
 
-    def __init__(self, config: SparseConfig, layer: int, centroids: torch.Tensor, pre_rotary: bool):
+    def __init__(
+        self,
+        config: SparseConfig,
+        layer: int,
+        centroids: torch.Tensor,
+        pre_rotary: bool,
+        classifier: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ):
         super().__init__(config, layer)
         self.choices = centroids.shape[1]
         config.check_buckets(self.choices)
         self.pre_rotary = pre_rotary
-        self._weights = {"centroids": centroids}
+        self._weights = {"centroids": centroids, **classifier}
         self._moved: dict[str, torch.Tensor] = {}
 
     def _on(self, name: str, device: torch.device) -> torch.Tensor:
@@ -166,24 +172,3 @@ class Centroids(Selector):
 
     def __str__(self) -> str:
         return f"{super().__str__()}, {self.config.count} of {self.choices} buckets"
-
-
-class Classifier(Centroids):
-    """Buckets by the nearest centroid; visits by the query classifier of a calibration ("saap").
-
-    classifier: weight_1 [Hkv, D, hidden], bias_1 [Hkv, hidden], weight_2 [Hkv, hidden, C], bias_2 [Hkv, C].
-    """
-
-    def __init__(
-        self,
-        config: SparseConfig,
-        layer: int,
-        centroids: torch.Tensor,
-        classifier: Mapping[str, torch.Tensor],
-    ):
-        super().__init__(config, layer, centroids, True)
-        self._weights |= classifier
-
-
-UNTRAINED = {"window": Selector, "full": Full}
-"""Selectors that need no calibration."""

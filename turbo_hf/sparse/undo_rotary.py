@@ -49,8 +49,8 @@ def turns_by_halves(module: Any, dim: int, channels: int) -> bool:
 
     Determined once for each family and shape, with random numbers on the CPU.
     """
-    rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
-    key = (rotate, getattr(module, "rotary_ndims", None), dim, channels)
+    family = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    key = (family, getattr(module, "rotary_ndims", None), dim, channels)
     if key not in _HALVES:
         seeded = torch.Generator().manual_seed(0)
         x = torch.randn(1, 2, 3, dim, generator=seeded, device="cpu")

@@ -6,11 +6,8 @@ import torch
 
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.backend import Choice
-from turbo_hf.ops.checks import check_queries, check_scoring, check_shape
+from turbo_hf.ops.checks import check_queries, check_shape
 from turbo_hf.ops.decode.reference import reference_decode
-
-DECODE_MODES = ("turbo", "native")
-"""On the INT8 values, or on dequantized ones."""
 
 
 class DecodeOps(Choice):
@@ -43,15 +40,13 @@ class DecodeOps(Choice):
             sinks, -inf where a row has no token.
 
         Raises:
-            ValueError: shapes, lengths or devices that do not agree, an unknown mode, a window below 1, a softcap or
-                sas_threshold of the wrong sign.
+            ValueError: shapes, lengths or devices that do not agree, a softcap of the wrong sign.
 
         Source: TurboAttention alg. 2 (P with one scale per query row and key block; exact exponential for the
         rescaling).
         """
         _, kv_heads, _, dim = store.k_open.shape
-        check_queries(q, kv_heads, dim, self.mode, starts, DECODE_MODES)
-        check_scoring(scoring, q.shape[1], window)
+        check_queries(q, kv_heads, dim, scoring)
         check_lengths(store, q)
         if self.step_kernels:
             from turbo_hf.ops.decode.launch import launch_decode  # noqa: PLC0415 - needs Triton

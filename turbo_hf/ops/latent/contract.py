@@ -41,15 +41,9 @@ class LatentOps(Choice):
 
         Source: DeepSeek-V2 (arXiv:2405.04434), sec. 2.1.2: the up-projections absorbed into queries and outputs.
         """
-        batch, heads, _, rank = store.k_open.shape
-        rotary = store.v_open.shape[2]
-        if heads != 1:
-            raise ValueError(f"store must hold latents, of one head; got {heads} heads.")
-        device = store.k_open.device
+        (batch, _, _, rank), device = store.k_open.shape, store.k_open.device
         check_shape("q_latent", q_latent, (batch, "H", "M", rank), device, *FLOATS)
-        check_shape("q_rotary", q_rotary, (*q_latent.shape[:3], rotary), device, q_latent.dtype)
-        if starts is not None:
-            check_shape("starts", starts, (batch,), device)
+        check_shape("q_rotary", q_rotary, (*q_latent.shape[:3], store.v_open.shape[2]), device, q_latent.dtype)
         if not self.latent_kernels:
             return reference_latent_decode(q_latent, q_rotary, store, scaling, starts)
         from turbo_hf.ops.latent.launch import launch_latent_decode  # noqa: PLC0415 - needs Triton

@@ -185,8 +185,8 @@ def _outputs(state, s, share, k_unit, tile, p_smem, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _code_fence(x):
-    """A branch never taken (x >= 0): keeps ptxas from moving what is to run beside the products behind their end."""
+def code_fence(x):
+    """A branch never taken (x >= 0): keeps ptxas from moving a wait for products over what is to run beside them."""
     gl.inline_asm_elementwise(
         "{.reg .pred p; setp.eq.s32 p, $1, -1; spin: @!p bra done; nanosleep.u32 8; bra spin; done: mov.u32 $0, 0;}",
         "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
@@ -299,7 +299,7 @@ def hopper_latent_kernel(
         if OVERLAP:
             low, high = _latents(codes, BITS)
             turned = _values(rotary)
-            _code_fence(count)
+            code_fence(count)
             a, b, low, high, turned = warpgroup_mma_wait(0, deps=[a, b, low, high, turned])
         else:
             a, b = warpgroup_mma_wait(0, deps=[a, b])

@@ -26,24 +26,6 @@ MOST_SHARES = 512
 """Parts that one query's output is merged from at most."""
 
 
-def schedule(rows: int, bits: int) -> tuple[int, int]:
-    """Warps and pipeline stages of a program for so many queries (H100: `eval/results/decode-log.md`)."""
-    if rows > ROWS:
-        return 8, 2
-    return 4, 3 if bits == UNQUANTIZED else 2
-
-
-def schedule_hopper(rows: int) -> tuple[int, bool, int]:
-    """The Hopper kernel's warps per program, whether it makes a block's latents while the last one's products run, and
-    programs per SM (H100: `eval/results/decode-log.md`)."""
-    return (4, False, 2) if rows == ROWS else (8, True, 1)
-
-
-def shares_of(programs: int, blocks: int, slots: int) -> int:
-    """Into how many shares the blocks of a row are cut, so that as many programs run as the GPU holds at once."""
-    return max(1, min(slots // max(1, programs), blocks // 2, MOST_SHARES))
-
-
 def launch_latent_decode(
     q_latent: torch.Tensor,
     q_rotary: torch.Tensor,
@@ -65,8 +47,11 @@ def launch_latent_decode(
     groups = triton.cdiv(count, rows)
     blocks = max(store.sealed_host) if store.sealed_host is not None else store.table.shape[1]
     hopper = _hopper_serves(store, rank, rotary, interpreted)
-    warps, how, resident = schedule_hopper(rows) if hopper else (*schedule(rows, pages.bits), 1)
-    shares = shares_of(batch * groups, blocks, gpu.sms(device) * resident)
+    # H100: `eval/results/decode-log.md`
+    few = rows == ROWS
+    warps, resident = 4 if few else 8, 2 if hopper and few else 1
+    # as many programs run as the GPU holds at once
+    shares = max(1, min(gpu.sms(device) * resident // max(1, batch * groups), blocks // 2, MOST_SHARES))
     parts = torch.empty(batch, shares, count, rank, dtype=torch.float32, device=device)
     part_lse = torch.empty(batch, shares, count, dtype=torch.float32, device=device)
     out = torch.empty(batch, heads, tokens, rank, dtype=q_latent.dtype, device=device)
@@ -82,13 +67,22 @@ def launch_latent_decode(
             from turbo_hf.ops.latent.kernel_hopper import hopper_latent_kernel  # noqa: PLC0415 - needs Gluon
 
             hopper_latent_kernel[(shares, groups, batch)](
-                *queries, *held, *places, parts, part_lse, *numbers, **shape, WARPS=warps, OVERLAP=how, num_warps=warps
+                *queries,
+                *held,
+                *places,
+                parts,
+                part_lse,
+                *numbers,
+                **shape,
+                WARPS=warps,
+                OVERLAP=not few,
+                num_warps=warps,
             )
         else:
             latent_kernel[(shares, groups, batch)](
                 *queries, *held, *places, starts, parts, part_lse, *numbers,
                 **shape, BLOCK=store.block, SHARES=shares, TYPE=tl.float32 if interpreted else TYPES[q_latent.dtype],
-                STAGES=how, num_warps=warps,
+                STAGES=3 if few and pages.bits == UNQUANTIZED else 2, num_warps=warps,
             )  # fmt: skip
         merge_kernel[(count, rank // channels, batch)](
             parts, part_lse, out, lse, count, shares,

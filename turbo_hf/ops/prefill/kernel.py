@@ -100,7 +100,7 @@ def _step(
 
 
 @triton.jit
-def _queries(view, row, head, column, d, inside, scaling, broken_ptr, INT8: tl.constexpr, WIDE: tl.constexpr):
+def _queries(view, row, head, column, d, inside, scaling, broken_ptr, INT8: tl.constexpr):
     """A tile of queries, and the factor on each row's scores. INT8 has no NaN: a tile with NaN is reported."""
     stride_b, stride_h, stride_m = view.strides
     at = row * stride_b + head * stride_h + column[:, None] * stride_m + d[None, :]
@@ -115,7 +115,7 @@ def _queries(view, row, head, column, d, inside, scaling, broken_ptr, INT8: tl.c
         codes = as_int8(x * tl.div_rn(127.0, safe)[:, None])
         scale = tl.div_rn(largest, 127.0) * row_scale
     else:
-        codes = x.to(WIDE)
+        codes = x
         scale = tl.full((x.shape[0],), 1.0, tl.float32) * row_scale
     return codes, scale
 
@@ -133,79 +133,46 @@ def _load_raw(at, channel, token_seen, MASKED: tl.constexpr, D: tl.constexpr, DP
 
 
 @triton.jit
-def _chunk_tile(
-    state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, n0, count, scoring,
-    MASKED: tl.constexpr, FORM: tl.constexpr,
-):  # fmt: skip
-    """The key tile of the chunk that begins at `n0`; without MASKED every query sees every one of its keys."""
-    BLOCK: tl.constexpr = FORM.block
-    n = tl.arange(0, BLOCK)
-    place = (n0 + n).to(tl.int64)
-    here = n0 + n < count
-    if chunk.k is None:
-        k = tl.trans(k_tiles.load([(kv_row * chunk.padded).to(tl.int32) + n0, 0]))
-    else:
-        at = chunk.k.data + k_base + place[None, :] * chunk.k.strides[2] + d[:, None]
-        k = _load_raw(at, d[:, None], here[None, :], MASKED, FORM.dim, FORM.padded_dim)
-    if chunk.v is None:
-        v = tl.trans(v_tiles.load([(kv_row * FORM.dim).to(tl.int32), n0]))
-    else:
-        at = chunk.v.data + v_base + place[:, None] * chunk.v.strides[2] + d[None, :]
-        v = _load_raw(at, d[None, :], here[:, None], MASKED, FORM.dim, FORM.padded_dim)
-    k_scale = 1.0
-    if FORM.k_token:
-        k_scale = tl.load(chunk.k_scale + kv_row * chunk.padded + place)
-    elif chunk.k is None:
-        k_scale = tl.load(chunk.k_scale + kv_row * (chunk.padded // BLOCK) + n0 // BLOCK)
-    v_scale = 0.0
-    if chunk.v_scale is not None:
-        v_scale = tl.load(chunk.v_scale + kv_row * (chunk.padded // BLOCK) + n0 // BLOCK)
-    allowed = here[None, :] & ((n0 + n)[None, :] <= m[:, None])
-    if FORM.window > 0:
-        allowed &= (n0 + n)[None, :] > m[:, None] - FORM.window
-    return _step(
-        state, query, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED, FORM.k_token, V_TOKEN=False,
-        ORDERED=chunk.v is None, CLEAN=MASKED and chunk.k is not None,
-    )  # fmt: skip
-
-
-@triton.jit
 def _chunk(
     state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, from_n, to_n, count, scoring,
     MASKED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """The key tiles of the chunk from `from_n` to `to_n`."""
-    for n0 in range(from_n, to_n, FORM.block):
-        state = _chunk_tile(
-            state, query, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, n0, count, scoring, MASKED, FORM
-        )
+    """The key tiles of the chunk from `from_n` to `to_n`; without MASKED every query sees every one of their keys."""
+    BLOCK: tl.constexpr = FORM.block
+    for n0 in range(from_n, to_n, BLOCK):
+        n = tl.arange(0, BLOCK)
+        place = (n0 + n).to(tl.int64)
+        here = n0 + n < count
+        if chunk.k is None:
+            k = tl.trans(k_tiles.load([(kv_row * chunk.padded).to(tl.int32) + n0, 0]))
+        else:
+            at = chunk.k.data + k_base + place[None, :] * chunk.k.strides[2] + d[:, None]
+            k = _load_raw(at, d[:, None], here[None, :], MASKED, FORM.dim, FORM.padded_dim)
+        if chunk.v is None:
+            v = tl.trans(v_tiles.load([(kv_row * FORM.dim).to(tl.int32), n0]))
+        else:
+            at = chunk.v.data + v_base + place[:, None] * chunk.v.strides[2] + d[None, :]
+            v = _load_raw(at, d[None, :], here[:, None], MASKED, FORM.dim, FORM.padded_dim)
+        k_scale = 1.0
+        if FORM.k_token:
+            k_scale = tl.load(chunk.k_scale + kv_row * chunk.padded + place)
+        elif chunk.k is None:
+            k_scale = tl.load(chunk.k_scale + kv_row * (chunk.padded // BLOCK) + n0 // BLOCK)
+        v_scale = 0.0
+        if chunk.v_scale is not None:
+            v_scale = tl.load(chunk.v_scale + kv_row * (chunk.padded // BLOCK) + n0 // BLOCK)
+        allowed = here[None, :] & ((n0 + n)[None, :] <= m[:, None])
+        if FORM.window > 0:
+            allowed &= (n0 + n)[None, :] > m[:, None] - FORM.window
+        state = _step(
+            state, query, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED, FORM.k_token, V_TOKEN=False,
+            ORDERED=chunk.v is None, CLEAN=MASKED and chunk.k is not None,
+        )  # fmt: skip
     return state
 
 
 @triton.jit
-def _sealed_tile(
-    state, query, past, k_base, v_base, scales, m, d, n0, tokens, v_scale, scoring, FORM: tl.constexpr
-):  # fmt: skip
-    """The tile of the past's sealed blocks that begins at `n0`. v_scale: log2 of that of its values."""
-    D: tl.constexpr = FORM.dim
-    WINDOW: tl.constexpr = FORM.window
-    n = tl.arange(0, FORM.past_tile)
-    place = (n0 + n).to(tl.int64)
-    k = tl.load(k_base + place[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0)
-    v_at = v_base + place[:, None] + d[None, :].to(tl.int64) * past.sealed_room
-    v = tl.load(v_at, mask=(d < D)[None, :], other=0.0)
-    k_scale = tl.load(scales + n0 // FORM.past_block * 2)
-    allowed = (n0 + n)[None, :] > (tokens + m)[:, None] - WINDOW
-    return _step(
-        state, query, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED=WINDOW > 0,
-        K_TOKEN=False, V_TOKEN=False, ORDERED=not FORM.in_time, CLEAN=False,
-    )  # fmt: skip
-
-
-@triton.jit
-def _past(
-    state, query, past, row, kv_row, m, d, first, part, parts, scoring, FORM: tl.constexpr
-):  # fmt: skip
+def _past(state, query, past, row, kv_row, m, d, first, part, parts, scoring, FORM: tl.constexpr):
     """Sealed blocks (one scale per block) and open tokens (one scale per token). Every query comes after them.
 
     Of several parts each reads a share of the sealed blocks; the last one, whose share is smaller, the open tokens.
@@ -238,7 +205,16 @@ def _past(
     for n0 in range(begin, end, STEP):
         v_scale = v_next
         v_next = tl.load(scales + (n0 + STEP) // BLOCK * 2 + 1, mask=n0 + STEP < end, other=0.0)
-        state = _sealed_tile(state, query, past, k_base, v_base, scales, m, d, n0, tokens, v_scale, scoring, FORM)
+        place = (n0 + n).to(tl.int64)
+        k = tl.load(k_base + place[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0)
+        v_at = v_base + place[:, None] + d[None, :].to(tl.int64) * past.sealed_room
+        v = tl.load(v_at, mask=(d < D)[None, :], other=0.0)
+        k_scale = tl.load(scales + n0 // BLOCK * 2)
+        allowed = (n0 + n)[None, :] > (tokens + m)[:, None] - WINDOW
+        state = _step(
+            state, query, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED=WINDOW > 0, K_TOKEN=False,
+            V_TOKEN=False, ORDERED=not FORM.in_time, CLEAN=False,
+        )  # fmt: skip
     k_base = past.k_open + kv_row * past.open_room * D
     v_base = past.v_open + kv_row * past.open_room * D
     for n0 in range(tl.maximum(lowest - sealed, 0) // STEP * STEP, open_end, STEP):
@@ -322,16 +298,14 @@ def _attend(
         inside = (m < count)[:, None] & (d < D)[None, :]
         column = (start + m).to(tl.int64)
         broken = result.broken + row_head
-        q, row_scale = _queries(queries, row, head, column, d, inside, scoring.scaling, broken, INT8, FORM.wide)
+        q, row_scale = _queries(queries, row, head, column, d, inside, scoring.scaling, broken, INT8)
 
         acc = tl.zeros((BLOCK_M, DP), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         state = acc, total, top, top, total
         if past is not None:
-            state = _past(
-                state, (q, row_scale), past, row, kv_row, m, d, first, part, parts, scoring, FORM
-            )  # fmt: skip
+            state = _past(state, (q, row_scale), past, row, kv_row, m, d, first, part, parts, scoring, FORM)
 
         lowest, clear_from, clear_to, last = _edges(first, count, BLOCK_M, FORM.block, FORM.window)
         if FORM.split:
@@ -417,3 +391,42 @@ def prefill_kernel(
                         at % tiles, row_head, 0, 1, queries, k_tiles, v_tiles, chunk, past, scoring,
                         result, pairs, tokens, FORM,
                     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["pairs", "tokens"])
+def merge_parts_kernel(
+    outs,  # float32 [PARTS, B*Hq, M, D]
+    lses,  # float32 [PARTS, B*Hq, M], natural log
+    starts,  # int64 [B] or None: what lies before is not read
+    out, stride_b, stride_h, stride_m,  # [B, Hq, M, D]
+    lse,  # float32 [B*Hq, M]
+    pairs, tokens,
+    PARTS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Each program merges ROWS queries of one head; 0 and -inf before `starts`."""
+    tiles = tl.cdiv(tokens, ROWS)
+    pair = (tl.program_id(0) // tiles).to(tl.int64)
+    row, head = pair // HEADS, pair % HEADS
+    m = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    inside = m < tokens
+    seen = inside
+    if starts is not None:
+        seen &= m >= tl.load(starts + row)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    for part in tl.static_range(PARTS):
+        top = tl.maximum(top, tl.load(lses + (part * pairs + pair) * tokens + m, mask=seen, other=float("-inf")))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, DP), tl.float32)
+    for part in tl.static_range(PARTS):
+        at = (part * pairs + pair) * tokens + m
+        weight = tl.exp2((tl.load(lses + at, mask=seen, other=float("-inf")) - base) * LOG2_E)
+        total += weight
+        values = tl.load(outs + at[:, None] * D + d[None, :], mask=seen[:, None] & (d < D)[None, :], other=0.0)
+        acc += values * weight[:, None]
+    acc = acc / tl.where(total == 0, 1.0, total)[:, None]
+    to = row * stride_b + head * stride_h + m.to(tl.int64)[:, None] * stride_m + d[None, :]
+    tl.store(out + to, acc.to(out.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
+    found = tl.where(total == 0, float("-inf"), base + tl.log2(total) * LN_2)
+    tl.store(lse + pair * tokens + m, found, mask=inside)

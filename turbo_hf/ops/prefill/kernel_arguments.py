@@ -81,7 +81,6 @@ class PrefillForm(NamedTuple):
     past_tile: tokens of the past per tile; fewer than `past_block` only where P has no scale per tile.
     window: tokens that a query sees; 0: all.
     p_type, p_log2: type of P, and log2 of its largest value in a tile.
-    wide: type of the queries, where keys are not INT8.
     k_token: whether keys have a scale per token.
     split: whether several programs share the past of a tile of queries.
     in_time: whether sealed values are in the order of time, not in VALUE_ORDER.
@@ -98,7 +97,6 @@ class PrefillForm(NamedTuple):
     window: int
     p_type: Any
     p_log2: float
-    wide: Any
     k_token: bool
     split: bool
     in_time: bool

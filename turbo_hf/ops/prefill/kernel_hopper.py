@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from turbo_hf.ops.kernel_common import LN_2, ROUND, SCORE_LIMIT
+from turbo_hf.ops.latent.kernel_hopper import code_fence
 from turbo_hf.ops.prefill.kernel_hopper_past import (
     GUARD,
     by_worth,
@@ -141,22 +142,6 @@ def _store_lse(lse, found, rows, broken, M, seen):
 
 
 @gluon.jit
-def _pack_if(P, FP8: gl.constexpr, NOW: gl.constexpr):
-    """P packed, or unchanged: packing after the wait saves a copy of W, takes registers, and pays at D = 64 only."""
-    W = P
-    if NOW:
-        W = _pack(P, FP8)
-    return W
-
-
-@gluon.jit
-def _rounds(n_items):
-    """Work items of this program."""
-    rounds = gl.cdiv(n_items, gl.num_programs(0))
-    return gl.where(_item(rounds - 1) < n_items, rounds, rounds - 1)
-
-
-@gluon.jit
 def _next_scales(k_scales, v_logs, j):
     """Scales of the tile that comes after tile j (past the end: any)."""
     at = gl.maximum(j - 1, 0)
@@ -183,12 +168,6 @@ def _first_tile(q_smem, k_smem, zero, c, last, first_key, OFFSET: gl.constexpr, 
     S = warpgroup_mma_wait(0, deps=[S])
     m = gl.full((64,), -1.0e30, gl.float32, gl.SliceLayout(1, layout))
     return _probabilities(S, c, m, last, first_key, OFFSET, True, layout)
-
-
-@gluon.jit
-def _last_row(row, M, layout: gl.constexpr):
-    """The last key that each of 64 rows sees."""
-    return gl.minimum(gl.full((64,), 0, gl.int32, layout) + (M - 1), row + gl.arange(0, 64, layout=layout))
 
 
 @gluon.jit
@@ -243,14 +222,6 @@ def _lane_sum(P):
 
 
 @gluon.jit
-def _code_fence(M):
-    """A branch never taken (M >= 0): keeps ptxas from hoisting the wait for P V over the softmax before it."""
-    gl.inline_asm_elementwise(
-        "{.reg .pred p; setp.eq.s32 p, $1, -1; spin: @!p bra done; nanosleep.u32 8; bra spin; done: mov.u32 $0, 0;}",
-        "=r,r", [M], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _rows(x, layout: gl.constexpr):
     """A row vector as a column of another tensor-core layout; both hold the same rows in a thread."""
     return gl.convert_layout(x, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
@@ -279,19 +250,24 @@ def _absorb(P, worth, W, F, R, acc, total, old, ref, unit, v_exp, alpha, beta, M
     """What the last tile added, F and R, to the sums. P: of this tile; worth: the same by which its values count."""
     lanes: gl.constexpr = total.type.layout
     o_layout: gl.constexpr = acc.type.layout
-    Wn = _pack_if(worth, FP8, not LATE_PACK)
+    Wn = worth
+    if not LATE_PACK:
+        Wn = _pack(Wn, FP8)
     if FP8:
-        _code_fence(M)
+        code_fence(M)
         F, R, W, Wn = warpgroup_mma_wait(0, deps=[F, R, W, Wn])
         total = total * _rows(beta, lanes) + R
         beta = gl.exp2(old - ref)
     else:
         total = total * _rows(gl.exp2(old - ref), lanes) + _lane_sum(P)
-        _code_fence(M)
+        code_fence(M)
         F, W, Wn, total = warpgroup_mma_wait(0, deps=[F, W, Wn, total])
     mbarrier.arrive(empty)
     acc = acc * _rows(alpha, o_layout) + F.to(gl.float32)
-    W = _pack_if(Wn, FP8, LATE_PACK)
+    W = Wn
+    if LATE_PACK:
+        # after the wait it saves a copy of W, takes registers, and pays at D = 64 only
+        W = _pack(Wn, FP8)
     alpha = gl.exp2(unit - (ref + v_exp))
     return W, acc, total, ref + v_exp, alpha, beta
 
@@ -319,7 +295,8 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
     halves: gl.constexpr = s_zero.reshape((64, 2, 64)).type.layout
 
     it = 0
-    rounds = _rounds(n_items)
+    rounds = gl.cdiv(n_items, gl.num_programs(0))
+    rounds = gl.where(_item(rounds - 1) < n_items, rounds, rounds - 1)
     x = _load_q(q, 0, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, starts, parts, D, io_layout)
     for round_ in range(rounds):
         row, bh, part = _place(_item(round_), n_blocks, heads, parts)
@@ -338,7 +315,8 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
         q_scale = gl.convert_layout(_quantize_q(x, q_wg, broken + bh) * (scale_log2 / 127.0), row_layout)
 
         s = it % STAGES
-        last = _last_row(row, M, row_layout)
+        # the last key that each row sees
+        last = gl.minimum(gl.full((64,), 0, gl.int32, row_layout) + (M - 1), row + gl.arange(0, 64, layout=row_layout))
         if parts is not None:
             # other parts see none of the first tile, from which the loops go on
             last = gl.where(part == 0, last, -1)

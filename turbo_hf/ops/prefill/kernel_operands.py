@@ -17,7 +17,7 @@ def quantize_operands_kernel(
     k_ptr, v_ptr, k_out_ptr, k_scale_ptr, v_out_ptr, v_scale_ptr, v_log2_ptr, broken_ptr, starts_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, tokens, padded,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, K_TOKEN: tl.constexpr,
-    V_TOP: tl.constexpr, V_OUT: tl.constexpr, STARTS: tl.constexpr,
+    V_TOP: tl.constexpr,
 ):  # fmt: skip
     """One block of one KV head: keys [BLOCK, D] to INT8, values to [D, BLOCK] in INT8 or FP8, in VALUE_ORDER."""
     row, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
@@ -26,7 +26,7 @@ def quantize_operands_kernel(
     n = block * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, DP)
     start = 0
-    if STARTS:
+    if starts_ptr is not None:
         start = tl.load(starts_ptr + row).to(tl.int32)
     count = tokens - start
 
@@ -51,7 +51,7 @@ def quantize_operands_kernel(
     # codes cannot represent NaN or Inf, for which alone 0 * x is not 0: such a head is reported
     if tl.sum(tl.sum(k * 0.0 + v * 0.0, 1), 0) != 0.0:
         tl.store(broken_ptr + kv_row, 1)
-    if V_OUT:
+    if v_out_ptr is not None:
         most = counted(tl.max(tl.max(tl.abs(v), 1), 0))
         codes = _scaled(v, most, V_TOP)
         scale = tl.div_rn(most, V_TOP)

@@ -19,14 +19,13 @@ from turbo_hf.layout import (
     power_of_two,
 )
 from turbo_hf.ops import gpu
-from turbo_hf.ops.prefill.kernel import prefill_kernel
+from turbo_hf.ops.prefill.kernel import merge_parts_kernel, prefill_kernel
 from turbo_hf.ops.prefill.kernel_arguments import Chunk, Past, PrefillForm, PrefillResult, View
 from turbo_hf.ops.prefill.kernel_operands import (
     quantize_operands_kernel,
     unpack_past_kernel,
     unpack_tiles_kernel,
 )
-from turbo_hf.ops.prefill.kernel_parts import merge_parts_kernel
 from turbo_hf.ops.store.launch import pairs_of
 from turbo_hf.ops.tuning import PrefillTiles, fills_sms, in_tiles, past_parts, prefill_tiles
 
@@ -62,28 +61,26 @@ def _view(x: torch.Tensor) -> View:
 
 
 def launch_quantize_operands(
-    k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None
-) -> Operands:
-    """As `reference_quantize_operands`, in one launch."""
-    broken = torch.empty(k.shape[0] * k.shape[1], dtype=torch.int32, device=k.device)
-    return _quantize(k, v, rounding, starts, broken)[0]
-
-
-def _quantize(
-    k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None, broken: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rounding: Rounding,
+    starts: torch.Tensor | None,
+    broken: torch.Tensor | None = None,
 ) -> tuple[Operands, torch.Tensor | None]:
-    """Operands, and the log2 of their `v_scale`. broken: int32 [B*Hkv], set to 1 for heads that contain NaN or Inf."""
+    """As `reference_quantize_operands`, in one launch; and the log2 of `v_scale`.
+
+    broken: int32 [B*Hkv], set to 1 for heads that contain NaN or Inf; None: it is not asked for.
+    """
     mode, block = MODES[rounding.mode], rounding.block
     batch, heads, tokens, dim = k.shape
     padded = -(-tokens // block) * block
-    device, by_token, with_v = k.device, mode.k_scale == "token", mode.v_type is not None
+    device, by_token = k.device, mode.k_scale == "token"
     k, v = _last_contiguous(k), _last_contiguous(v)
-    shape = {"HEADS": heads, "D": dim, "DP": _padded_dim(dim), "BLOCK": block, "STARTS": starts is not None}
-    shape |= gpu.FMA
+    broken = torch.empty(batch * heads, dtype=torch.int32, device=device) if broken is None else broken
     k_codes = torch.empty(batch, heads, padded, dim, dtype=torch.int8, device=device)
     k_scale = torch.empty(batch, heads, padded if by_token else padded // block, device=device)
     v_codes = v_block = v_log2 = None
-    if with_v:
+    if mode.v_type is not None:
         v_codes = torch.empty(batch, heads, dim, padded, dtype=mode.v_type, device=device)
         v_block, v_log2 = torch.empty(2, batch, heads, padded // block, device=device)
     grid = (padded // block, pairs_of(batch, heads))
@@ -91,8 +88,7 @@ def _quantize(
         quantize_operands_kernel[grid](
             k, v, k_codes, k_scale, v_codes, v_block, v_log2, broken, starts,
             *k.stride()[:3], *v.stride()[:3], tokens, padded,
-            K_TOKEN=by_token, V_TOP=mode.v_top, V_OUT=with_v,
-            **shape,
+            HEADS=heads, D=dim, DP=_padded_dim(dim), BLOCK=block, K_TOKEN=by_token, V_TOP=mode.v_top, **gpu.FMA,
         )  # fmt: skip
     return Operands(k_codes, k_scale, v_codes, v_block), v_log2
 
@@ -194,7 +190,8 @@ def launch_prefill(
     flags = torch.empty if rounding.mode == "native" else torch.zeros
     broken = flags(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
     held = None if past is None else _held(past, q.dtype, rounding.mode, tiled=hopper)
-    kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
+    # scores are in units of log2
+    kernel_scoring = scoring._replace(softcap=scoring.softcap and scoring.softcap * math.log2(math.e))
 
     def run(
         operands: Operands,
@@ -217,7 +214,7 @@ def launch_prefill(
         form = PrefillForm(
             heads=heads, group=heads // kv_heads, dim=dim, padded_dim=padded_dim, block_m=tiles.block_m,
             block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0,
-            p_type=TL_TYPES[mode.p_type(q.dtype) or q.dtype], p_log2=math.log2(mode.v_top), wide=TL_TYPES[q.dtype],
+            p_type=TL_TYPES[mode.p_type(q.dtype) or q.dtype], p_log2=math.log2(mode.v_top),
             k_token=mode.k_scale == "token", split=split, in_time=rounding.mode == "native",
         )  # fmt: skip
         programs = -(-tokens // tiles.block_m) * pairs * (1 if repair else parts)
@@ -236,7 +233,7 @@ def launch_prefill(
         if rounding.mode == "native":
             run(precise_parts, "native")
         else:
-            operands, v_log2 = _quantize(k, v, rounding, starts, broken[pairs:])
+            operands, v_log2 = launch_quantize_operands(k, v, rounding, starts, broken[pairs:])
             if hopper:
                 from turbo_hf.ops.prefill.launch_hopper import launch_hopper_prefill  # noqa: PLC0415 - needs Gluon
 
@@ -244,7 +241,10 @@ def launch_prefill(
             else:
                 run(operands, rounding.mode, v_log2)
         if parts > 1:
-            _merge_parts(*first, starts, found)
+            merge_parts_kernel[(-(-tokens // MERGED) * pairs,)](
+                *first, starts, found.out, *found.out.stride()[:3], found.lse, pairs, tokens, PARTS=parts, HEADS=heads,
+                D=dim, DP=padded_dim, ROWS=MERGED, **gpu.FMA,
+            )  # fmt: skip
         if rounding.mode != "native":
             # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
             run(precise_parts, "native", repair=True)
@@ -259,15 +259,6 @@ def _outputs(q: torch.Tensor, padded: bool) -> AttentionOutput:
     if padded:
         lse.fill_(-torch.inf)
     return AttentionOutput(out(batch, tokens, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2), lse)
-
-
-def _merge_parts(outs: torch.Tensor, lses: torch.Tensor, starts: torch.Tensor | None, to: AttentionOutput) -> None:
-    """outs float32 [parts, B, Hq, M, D] and their lse to one result."""
-    parts, batch, heads, tokens, dim = outs.shape
-    merge_parts_kernel[(-(-tokens // MERGED) * batch * heads,)](
-        outs, lses, starts, to.out, *to.out.stride()[:3], to.lse, batch * heads, tokens, PARTS=parts, HEADS=heads,
-        D=dim, DP=_padded_dim(dim), ROWS=MERGED, **gpu.FMA,
-    )  # fmt: skip
 
 
 def _hopper_serves(
@@ -286,8 +277,3 @@ def _hopper_serves(
     scales = MODES[rounding.mode].k_scale == "block" and rounding.block == 128
     narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in (64, 128)
     return gpu.hopper(q.device) and plain and scales and narrow
-
-
-def _log2(softcap: float | None) -> float | None:
-    """The cap in units of log2."""
-    return None if softcap is None else softcap * math.log2(math.e)

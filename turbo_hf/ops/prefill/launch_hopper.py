@@ -7,13 +7,11 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from turbo_hf.layout import PROMPT_TILE as TILE
 from turbo_hf.layout import AttentionOutput, Operands, Scoring
 from turbo_hf.ops import gpu
 from turbo_hf.ops.prefill.kernel_arguments import Past, TiledPast
 from turbo_hf.ops.prefill.kernel_hopper import hopper_prefill_kernel
-
-TILE = 128
-"""Queries of a work item, keys of a tile."""
 
 L2_BYTES = 24e6
 """K and V of the heads that run together: they should stay in the 50 MB of L2, along with streaming data."""

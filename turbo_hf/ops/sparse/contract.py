@@ -4,13 +4,16 @@ from collections.abc import Mapping
 
 import torch
 
-from turbo_hf.config.turbo_config import MOST_BUCKETS
-from turbo_hf.layout import CLASSIFIER, AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits
+from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits
 from turbo_hf.ops.backend import Choice
-from turbo_hf.ops.checks import check_queries, check_scoring, check_shape
-from turbo_hf.ops.decode.contract import DECODE_MODES, check_lengths
-from turbo_hf.ops.sparse.reference import reference_sparse_decode
-from turbo_hf.ops.sparse.reference_select import reference_assign, reference_assign_and_score, reference_visit
+from turbo_hf.ops.checks import check_queries, check_shape
+from turbo_hf.ops.decode.contract import check_lengths
+from turbo_hf.ops.sparse.reference import (
+    reference_assign,
+    reference_assign_and_score,
+    reference_sparse_decode,
+    reference_visit,
+)
 
 
 class SparseOps(Choice):
@@ -21,7 +24,7 @@ class SparseOps(Choice):
 
         Args:
             keys: float [B, Hkv, M, D].
-            centroids: float [Hkv, C, D], of unit length.
+            centroids: float [Hkv, C, D], of unit length; C fits in 16 bits.
             rotary: cos and sin, [1 or B, M, r] with r up to D: the rotary embedding of the keys (half layout: channels
                 c and c + r/2 rotate together) is undone first. None: keys are used as they are.
 
@@ -29,13 +32,11 @@ class SparseOps(Choice):
             int16 [B, Hkv, M], in [0, C).
 
         Raises:
-            ValueError: shapes or devices that do not agree, or more centroids than 16 bits can number.
+            ValueError: keys or a rotary embedding that do not agree with the centroids.
 
         Source: SAAP sec. 4 (spherical k-means).
         """
-        _check_keys(keys, centroids)
-        dim = centroids.shape[2]
-        _check_rotary(rotary, keys.shape[0], keys.shape[2], dim)
+        _check_keys(keys, centroids, rotary)
         if keys.numel() and self.store_kernels:
             from turbo_hf.ops.sparse.launch import launch_assign  # noqa: PLC0415 - needs Triton
 
@@ -67,15 +68,12 @@ class SparseOps(Choice):
             Buckets int16 [B, Hkv, M], logits float32 [B, Hkv, M, C].
 
         Raises:
-            ValueError: shapes or devices that do not agree, or more centroids than 16 bits can number.
+            ValueError: keys, queries or a rotary embedding that do not agree with the centroids.
 
         Source: SAAP sec. 2 (inverted lists), sec. 4 (f_q), sec. 5 (outputs of a group added).
         """
-        _check_keys(keys, centroids)
+        _check_keys(keys, centroids, rotary)
         check_shape("queries", queries, (*keys.shape[:3], "G", keys.shape[3]), keys.device)
-        if classifier is not None:
-            _check_classifier(classifier, centroids)
-        _check_rotary(rotary, keys.shape[0], keys.shape[2], keys.shape[3])
         if queries.numel() and self.store_kernels:
             from turbo_hf.ops.sparse.launch import launch_assign_and_score  # noqa: PLC0415 - needs Triton
 
@@ -87,20 +85,16 @@ class SparseOps(Choice):
 
         Args:
             logits: float [B, Hkv, M, C], finite: the output of the classifier, or of another selector.
-            probes: buckets to visit.
+            probes: buckets to visit, from 1 to C.
 
         Returns:
             bool [B, Hkv, M, C]; in a tie, the first bucket.
 
         Raises:
-            ValueError: logits of another shape, or probes outside 1 to C.
+            ValueError: a backend that cannot run.
 
         Source: SAAP sec. 4, 5 (l buckets, the queries of a group together).
         """
-        check_shape("logits", logits, ("B", "Hkv", "M", "C"), logits.device)
-        buckets = logits.shape[-1]
-        if not 1 <= probes <= buckets:
-            raise ValueError(f"probes must be from 1 to the {buckets} buckets; got {probes}.")
         if logits.numel() and self.store_kernels:
             from turbo_hf.ops.sparse.launch import launch_visit  # noqa: PLC0415 - needs Triton
 
@@ -139,22 +133,13 @@ class SparseOps(Choice):
             attended keys, including sinks, -inf where a row has no token.
 
         Raises:
-            ValueError: shapes, lengths, dtypes or devices that do not agree, an unknown mode, a softcap or
-                sas_threshold of the wrong sign, an `always` without any token.
+            ValueError: queries or lengths that do not agree with the store, a softcap of the wrong sign.
 
         Source: SAAP sec. 4, appendix F.
         """
         _, kv_heads, _, dim = store.k_open.shape
-        check_queries(q, kv_heads, dim, self.mode, starts, DECODE_MODES)
-        check_scoring(scoring, q.shape[1], None)
-        longest = max(check_lengths(store, q) or (0,)) * store.block
-        if always.sink_tokens < 0 or always.window_tokens < 1:
-            raise ValueError(
-                f"sink_tokens must be at least 0 and window_tokens at least 1; got {always.sink_tokens} and "
-                f"{always.window_tokens}."
-            )
-        if visits is not None:
-            _check_visits(visits, q, kv_heads, longest)
+        check_queries(q, kv_heads, dim, scoring)
+        check_lengths(store, q)
         run = reference_sparse_decode
         if self.step_kernels:
             from turbo_hf.ops.sparse.launch import launch_sparse_decode  # noqa: PLC0415 - needs Triton
@@ -163,25 +148,11 @@ class SparseOps(Choice):
         return run(q, store, scoring, visits, always, starts, self.mode, read)
 
 
-def _check_keys(keys: torch.Tensor, centroids: torch.Tensor) -> None:
-    heads, buckets, dim = centroids.shape
-    check_shape("keys", keys, ("B", heads, "M", dim), centroids.device)
-    if buckets > MOST_BUCKETS:
-        raise ValueError(f"centroids must be at most {MOST_BUCKETS} per head; got {buckets}.")
-
-
-def _check_classifier(classifier: Mapping[str, torch.Tensor], centroids: torch.Tensor) -> None:
-    missing = [name for name in CLASSIFIER if name not in classifier]
-    if missing:
-        raise ValueError(f"classifier must hold {', '.join(CLASSIFIER)}; it lacks {', '.join(missing)}.")
+def _check_keys(keys: torch.Tensor, centroids: torch.Tensor, rotary: Rotary | None) -> None:
+    """ValueError unless keys, and the rotary embedding that a model brings with them, agree with the centroids."""
     heads, _, dim = centroids.shape
-    *_, hidden, buckets = classifier["weight_2"].shape
-    shapes = (heads, dim, hidden), (heads, hidden), (heads, hidden, buckets), (heads, buckets)
-    for name, shape in zip(CLASSIFIER, shapes, strict=True):
-        check_shape(f"classifier {name}", classifier[name], shape, centroids.device)
-
-
-def _check_rotary(rotary: Rotary | None, rows: int, tokens: int, dim: int) -> None:
+    check_shape("keys", keys, ("B", heads, "M", dim), centroids.device)
+    rows, _, tokens, _ = keys.shape
     for part in rotary or ():
         shape = part.shape
         if part.dim() != 3 or shape[0] not in (1, rows) or shape[1] != tokens or shape[2] > dim or shape[2] % 2:
@@ -189,16 +160,3 @@ def _check_rotary(rotary: Rotary | None, rows: int, tokens: int, dim: int) -> No
                 f"rotary must be cos and sin of [1 or {rows}, {tokens}, r], r even and at most {dim}; got "
                 f"{tuple(shape)}."
             )
-
-
-def _check_visits(visits: Visits, q: torch.Tensor, kv_heads: int, longest: int) -> None:
-    """longest: tokens sealed in the longest row, as far as known."""
-    batch, _, tokens, _ = q.shape
-    check_shape("buckets", visits.buckets, (batch, kv_heads, "cap"), q.device, torch.int16)
-    check_shape("visited", visits.visited, (batch, kv_heads, tokens, "C"), q.device, torch.bool)
-    if visits.spans is not None:
-        check_shape("spans", visits.spans, (batch, kv_heads, "n", 2), q.device, torch.int16)
-    if visits.buckets.shape[2] < longest:
-        raise ValueError(
-            f"buckets must have cap >= {longest}, the tokens sealed in the longest row; got {visits.buckets.shape[2]}."
-        )

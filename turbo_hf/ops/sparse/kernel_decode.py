@@ -25,11 +25,13 @@ def sparse_decode_kernel(
     read_ptr,  # int64 [1], to which the number of tokens read is added, or None
     capacity, index_cap, outputs, window,  # of a list, of the index in tokens; their number; newest tokens always read
     tokens, sink, alone,  # M; as in `Chosen`; CTAs where there are few tiles
-    FORM: tl.constexpr, SHARING: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    FORM: tl.constexpr, OUTPUTS: tl.constexpr, FILLED: tl.constexpr, SHARES: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Equal shares, each of one output [row, slot, query, part of the query heads].
 
-    The split is computed here: the host knows neither the lengths of the rows nor the lists. PDL: `pdl_wait`.
+    The split is computed here: the host knows neither the lengths of the rows nor the lists. OUTPUTS: `outputs`,
+    padded. FILLED, SHARES: as in `tiles_of_share`. PDL: `pdl_wait`.
     """
     KV: tl.constexpr = FORM.kv_heads
     NB: tl.constexpr = FORM.tile
@@ -37,13 +39,13 @@ def sparse_decode_kernel(
     R: tl.constexpr = FORM.rows
     N: tl.constexpr = R // 2 if FORM.spread else R
     row_parts: tl.constexpr = (FORM.group + N - 1) // N
-    o = tl.arange(0, SHARING.outputs)
+    o = tl.arange(0, OUTPUTS)
     nb = tl.arange(0, NB)
     places, closeds, heads_of = outputs_of(o, outputs, row_parts, tokens, rows, KV, FORM.block)
     pdl_wait(PDL, True)
     listed_counts = tl.load(lists.counts + o // row_parts, mask=o < outputs, other=0)
     tiles = tiles_of(places, closeds, listed_counts, o < outputs, NB)
-    most = tiles_of_share(tiles, outputs, tl.num_programs(0), alone, FORM.at_once, SHARING.filled, SHARING.shares)
+    most = tiles_of_share(tiles, outputs, tl.num_programs(0), alone, FORM.at_once, FILLED, SHARES)
     shares_of = over(tiles, most)
     ends = tl.cumsum(shares_of, 0)
     total = tl.sum(shares_of, 0)

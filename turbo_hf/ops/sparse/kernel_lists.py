@@ -5,10 +5,32 @@ There is no inverted index. For each sealed block its span is known: the smalles
 bucket. The next launch knows how many blocks each output has, and splits them into shares of whole tiles.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from turbo_hf.ops.kernel_common import pdl_wait, to_l2
+
+
+class Index(NamedTuple):
+    """The buckets of a layer.
+
+    buckets: int16 [B, Hkv, cap], the bucket of each token.
+    visited: uint8 [B, Hkv, M, clusters], whether each query visits each bucket.
+    clusters: buckets per KV head.
+    """
+
+    buckets: Any
+    visited: Any
+    clusters: int
+
+
+class Lists(NamedTuple):
+    """What `list_kernel` leaves: blocks int64 [lists, capacity], page << 32 | number; counts int32 [lists]."""
+
+    blocks: Any
+    counts: Any
 
 
 @triton.jit

@@ -33,17 +33,6 @@ def _signed(x):
 
 
 @triton.jit
-def _keys(
-    keys_ptr, cos_ptr, sin_ptr, strides, rotary_stride, row, head, n, tokens, d, D: tl.constexpr, ROTARY: tl.constexpr
-):  # fmt: skip
-    """Keys n of a row and head before rotary embedding, float32 [TOKENS, DP]; zeros from `tokens` on."""
-    at = keys_ptr + row * strides[0] + head * strides[1] + n.to(tl.int64) * strides[2]
-    turn = row * rotary_stride + n.to(tl.int64) * ROTARY
-    ok = (n < tokens)[:, None] & (d < D)[None, :]
-    return _undo_rotary_halves(at, strides[3], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
-
-
-@triton.jit
 def assign_kernel(
     keys_ptr,  # [B, Hkv, M, D]
     centroids_ptr,  # [Hkv, C, D]
@@ -58,7 +47,10 @@ def assign_kernel(
     row, head = pair // HEADS, pair % HEADS
     n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     d = tl.arange(0, DP)
-    keys = _keys(keys_ptr, cos_ptr, sin_ptr, strides, rotary_stride, row, head, n, tokens, d, D, ROTARY)
+    at = keys_ptr + row * strides[0] + head * strides[1] + n.to(tl.int64) * strides[2]
+    turn = row * rotary_stride + n.to(tl.int64) * ROTARY
+    ok = (n < tokens)[:, None] & (d < D)[None, :]
+    keys = _undo_rotary_halves(at, strides[3], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
     keys = keys.to(centroids_ptr.dtype.element_ty)
     best = tl.full([TOKENS], -float("inf"), tl.float32)
     found = tl.zeros([TOKENS], tl.int32)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from threading import get_ident
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,9 +23,8 @@ from turbo_hf.ops.decode.kernel_block import STATS
 from turbo_hf.ops.decode.launch import FILLED, MERGED, tiles_for
 from turbo_hf.ops.decode.stream_k import KeptWorkspace
 from turbo_hf.ops.kernel_launch import Rows, cache_of
-from turbo_hf.ops.sparse.kernel_arguments import Index, Lists, Sharing
 from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel
-from turbo_hf.ops.sparse.kernel_lists import list_kernel
+from turbo_hf.ops.sparse.kernel_lists import Index, Lists, list_kernel
 from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logits_kernel, rank_kernel
 from turbo_hf.ops.store.launch import pairs_of
 
@@ -35,9 +33,6 @@ SCAN = 2048
 
 SHARES = 4
 """Shares per CTA where there are many outputs: enough that most CTAs end at about the same time."""
-
-EVERY = 1 << 30
-"""More tokens than a row has."""
 
 
 def _turns(rotary: Rotary | None, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
@@ -87,14 +82,6 @@ NEAR = 32
 """Centroids per program: every SM should read a part of them."""
 
 
-class NewKeys(NamedTuple):
-    """Keys [B, Hkv, M, D], centroids [Hkv, C, D], and where the keys' buckets go, int16 [B, Hkv, M]."""
-
-    keys: torch.Tensor
-    centroids: torch.Tensor
-    out: torch.Tensor
-
-
 @cache
 def _bests(device: torch.device, stream: int, thread: int, chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The best centroids of each chunk so far, and arrival counters, as each launch leaves them.
@@ -106,26 +93,6 @@ def _bests(device: torch.device, stream: int, thread: int, chunks: int) -> tuple
         return least, torch.zeros(chunks, dtype=torch.int32, device=device)
 
 
-def _classify(
-    queries: torch.Tensor, classifier: Mapping[str, torch.Tensor], rotary: Rotary | None, new: NewKeys
-) -> torch.Tensor:
-    """A classifier's logits of queries: one launch per layer, of which the first finds the buckets of new keys too."""
-    batch, heads, tokens, group, _ = queries.shape
-    weight_1, bias_1, weight_2, bias_2 = (classifier[name].contiguous() for name in CLASSIFIER)
-    hidden, buckets = weight_2.shape[1:]
-    x = torch.empty(batch, heads, tokens, hidden, dtype=torch.float32, device=queries.device)
-    out = torch.empty(batch, heads, tokens, buckets, dtype=torch.float32, device=queries.device)
-    tile = BUCKETS_AT_ONCE
-    with torch.cuda.device_of(queries):
-        _layer(queries, weight_1, bias_1, x, rotary, new)
-        logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
-            x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
-            UNITS=2 * UNITS, WHOLE=hidden % (2 * UNITS) == 0 and buckets % tile == 0, STAGES=4,
-            **gpu.pdl(queries.device), num_warps=4, **gpu.FMA,
-        )  # fmt: skip
-    return out
-
-
 def launch_assign_and_score(
     keys: torch.Tensor,
     queries: torch.Tensor,
@@ -134,39 +101,35 @@ def launch_assign_and_score(
     *,
     rotary: Rotary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`SparseOps.assign_and_score`, with no more launches than for the logits alone."""
-    new = NewKeys(keys, centroids.contiguous(), torch.empty(keys.shape[:3], dtype=torch.int16, device=keys.device))
-    if classifier is not None:
-        return new.out, _classify(queries, classifier, rotary, new)
-    logits = torch.empty(*queries.shape[:3], centroids.shape[1], dtype=torch.float32, device=queries.device)
-    with torch.cuda.device_of(queries):
-        _layer(queries, centroids.mT, None, logits, rotary, new)
-    return new.out, logits
-
-
-def _layer(
-    queries: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    rotary: Rotary | None,
-    new: NewKeys,
-) -> None:
-    """A layer on queries [B, Hkv, M, G, D], added over G. weight: [Hkv, D, units], any strides; bias: with a ReLU."""
+    """`SparseOps.assign_and_score`: a launch per layer of the classifier, of which the first finds the buckets too."""
     batch, heads, tokens, group, dim = queries.shape
-    units, padded = weight.shape[2], power_of_two(group)
-    rows = max(VECTORS, padded)
+    centroids, device, asking = centroids.contiguous(), queries.device, batch * tokens
+    weight, bias = centroids.mT, None
+    if classifier is not None:
+        weight, bias, weight_2, bias_2 = (classifier[name].contiguous() for name in CLASSIFIER)
+    units, buckets, padded = weight.shape[2], centroids.shape[1], power_of_two(group)
+    rows, pdl = max(VECTORS, padded), gpu.pdl(device)
+    found = torch.empty(keys.shape[:3], dtype=torch.int16, device=device)
+    out = torch.empty(batch, heads, tokens, units, dtype=torch.float32, device=device)
     cos, sin, stride, turned = _turns(rotary, queries)
-    buckets, stream = new.centroids.shape[1], gpu.stream(queries.device)
-    known = (*new, *_bests(queries.device, stream, get_ident(), heads * triton.cdiv(batch * tokens, KEYS)))
+    bests = _bests(device, gpu.stream(device), get_ident(), heads * triton.cdiv(asking, KEYS))
     tiles = triton.cdiv(units, UNITS) + triton.cdiv(buckets, NEAR)
-    chunks = max(triton.cdiv(batch * tokens, rows // padded), triton.cdiv(batch * tokens, KEYS))
-    layer_kernel[(tiles, heads, chunks)](
-        queries, weight, weight if bias is None else bias, out, cos, sin, known, queries.stride(), weight.stride(),
-        new.keys.stride(), stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded, ROWS=rows,
-        D=dim, DP=max(16, power_of_two(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None, KEYS=KEYS, NEAR=NEAR,
-        PDL=gpu.pdl(queries.device)["PDL"], num_warps=4, **gpu.FMA,
-    )  # fmt: skip
+    with torch.cuda.device_of(queries):
+        layer_kernel[(tiles, heads, max(triton.cdiv(asking, rows // padded), triton.cdiv(asking, KEYS)))](
+            queries, weight, weight if bias is None else bias, out, cos, sin, (keys, centroids, found, *bests),
+            queries.stride(), weight.stride(), keys.stride(), stride, asking, tokens, heads, units, buckets,
+            GROUP=group, G=padded, ROWS=rows, D=dim, DP=max(16, power_of_two(dim)), TILE=UNITS, ROTARY=turned,
+            RELU=bias is not None, KEYS=KEYS, NEAR=NEAR, PDL=pdl["PDL"], num_warps=4, **gpu.FMA,
+        )  # fmt: skip
+        if classifier is None:
+            return found, out
+        logits, tile = torch.empty(batch, heads, tokens, buckets, dtype=torch.float32, device=device), BUCKETS_AT_ONCE
+        logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(asking, VECTORS))](
+            out, weight_2, bias_2, logits, tokens, batch, heads, units, buckets, group, ROWS=VECTORS, TILE=tile,
+            UNITS=2 * UNITS, WHOLE=units % (2 * UNITS) == 0 and buckets % tile == 0, STAGES=4, **pdl, num_warps=4,
+            **gpu.FMA,
+        )  # fmt: skip
+    return found, logits
 
 
 def launch_visit(logits: torch.Tensor, probes: int) -> torch.Tensor:
@@ -249,7 +212,7 @@ def launch_sparse_decode(
         index = Index(visits.buckets.contiguous(), flags, flags.shape[-1])
     rows_held = Rows(store.order.contiguous(), store.sealed, store.open_len, starts)
     lists_held = Lists(listed, listed_count)
-    sink, window = min(always.sink_tokens, EVERY), min(always.window_tokens, EVERY)
+    sink, window = always
     spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
     pdl = gpu.pdl(q.device)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
@@ -269,7 +232,7 @@ def launch_sparse_decode(
             DecodeQueries(q, q.stride()), DecodeResult(out, lse), cache_of(store), rows_held,
             index, lists_held, Workspace(parts, arrived), scoring, read,
             capacity, 0 if index is None else index.buckets.shape[-1], lists * row_parts, window, queries, sink,
-            alone, FORM=form, SHARING=Sharing(power_of_two(lists * row_parts), FILLED, SHARES), **pdl, ASM=q.is_cuda,
-            num_warps=tune.warps, **gpu.FMA,
+            alone, FORM=form, OUTPUTS=power_of_two(lists * row_parts), FILLED=FILLED, SHARES=SHARES, **pdl,
+            ASM=q.is_cuda, num_warps=tune.warps, **gpu.FMA,
         )  # fmt: skip
     return AttentionOutput(out, lse)

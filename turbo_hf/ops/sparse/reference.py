@@ -1,9 +1,15 @@
-"""Attention of the newest tokens over the buckets that they visit and the always-read tokens, in plain torch."""
+"""Buckets of keys, which of them a query visits, and attention over these (SAAP sec. 4), in plain torch."""
+
+from collections.abc import Mapping
 
 import torch
 
-from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Scoring, Visits
+from turbo_hf.layout import CLASSIFIER, AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits
 from turbo_hf.ops.decode.reference import reference_decode
+from turbo_hf.ops.maths import undo_rotary_halves
+
+PART = 4096
+"""Keys assigned at a time: bounds the float32 scores, one per key and centroid."""
 
 
 def reference_sparse_decode(
@@ -43,3 +49,34 @@ def _met(visits: Visits, tokens: int) -> torch.Tensor:
     # [B, Hkv, T] into visited [B, Hkv, M, C]
     at = bucket.clamp(0, visited.shape[-1] - 1)[:, :, None].expand(-1, -1, visited.shape[2], -1)
     return visited.gather(-1, at) | (bucket < 0)[:, :, None]
+
+
+def reference_assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
+    keys = undo_rotary_halves(keys, rotary)
+    wide = centroids.float().mT
+    parts = [(part @ wide).argmax(-1) for part in keys.split(PART, 2)]
+    return torch.cat(parts, 2).to(torch.int16)
+
+
+def reference_visit(logits: torch.Tensor, probes: int) -> torch.Tensor:
+    bucket = logits.float().argsort(dim=-1, descending=True, stable=True)
+    return torch.zeros_like(bucket, dtype=torch.bool).scatter(-1, bucket[..., :probes], True)
+
+
+def reference_assign_and_score(
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    centroids: torch.Tensor,
+    classifier: Mapping[str, torch.Tensor] | None = None,
+    *,
+    rotary: Rotary | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    found, turned = reference_assign(keys, centroids, rotary=rotary), queries.transpose(2, 3)
+    x = undo_rotary_halves(turned.flatten(1, 2), rotary).view(turned.shape)
+    if classifier is None:
+        # inner products are linear: those of the sum
+        return found, torch.matmul(x.sum(2), centroids.float().mT)
+    weight_1, bias_1, weight_2, bias_2 = (classifier[name].float() for name in CLASSIFIER)
+    hidden = (x @ weight_1[:, None] + bias_1[:, None, None]).relu()
+    # the second layer is linear: it runs on the sum
+    return found, hidden.sum(2) @ weight_2 + queries.shape[3] * bias_2[:, None]

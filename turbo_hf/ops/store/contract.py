@@ -9,7 +9,7 @@ import torch
 from turbo_hf.layout import KVStore
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import Choice, uses_triton
-from turbo_hf.ops.checks import check_float
+from turbo_hf.ops.checks import check_shape
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.maths import balanced_keys, balanced_queries
 from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
@@ -59,29 +59,18 @@ class StoreOps(Choice):
             `queries` as `ops.maths.balanced_queries` leaves them; None without.
 
         Raises:
-            ValueError: shapes or devices that do not match the store's; without `starts`, more tokens than there is
-                room for.
+            ValueError: keys, values or queries that do not match the store's.
 
         Source: INT-FlashAttention alg. 1 (token-level scales).
         """
-        batch, _, capacity, _ = store.k_open.shape
-        _check_new(k, v, store, "M", k.shape[2] if k.dim() == 4 else 0)
-        rows = (batch,)
-        _check_beside(store, starts=(starts, rows), nonfinite=(nonfinite, (1,)), arrived=(arrived, rows))
-        if starts is None and k.shape[2] > capacity:
-            raise ValueError(
-                f"k brings {k.shape[2]} tokens per row; the store has room for {capacity}, open ones included."
-            )
-        _check_balance(balance, queries, store, k.shape[2])
-        if self.rotary_dim is not None and self.store_kernels:
-            from turbo_hf.ops.store.launch_latent import launch_append_latents  # noqa: PLC0415 - needs Triton
-
-            launch_append_latents(k, v, store, starts, nonfinite)
-            return None
+        _check_new(k, v, store, queries)
         if self.store_kernels:
-            from turbo_hf.ops.store.launch import launch_append_tokens  # noqa: PLC0415 - needs Triton
+            from turbo_hf.ops.store.launch import launch_append_latents, launch_append_tokens  # noqa: PLC0415 - Triton
 
-            counters = _counters(batch, k.device, gpu.stream(k.device)) if arrived is None else arrived
+            if self.rotary_dim is not None:
+                launch_append_latents(k, v, store, starts, nonfinite)
+                return None
+            counters = _counters(len(k), k.device, gpu.stream(k.device)) if arrived is None else arrived
             return launch_append_tokens(k, v, store, starts, nonfinite, counters, balance, queries, repeat)
         k = balanced_keys(k, balance)
         reference_append_tokens(k, v, store, starts=starts, nonfinite=nonfinite)
@@ -106,9 +95,9 @@ class StoreOps(Choice):
 
         Args:
             k, v: float [B, Hkv, 1, D].
-            store: one layer's cache. A row has at most `first + block + recent` open tokens; if it has that many,
-                `table[row, sealed[row]]` is a page of its own. The pages, the open tokens, their scales, sealed and
-                open_len change.
+            store: one layer's cache of INT8 open tokens, or of latents, with room for `first + block + recent` open
+                tokens per row. A row has no more; if it has that many, `table[row, sealed[row]]` is a page of its own.
+                The pages, the open tokens, their scales, sealed and open_len change.
             noted: the index int16 [B, Hkv, places], with a place for every token of a row, and the buckets of the new
                 tokens int16 [B, Hkv, 1], which are written to their place in it. None: tokens have no buckets.
             nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
@@ -119,36 +108,17 @@ class StoreOps(Choice):
             As `append_tokens`.
 
         Raises:
-            ValueError: shapes or devices that do not agree with the store's, room for less than a block, or a store
-                with 16-bit pages of keys and values.
+            ValueError: keys, values or queries that are not one token of each row of the store.
 
         Source: TurboAttention alg. 2 (decode: quantize, and compress the buffer once it is full).
         """
-        batch, heads, capacity, _ = store.k_open.shape
-        _check_new(k, v, store, "1", 1)
-        needed = store.first + store.block + store.recent
-        if capacity < needed:
-            raise ValueError(f"store must have room for {needed} open tokens; it has {capacity}.")
-        if store.k_open.dtype != torch.int8 and self.rotary_dim is None:
-            raise ValueError(
-                f"store must have INT8 open tokens; got {store.k_open.dtype}. For 16-bit pages "
-                "use append_tokens and seal_open."
-            )
-        _check_beside(store, nonfinite=(nonfinite, (1,)), arrived=(arrived, (batch,)))
-        _check_balance(balance, queries, store, 1)
-        if noted is not None and (noted[0].shape[:-1] != (batch, heads) or noted[1].shape != (batch, heads, 1)):
-            raise ValueError(
-                f"noted must be an index [{batch}, {heads}, places] and buckets [{batch}, {heads}, 1]; got "
-                f"{tuple(noted[0].shape)} and {tuple(noted[1].shape)}."
-            )
-        if self.rotary_dim is not None and self.store_kernels:
-            from turbo_hf.ops.store.launch_latent import launch_latent_step  # noqa: PLC0415 - needs Triton
-
-            launch_latent_step(k, v, store, nonfinite)
-            return None
+        _check_new(k, v, store, queries, 1)
         if self.store_kernels:
-            from turbo_hf.ops.store.launch import launch_append_step  # noqa: PLC0415 - needs Triton
+            from turbo_hf.ops.store.launch import launch_append_step, launch_latent_step  # noqa: PLC0415 - needs Triton
 
+            if self.rotary_dim is not None:
+                launch_latent_step(k, v, store, nonfinite)
+                return None
             return launch_append_step(k, v, store, noted, nonfinite, arrived, balance, queries)
         k = balanced_keys(k, balance)
         reference_append_step(k, v, store, noted=noted, nonfinite=nonfinite)
@@ -171,23 +141,17 @@ class StoreOps(Choice):
             None.
 
         Raises:
-            ValueError: "triton" where no kernel runs; tokens that move behind more than one block.
+            ValueError: "triton" where no kernel runs.
 
         Source: TurboAttention eq. 5, 6, alg. 1, over tokens that are divided by their root mean square first; a
         channel's range is stored in whole units, its step is not rounded.
         """
-        if moves and blocks != 1:
-            raise ValueError(f"open tokens move behind one block; got blocks={blocks}.")
         if not self.store_kernels:
             reference_seal_open(store, blocks, moves)
-        elif self.rotary_dim is not None:
-            from turbo_hf.ops.store.launch_latent import launch_seal_latents  # noqa: PLC0415 - needs Triton
+            return
+        from turbo_hf.ops.store.launch import launch_seal_latents, launch_seal_open  # noqa: PLC0415 - needs Triton
 
-            launch_seal_latents(store, blocks, moves)
-        else:
-            from turbo_hf.ops.store.launch import launch_seal_open  # noqa: PLC0415 - needs Triton
-
-            launch_seal_open(store, blocks, moves)
+        (launch_seal_open if self.rotary_dim is None else launch_seal_latents)(store, blocks, moves)
 
     def exchange_open(
         self,
@@ -204,7 +168,7 @@ class StoreOps(Choice):
         Args:
             blocks: k [N, Hkv, b, D] and v [N, Hkv, Dv, b] of any types, float32 scales [N, Hkv, b]; contiguous. The
                 first `held` tokens of each request's first block change.
-            slots: the same of S slots, with room for b tokens at least. Those of the requests change.
+            slots: the same of S slots, with room for b tokens from `at` on. Those of the requests change.
             slot, first, last: int64 [R], of each request its slot, and its first and last row among `blocks`. Requests
                 without tokens may share a slot and a row.
             held: int64 [R], the tokens that the slot holds there: b at most.
@@ -214,28 +178,14 @@ class StoreOps(Choice):
             None.
 
         Raises:
-            ValueError: shapes that do not agree.
+            ValueError: "triton" where no kernel runs.
         """
-        heads, block, dim = blocks[0].shape[1:]
-        channels, room = blocks[1].shape[2], slots[0].shape[2]
-        types = [x.dtype for x in blocks]
-        for opened, tokens in ((blocks, block), (slots, room)):
-            count = len(opened[0])
-            wanted = [(count, heads, tokens, dim), (count, heads, channels, tokens), *[(count, heads, tokens)] * 2]
-            found = [tuple(x.shape) for x in opened]
-            alike = [x.dtype for x in opened] == types and all(x.is_contiguous() for x in opened)
-            if found != wanted or room < at + block or not alike:
-                raise ValueError(
-                    f"open tokens must be {wanted}, contiguous, of the types {types}, {at + block} of them at least; "
-                    f"got {found} of {[x.dtype for x in opened]}."
-                )
-        if {x.shape for x in (slot, first, last, held)} != {slot.shape}:
-            raise ValueError(f"slot, first, last and held must have an entry per request; got {len(slot)} slots.")
         if self.store_kernels:
             from turbo_hf.ops.store.launch import launch_exchange_open  # noqa: PLC0415 - needs Triton
 
-            launch_exchange_open(blocks, slots, slot, first, last, held, at)
+            launch_exchange_open(blocks, slots, (slot, first, last, held), at)
             return
+        block = blocks[0].shape[2]
         here, places = torch.arange(block, device=slot.device) < held[:, None, None], slice(at, at + block)
         for x, y, is_codes in zip(_tokens_last(blocks), _tokens_last(slots), (True, True, False, False), strict=True):
             before, new = y.index_select(0, slot)[..., places], x.index_select(0, first)
@@ -253,17 +203,11 @@ class StoreOps(Choice):
             None.
 
         Raises:
-            ValueError: a tensor with another number of rows, on another device, or not contiguous; a backend that
-                cannot run.
+            ValueError: "triton" where no kernel runs.
         """
         if not tensors:
             return
         device = tensors[0].device
-        for x in tensors:
-            if len(x) != len(rows) or x.device != device or not x.is_contiguous():
-                raise ValueError(
-                    f"tensors must be contiguous on {device} with {len(rows)} rows; got {list(x.shape)} on {x.device}."
-                )
         row_bytes = [x.nbytes // len(rows) for x in tensors]
         reason = gpu.why_no_kernels_on(device)
         if reason is None and (len(rows) > MOST_ROWS or any(size % 4 for size in row_bytes)):
@@ -278,40 +222,17 @@ class StoreOps(Choice):
             x.copy_(x[index])
 
 
-def _check_new(k: torch.Tensor, v: torch.Tensor, store: KVStore, count: str, tokens: int) -> None:
-    """ValueError unless new keys and values are `tokens` tokens of each row, called `count`."""
-    batch, heads, _, dim = store.k_open.shape
-    for name, x, channels in (("k", k, dim), ("v", v, store.v_open.shape[2])):
-        if x.shape != (batch, heads, tokens, channels):
-            wanted = f"[{batch}, {heads}, {count}, {channels}]"
-            raise ValueError(f"{name} must be {wanted} like the store; got {tuple(x.shape)}.")
-
-
-def _check_beside(store: KVStore, **tensors: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
-    """ValueError unless each tensor has its shape and is on the store's device; None: not given."""
-    device = store.k_open.device
-    for name, (x, shape) in tensors.items():
-        if x is not None and (x.shape != shape or x.device != device):
-            raise ValueError(f"{name} must be {list(shape)} on {device}; got {list(x.shape)} on {x.device}.")
-
-
-def _check_balance(balance: torch.Tensor | None, queries: torch.Tensor | None, store: KVStore, tokens: int) -> None:
-    """ValueError unless the balance is of the store's channels, and queries are of `tokens` new tokens of each row."""
-    batch, heads, _, dim = store.k_open.shape
-    _check_beside(store, balance=(balance, (heads, dim)))
-    if balance is not None and dim != store.v_open.shape[2]:
-        raise ValueError("latents have no balance. Pass none.")
-    if queries is None:
-        return
-    check_float("queries", queries)
-    shape, device = queries.shape, store.k_open.device
-    if shape[0] != batch or shape[1] % heads or shape[2:] != (tokens, dim) or queries.device != device:
-        raise ValueError(
-            f"queries must be [{batch}, a multiple of {heads}, {tokens}, {dim}] on {device}; got {list(shape)} on "
-            f"{queries.device}."
-        )
-    if balance is None:
-        raise ValueError("queries are multiplied by a balance; got none. Pass both, or no queries.")
+def _check_new(
+    k: torch.Tensor, v: torch.Tensor, store: KVStore, queries: torch.Tensor | None, tokens: int | str = "M"
+) -> None:
+    """ValueError unless what a model brings is `tokens` new tokens of each row of the store."""
+    (batch, heads, _, dim), device = store.k_open.shape, store.k_open.device
+    check_shape("k", k, (batch, heads, tokens, dim), device)
+    check_shape("v", v, (*k.shape[:3], store.v_open.shape[2]), device)
+    if queries is not None:
+        check_shape("queries", queries, (batch, "Hq", k.shape[2], dim), device)
+        if queries.shape[1] % heads:
+            raise ValueError(f"queries must be of a multiple of {heads} heads; got {queries.shape[1]}.")
 
 
 @lru_cache(maxsize=32)

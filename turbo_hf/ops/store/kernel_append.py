@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.kernel_common import slot_of_width
-from turbo_hf.ops.store.kernel_arguments import Block
 from turbo_hf.ops.store.kernel_seal import codes_of, move_forward, scale_of, seal_block
 
 QUERIES = tl.constexpr(4)
@@ -73,42 +72,31 @@ def append_kernel(
         if pair < 0:
             _balance_queries(queries, balance_ptr, (pair + tl.cdiv(queries.rows, QUERIES)) * QUERIES, HEADS, D, DP)
     if pair >= 0:
-        _append(
-            new, balance_ptr, opened, open_len_ptr, starts_ptr, nonfinite_ptr, arrived_ptr, tokens, cap, pair,
-            HEADS, D, DP, TOKENS,
-        )  # fmt: skip
-
-
-@triton.jit
-def _append(
-    new, balance_ptr, opened, open_len_ptr, starts_ptr, nonfinite_ptr, arrived_ptr, tokens, cap, pair,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
-    k_open, v_open, k_scales, v_scales = opened
-    row, head = pair // HEADS, pair % HEADS
-    held = tl.load(open_len_ptr + row)
-    start = 0
-    if starts_ptr is not None:
-        start = tl.load(starts_ptr + row).to(tl.int32)
-    n = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    d = tl.arange(0, DP)
-    live = (n < tokens) & (n >= start)
-    inside = live[:, None] & (d < D)[None, :]
-    place = pair * cap + held + n - start
-    k = tl.load(new.k + _places(new.k_strides, row, head, n, d), mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(new.v + _places(new.v_strides, row, head, n, d), mask=inside, other=0.0).to(tl.float32)
-    k = _balanced(k, balance_ptr, head, d, D)
-    k, k_scale, k_nonfinite = _codes(k, k_open.dtype.element_ty)
-    v, v_scale, v_nonfinite = _codes(v, v_open.dtype.element_ty)
-    tl.store(k_open + place[:, None] * D + d[None, :], k, mask=inside)
-    tl.store(v_open + (pair * D + d)[None, :] * cap + (held + n - start)[:, None], v, mask=inside)
-    tl.store(k_scales + place, k_scale, mask=live)
-    tl.store(v_scales + place, v_scale, mask=live)
-    if k_nonfinite | v_nonfinite:
-        tl.store(nonfinite_ptr, 1)
-    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == HEADS * tl.num_programs(0) - 1:
-        tl.store(arrived_ptr + row, 0)
-        tl.store(open_len_ptr + row, held + tokens - start)
+        k_open, v_open, k_scales, v_scales = opened
+        row, head = pair // HEADS, pair % HEADS
+        held = tl.load(open_len_ptr + row)
+        start = 0
+        if starts_ptr is not None:
+            start = tl.load(starts_ptr + row).to(tl.int32)
+        n = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+        d = tl.arange(0, DP)
+        live = (n < tokens) & (n >= start)
+        inside = live[:, None] & (d < D)[None, :]
+        place = pair * cap + held + n - start
+        k = tl.load(new.k + _places(new.k_strides, row, head, n, d), mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(new.v + _places(new.v_strides, row, head, n, d), mask=inside, other=0.0).to(tl.float32)
+        k = _balanced(k, balance_ptr, head, d, D)
+        k, k_scale, k_nonfinite = _codes(k, k_open.dtype.element_ty)
+        v, v_scale, v_nonfinite = _codes(v, v_open.dtype.element_ty)
+        tl.store(k_open + place[:, None] * D + d[None, :], k, mask=inside)
+        tl.store(v_open + (pair * D + d)[None, :] * cap + (held + n - start)[:, None], v, mask=inside)
+        tl.store(k_scales + place, k_scale, mask=live)
+        tl.store(v_scales + place, v_scale, mask=live)
+        if k_nonfinite | v_nonfinite:
+            tl.store(nonfinite_ptr, 1)
+        if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == HEADS * tl.num_programs(0) - 1:
+            tl.store(arrived_ptr + row, 0)
+            tl.store(open_len_ptr + row, held + tokens - start)
 
 
 @triton.jit
@@ -147,8 +135,10 @@ def seal_open_kernel(
                 begin = FORM.first + n * BLOCK
                 first = pair * cap + begin
                 v += pair * cap * D + begin * v_token
-                tokens = Block(k + first * D, v, k_scale + first, v_scale + first, v_token, v_channel)
-                seal_block(tokens, paged[g], page * FORM.slots[g] + own, g, FORM)
+                seal_block(
+                    k + first * D, v, k_scale + first, v_scale + first, v_token, v_channel, paged[g],
+                    page * FORM.slots[g] + own, g, FORM,
+                )  # fmt: skip
         if moved is not None:
             DP: tl.constexpr = FORM.padded_dim
             move_forward(moved, pair, FORM.first, held, cap, BLOCK, D, D, DP, DP)
@@ -161,7 +151,7 @@ def append_step_kernel(
     queries,  # `NewQueries` or None
     cache, rows,  # `Cache`, `Rows`
     table_ptr,  # int64 [B, blocks]
-    noted,  # `Noted` or None
+    noted,  # None; or the index int16 [B, Hkv, places], buckets of the new tokens int16 [B, Hkv, 1], and places
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     table_stride,
     FORM: tl.constexpr,
@@ -177,59 +167,52 @@ def append_step_kernel(
             first = (program + tl.cdiv(queries.rows, QUERIES)) * QUERIES
             _balance_queries(queries, balance_ptr, first, FORM.heads, FORM.dim, FORM.padded_dim)
     if program >= 0:
-        _append_step(
-            new, balance_ptr, cache, rows, table_ptr, noted, nonfinite_ptr, arrived_ptr, table_stride, program, FORM
-        )
-
-
-@triton.jit
-def _append_step(
-    new, balance_ptr, cache, rows, table_ptr, noted, nonfinite_ptr, arrived_ptr, table_stride, program,
-    FORM: tl.constexpr,
-):  # fmt: skip
-    HEADS: tl.constexpr = FORM.heads
-    D: tl.constexpr = FORM.dim
-    BLOCK: tl.constexpr = FORM.block
-    cap = cache.cap
-    row, slot = program // HEADS, program % HEADS
-    head = tl.load(rows.order + program)
-    held = tl.load(rows.open_len + row)
-    sealed = tl.load(rows.sealed + row)
-    k_open, v_open, k_scales, v_scales = cache.opened
-    pair = row * HEADS + head
-    FIRST: tl.constexpr = FORM.first
-    is_due = held == FIRST + BLOCK + FORM.recent
-    if is_due:
-        page = tl.load(table_ptr + row * table_stride + sealed)
-        for g in tl.static_range(len(FORM.slots)):
-            own, here = slot_of_width(slot, True, g, FORM)
-            if here:
-                at = pair * cap + FIRST
-                tokens = Block(k_open + at * D, v_open + pair * D * cap + FIRST, k_scales + at, v_scales + at, 1, cap)
-                seal_block(tokens, cache.paged[g], page * FORM.slots[g] + own, g, FORM)
-        # all threads have then read the place that the new token takes
-        move_forward(cache.opened, pair, FIRST, held, cap, BLOCK, D, D, FORM.padded_dim, FORM.padded_dim)
-    at = tl.where(is_due, held - BLOCK, held)
-    d = tl.arange(0, FORM.padded_dim)
-    inside = (d < D)[None, :]
-    k_from = new.k + row * new.k_strides[0] + head * new.k_strides[1] + d[None, :] * new.k_strides[3]
-    v_from = new.v + row * new.v_strides[0] + head * new.v_strides[1] + d[None, :] * new.v_strides[3]
-    k = tl.load(k_from, mask=inside, other=0.0).to(tl.float32)
-    v = tl.load(v_from, mask=inside, other=0.0).to(tl.float32)
-    k = _balanced(k, balance_ptr, head, d, D)
-    k, k_scale, k_nonfinite = _codes(k, tl.int8)
-    v, v_scale, v_nonfinite = _codes(v, tl.int8)
-    one = tl.arange(0, 1)
-    tl.store(k_open + (pair * cap + at) * D + d[None, :], k, mask=inside)
-    tl.store(v_open + (pair * D + d)[None, :] * cap + at, v, mask=inside)
-    tl.store(k_scales + pair * cap + at + one, k_scale)
-    tl.store(v_scales + pair * cap + at + one, v_scale)
-    if noted is not None:
-        # a token's place in its row is the same before its block is sealed and after
-        tl.store(noted.destination + pair * noted.places + sealed * BLOCK + held, tl.load(noted.buckets + pair))
-    if k_nonfinite | v_nonfinite:
-        tl.store(nonfinite_ptr, 1)
-    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == HEADS - 1:
-        tl.store(arrived_ptr + row, 0)
-        tl.store(rows.open_len + row, at + 1)
-        tl.store(rows.sealed + row, tl.where(is_due, sealed + 1, sealed))
+        HEADS: tl.constexpr = FORM.heads
+        D: tl.constexpr = FORM.dim
+        BLOCK: tl.constexpr = FORM.block
+        cap = cache.cap
+        row, slot = program // HEADS, program % HEADS
+        head = tl.load(rows.order + program)
+        held = tl.load(rows.open_len + row)
+        sealed = tl.load(rows.sealed + row)
+        k_open, v_open, k_scales, v_scales = cache.opened
+        pair = row * HEADS + head
+        FIRST: tl.constexpr = FORM.first
+        is_due = held == FIRST + BLOCK + FORM.recent
+        if is_due:
+            page = tl.load(table_ptr + row * table_stride + sealed)
+            for g in tl.static_range(len(FORM.slots)):
+                own, here = slot_of_width(slot, True, g, FORM)
+                if here:
+                    at = pair * cap + FIRST
+                    seal_block(
+                        k_open + at * D, v_open + pair * D * cap + FIRST, k_scales + at, v_scales + at, 1, cap,
+                        cache.paged[g], page * FORM.slots[g] + own, g, FORM,
+                    )  # fmt: skip
+            # all threads have then read the place that the new token takes
+            move_forward(cache.opened, pair, FIRST, held, cap, BLOCK, D, D, FORM.padded_dim, FORM.padded_dim)
+        at = tl.where(is_due, held - BLOCK, held)
+        d = tl.arange(0, FORM.padded_dim)
+        inside = (d < D)[None, :]
+        k_from = new.k + row * new.k_strides[0] + head * new.k_strides[1] + d[None, :] * new.k_strides[3]
+        v_from = new.v + row * new.v_strides[0] + head * new.v_strides[1] + d[None, :] * new.v_strides[3]
+        k = tl.load(k_from, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(v_from, mask=inside, other=0.0).to(tl.float32)
+        k = _balanced(k, balance_ptr, head, d, D)
+        k, k_scale, k_nonfinite = _codes(k, tl.int8)
+        v, v_scale, v_nonfinite = _codes(v, tl.int8)
+        one = tl.arange(0, 1)
+        tl.store(k_open + (pair * cap + at) * D + d[None, :], k, mask=inside)
+        tl.store(v_open + (pair * D + d)[None, :] * cap + at, v, mask=inside)
+        tl.store(k_scales + pair * cap + at + one, k_scale)
+        tl.store(v_scales + pair * cap + at + one, v_scale)
+        if noted is not None:
+            # a token's place in its row is the same before its block is sealed and after
+            index, buckets, places = noted
+            tl.store(index + pair * places + sealed * BLOCK + held, tl.load(buckets + pair))
+        if k_nonfinite | v_nonfinite:
+            tl.store(nonfinite_ptr, 1)
+        if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == HEADS - 1:
+            tl.store(arrived_ptr + row, 0)
+            tl.store(rows.open_len + row, at + 1)
+            tl.store(rows.sealed + row, tl.where(is_due, sealed + 1, sealed))

@@ -27,25 +27,10 @@ class NewQueries(NamedTuple):
     rows: Any
 
 
-class Noted(NamedTuple):
-    """The buckets of a new token in each row, and where they go.
-
-    destination: int16 [B, Hkv, places], the index.
-    buckets: int16 [B, Hkv, 1].
-    places: capacity of the index in tokens.
-    """
-
-    destination: Any
-    buckets: Any
-    places: int
-
-
 class StoreForm(NamedTuple):
     """What kernels that seal are compiled for.
 
     slots, bits, value_bits: for each width, its KV heads, and the bits of their keys and values.
-    lanes, lane_width: for each width, lanes of a line of keys (`layout`), and channels per lane, padded.
-    value_lanes: for each width, lanes of a line of values.
     heads: KV heads.
     dim, padded_dim: channels per head, and per tile.
     block: tokens per block.
@@ -55,23 +40,9 @@ class StoreForm(NamedTuple):
     slots: tuple[int, ...]
     bits: tuple[int, ...]
     value_bits: tuple[int, ...]
-    lanes: tuple[int, ...]
-    lane_width: tuple[int, ...]
-    value_lanes: tuple[int, ...]
     heads: int
     dim: int
     padded_dim: int
     block: int
     first: int
     recent: int
-
-
-class Block(NamedTuple):
-    """The tokens of one block: pointers to keys [BLOCK, D], to values with the strides given, and to their scales."""
-
-    k: Any
-    v: Any
-    k_scale: Any
-    v_scale: Any
-    v_token: Any
-    v_channel: Any

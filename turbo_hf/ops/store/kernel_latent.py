@@ -13,7 +13,7 @@ def append_latent_kernel(
     k_open, v_open, k_scales, v_scales,  # as in `KVStore`
     open_ptr, starts_ptr, nonfinite_ptr,  # int64 [B]; [B] or None; int32 [1]
     tokens, cap,
-    RANK: tl.constexpr, ROTARY: tl.constexpr, QUANTIZED: tl.constexpr,
+    RANK: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """Store one new token of one row behind its open ones."""
     token, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -23,20 +23,19 @@ def append_latent_kernel(
     if token >= start:
         to = tl.load(open_ptr + row) + token - start
         opened = (k_open, v_open, k_scales, v_scales)
-        _store_token(k_ptr, v_ptr, row * tokens + token, opened, row, to, cap, nonfinite_ptr, RANK, ROTARY, QUANTIZED)
+        _store_token(k_ptr, v_ptr, row * tokens + token, opened, row, to, cap, nonfinite_ptr, RANK, ROTARY)
 
 
 @triton.jit
 def _store_token(
-    k_ptr, v_ptr, token, opened, row, to, cap, nonfinite_ptr,
-    RANK: tl.constexpr, ROTARY: tl.constexpr, QUANTIZED: tl.constexpr,
+    k_ptr, v_ptr, token, opened, row, to, cap, nonfinite_ptr, RANK: tl.constexpr, ROTARY: tl.constexpr
 ):  # fmt: skip
     """Store the new token number `token` to place `to` of a row's open tokens."""
     k_open, v_open, k_scales, v_scales = opened
     c, r = tl.arange(0, RANK), tl.arange(0, ROTARY)
     k = tl.load(k_ptr + token * RANK + c).to(tl.float32)
     v = tl.load(v_ptr + token * ROTARY + r).to(tl.float32)
-    if QUANTIZED:
+    if k_open.dtype.element_ty == tl.int8:
         k_scale, v_scale = scale_of(k, 0), scale_of(v, 0)
         k = codes_of(k, tl.broadcast_to(k_scale, k.shape))
         v = codes_of(v, tl.broadcast_to(v_scale, v.shape))
@@ -72,7 +71,7 @@ def latent_step_kernel(
         # all threads have now read the place that the new token takes
         tl.debug_barrier()
     at = tl.where(is_due, 0, held)
-    _store_token(k_ptr, v_ptr, row, opened, row, at, cap, nonfinite_ptr, RANK, ROTARY, BITS != 16)
+    _store_token(k_ptr, v_ptr, row, opened, row, at, cap, nonfinite_ptr, RANK, ROTARY)
     tl.store(open_ptr + row, at + 1)
     tl.store(sealed_ptr + row, tl.where(is_due, sealed + 1, sealed))
 
@@ -113,7 +112,5 @@ def _seal(
         token, sizes = value_order(n), size_out + page * (2 * BLOCK)
         _, size, share, _ = seal_sizes(k_from, RANK, 1, k_scales + at_token, sizes, RANK, RANK, BLOCK, BITS)
         tl.store(sizes + BLOCK + n, tl.load(v_scales + at_token + n).to(tl.bfloat16))
-    LANES: tl.constexpr = 2 if BITS == 4 else 1
-    meta = meta_out + page * 2 * RANK
-    seal_lines(k_from, RANK, 1, size, share, k_out, meta, sizes, page, RANK, BLOCK, BITS, LANES, RANK // LANES)
+    seal_lines(k_from, size, share, k_out, meta_out + page * 2 * RANK, sizes, page, RANK, RANK, BLOCK, BITS)
     tl.store(v_out + to, tl.load(v_from + r[:, None] * cap + token[None, :]))

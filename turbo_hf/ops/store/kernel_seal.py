@@ -35,26 +35,6 @@ def codes_of(x, scale):
 
 
 @triton.jit
-def quantize_tokens_kernel(
-    x_ptr, codes_ptr, scale_ptr, stride_b, stride_h, stride_n, tokens,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK tokens of one head to INT8, one scale per token."""
-    pair = tl.program_id(1).to(tl.int64)
-    row, head = pair // HEADS, pair % HEADS
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.arange(0, DP)
-    inside = (n < tokens)[:, None] & (d < D)[None, :]
-    at = row * stride_b + head * stride_h + n.to(tl.int64)[:, None] * stride_n + d[None, :]
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    place = pair * tokens + n
-    scale = scale_of(x, 1)
-    tl.store(scale_ptr + place, scale, mask=n < tokens)
-    codes = codes_of(x, tl.broadcast_to(scale[:, None], x.shape))
-    tl.store(codes_ptr + place[:, None] * D + d[None, :], codes, mask=inside)
-
-
-@triton.jit
 def _numbers(x_ptr, at, inside):
     """INT8 codes as numbers, 0 where not `inside`."""
     return tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
@@ -193,15 +173,17 @@ def _store_lane(
 
 @triton.jit
 def seal_lines(
-    x_ptr, token, channel, size, share, out_ptr, meta_ptr, size_ptr, page,
-    D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, LANE_WIDTH: tl.constexpr,
+    x_ptr, size, share, out_ptr, meta_ptr, size_ptr, page,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """A block [BLOCK, D] with strides `token` and `channel` to lines of channels; zeros and spans to `meta_ptr`.
+    """A block [BLOCK, D] to lines of channels; zeros and spans to `meta_ptr`.
 
     size, share: as in `_sizes`. From 8 bit on the block is copied, and sizes are not stored.
     """
     LEVELS: tl.constexpr = 2.0**BITS - 1
+    LANES: tl.constexpr = 1 if BITS >= 8 else (2 if BITS == 4 else 4)
     WIDTH: tl.constexpr = D // LANES
+    LANE_WIDTH: tl.constexpr = DP // LANES
     n = tl.arange(0, BLOCK)
     j = tl.arange(0, LANE_WIDTH)
     planes = _no_planes(BLOCK, LANE_WIDTH, BITS)
@@ -209,7 +191,7 @@ def seal_lines(
     for lane in tl.static_range(LANES):
         run = lane * WIDTH + j
         inside = (j < WIDTH)[None, :] & (n >= 0)[:, None]
-        at = n[:, None] * token + run[None, :] * channel
+        at = n[:, None] * D + run[None, :]
         if BITS >= 8:
             to = out_ptr + page * BLOCK * D + n[:, None] * D + run[None, :]
             tl.store(to, tl.load(x_ptr + at, mask=inside), mask=inside)
@@ -228,15 +210,19 @@ def seal_lines(
 
 
 @triton.jit
-def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
-    """One block of one head, `Block`, to page `page`, int64, of width G. pages: (k, v, meta, size) of that width."""
+def seal_block(k, v, k_scale, v_scale, v_token, v_channel, pages, page, G: tl.constexpr, FORM: tl.constexpr):
+    """One block of one head to page `page`, int64, of width G.
+
+    k, v, k_scale, v_scale: pointers to keys [BLOCK, D], to values with strides `v_token` and `v_channel`, and to their
+    scales. pages: (k, v, meta, size) of that width.
+    """
     k_out, v_out, meta_out, size_out = pages
     D: tl.constexpr = FORM.dim
     DP: tl.constexpr = FORM.padded_dim
     BLOCK: tl.constexpr = FORM.block
     BITS: tl.constexpr = FORM.bits[G]
     VALUE_BITS: tl.constexpr = FORM.value_bits[G]
-    LANES: tl.constexpr = FORM.value_lanes[G]
+    LANES: tl.constexpr = 1 if VALUE_BITS >= 8 else (2 if VALUE_BITS == 4 else 4)
     LEVELS: tl.constexpr = 2.0**VALUE_BITS - 1
     V_LINE: tl.constexpr = 2 if BITS < 8 else 0
     LINES: tl.constexpr = V_LINE + (2 if VALUE_BITS < 8 else 0)
@@ -245,13 +231,11 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
     size, share, sizes = d, d, size_out
     if BITS < 16:
         sizes += page * (2 * BLOCK)
-        _, size, share, _ = seal_sizes(tokens.k, D, 1, tokens.k_scale, sizes, D, DP, BLOCK, BITS)
-        v, _, _, unit = seal_sizes(
-            tokens.v, tokens.v_token, tokens.v_channel, tokens.v_scale, sizes + BLOCK, D, DP, BLOCK, VALUE_BITS
-        )
-    seal_lines(tokens.k, D, 1, size, share, k_out, meta, sizes, page, D, BLOCK, BITS, FORM.lanes[G], FORM.lane_width[G])
+        _, size, share, _ = seal_sizes(k, D, 1, k_scale, sizes, D, DP, BLOCK, BITS)
+        values, _, _, unit = seal_sizes(v, v_token, v_channel, v_scale, sizes + BLOCK, D, DP, BLOCK, VALUE_BITS)
+    seal_lines(k, size, share, k_out, meta, sizes, page, D, DP, BLOCK, BITS)
     if VALUE_BITS < 8:
-        zero, span = _seal_ranges(v, meta + V_LINE * D, d, d < D, D, VALUE_BITS)
+        zero, span = _seal_ranges(values, meta + V_LINE * D, d, d < D, D, VALUE_BITS)
     TOKENS: tl.constexpr = BLOCK // LANES
     i = tl.arange(0, TOKENS)
     planes = _no_planes(DP, TOKENS, VALUE_BITS)
@@ -260,14 +244,14 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
         token = lane * TOKENS + i
         if VALUE_BITS < 16:
             token = value_order(token)
-        at = token[None, :] * tokens.v_token + d[:, None] * tokens.v_channel
+        at = token[None, :] * v_token + d[:, None] * v_channel
         if VALUE_BITS >= 8:
             to = v_out + page * BLOCK * D + d[:, None] * BLOCK + i[None, :]
-            tl.store(to, tl.load(tokens.v + at, mask=inside), mask=inside)
+            tl.store(to, tl.load(v + at, mask=inside), mask=inside)
         else:
             # sizes are found again, of tokens in another order
-            x = _numbers(tokens.v, at, inside)
-            size, share = _sizes(x, tl.load(tokens.v_scale + token), unit, D, 0)
+            x = _numbers(v, at, inside)
+            size, share = _sizes(x, tl.load(v_scale + token), unit, D, 0)
             codes = _codes(x * share[None, :], zero[:, None], span[:, None], LEVELS)
             own = tl.sum(x.to(tl.int32) * x.to(tl.int32), 0)
             stored = tl.sum(x.to(tl.int32) * _stored(codes, zero[:, None], span[:, None], 2**VALUE_BITS - 1), 0)

@@ -1,7 +1,6 @@
 """Launches of the kernels that store tokens. Imported only where one runs, as it needs Triton."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,13 +10,10 @@ from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.kernel_launch import Launch, Rows, cache_of, launch
 from turbo_hf.ops.maths import balanced_queries
 from turbo_hf.ops.store.kernel_append import QUERIES, append_kernel, append_step_kernel, seal_open_kernel
-from turbo_hf.ops.store.kernel_arguments import NewQueries, NewTokens, Noted, StoreForm
-from turbo_hf.ops.store.kernel_exchange import exchange_open_kernel
-from turbo_hf.ops.store.kernel_rows import select_rows_kernel
-from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel
-
-TOKENS = 64
-"""Tokens per program."""
+from turbo_hf.ops.store.kernel_arguments import NewQueries, NewTokens, StoreForm
+from turbo_hf.ops.store.kernel_latent import append_latent_kernel, latent_step_kernel, seal_latents_kernel
+from turbo_hf.ops.store.kernel_moves import exchange_open_kernel, select_rows_kernel
+from turbo_hf.ops.store.reference_quantize import reference_quantize_tokens
 
 APPENDED = 32
 """Maximum number of new tokens that a program appends: keys and values fit in registers."""
@@ -27,10 +23,6 @@ EXCHANGED = 128
 
 MOVED = 4096
 """32-bit words that a program moves when rows are permuted: they fit in registers."""
-
-LANES = {UNQUANTIZED: 1, 8: 1, 4: 2, 3: 4, 2: 4}
-"""Lanes of a half-split line (`layout`)."""
-
 
 MOST_PAIRS = (1 << 16) - 1
 """CUDA's limit of gridDim.y, the dimension of rows times heads."""
@@ -46,33 +38,13 @@ def pairs_of(batch: int, heads: int) -> int:
     return batch * heads
 
 
-@lru_cache(maxsize=64)
-def _form(groups: tuple[tuple[int, int, int], ...], heads: int, dim: int, *rest: int) -> StoreForm:
-    """What a kernel that seals is compiled for. groups: KV heads, bits of keys and bits of values of each width. rest:
-    block, first and recent, as in `KVStore`."""
-    slots, bits, value_bits = zip(*groups, strict=True)
-    lanes, value_lanes = (tuple(LANES[n] for n in each) for each in (bits, value_bits))
-    padded = tuple(power_of_two(dim // n) for n in lanes)
-    return StoreForm(slots, bits, value_bits, lanes, padded, value_lanes, heads, dim, power_of_two(dim), *rest)
-
-
 def _form_of(store: KVStore) -> StoreForm:
-    groups = tuple((pages.k.shape[1], pages.bits, pages.value_bits) for pages in store.paged)
-    return _form(groups, *store.k_open.shape[1::2], store.block, store.first, store.recent)
-
-
-def launch_quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `reference_quantize_tokens`."""
-    batch, heads, tokens, dim = x.shape
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    codes = torch.empty(batch, heads, tokens, dim, dtype=torch.int8, device=x.device)
-    scale = torch.empty(batch, heads, tokens, device=x.device)
-    launch(
-        quantize_tokens_kernel, x, (-(-tokens // TOKENS), pairs_of(batch, heads)),
-        x, codes, scale, *x.stride()[:3], tokens, HEADS=heads, D=dim, DP=power_of_two(dim), BLOCK=TOKENS,
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    return codes, scale
+    """What a kernel that seals is compiled for."""
+    slots, bits, value_bits = zip(
+        *((pages.k.shape[1], pages.bits, pages.value_bits) for pages in store.paged), strict=True
+    )
+    heads, dim = store.k_open.shape[1::2]
+    return StoreForm(slots, bits, value_bits, heads, dim, power_of_two(dim), store.block, store.first, store.recent)
 
 
 def _to_balance(queries: torch.Tensor | None) -> tuple[NewQueries | None, int]:
@@ -140,9 +112,9 @@ def launch_seal_open(store: KVStore, blocks: int, moves: bool = False) -> None:
     held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
     codes = held
     if store.k_open.dtype != torch.int8 and min(bits) < UNQUANTIZED:
-        # narrower heads in a layer whose open tokens are in 16 bit
-        (k, k_scale), (v, v_scale) = (launch_quantize_tokens(x) for x in (store.k_open, store.v_open.mT))
-        codes = (k, v, k_scale, v_scale, dim, 1)
+        # narrower heads in a layer whose open tokens are in 16 bit: rare, so that no kernel is kept for them
+        (k, k_scale), (v, v_scale) = (reference_quantize_tokens(x) for x in (store.k_open, store.v_open.mT))
+        codes = (k.contiguous(), v.contiguous(), k_scale, v_scale, dim, 1)
     # products must round as the reference's do, so that a block has the same bits wherever it is sealed
     launch(
         seal_open_kernel, store.k_open, (blocks, pairs_of(batch, heads)),
@@ -155,20 +127,14 @@ def launch_seal_open(store: KVStore, blocks: int, moves: bool = False) -> None:
 
 
 def launch_exchange_open(
-    blocks: tuple[torch.Tensor, ...],
-    slots: tuple[torch.Tensor, ...],
-    slot: torch.Tensor,
-    first: torch.Tensor,
-    last: torch.Tensor,
-    held: torch.Tensor,
-    at: int = 0,
+    blocks: tuple[torch.Tensor, ...], slots: tuple[torch.Tensor, ...], requests: tuple[torch.Tensor, ...], at: int
 ) -> None:
-    """`StoreOps.exchange_open`."""
+    """`StoreOps.exchange_open`. requests: slot, first, last and held."""
     (_, heads, block, dim), channels = blocks[0].shape, blocks[1].shape[2]
     part = min(EXCHANGED, power_of_two(max(dim, channels)))
     launch(
-        exchange_open_kernel, slot, (len(slot) * heads, -(-max(dim, channels) // part)),
-        blocks, slots, slot, first, last, held, slots[0].shape[2],
+        exchange_open_kernel, requests[0], (len(requests[0]) * heads, -(-max(dim, channels) // part)),
+        blocks, slots, *requests, slots[0].shape[2],
         HEADS=heads, D=dim, V=channels, PART=part, BLOCK=block, PADDED=power_of_two(block), AT=at,
     )  # fmt: skip
 
@@ -191,7 +157,7 @@ def launch_append_step(
         append_step_kernel, k, (programs + batch * heads,),
         NewTokens(k, v, k.stride(), v.stride()), balance, balanced, cache_of(store),
         Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
-        None if noted is None else Noted(noted[0], noted[1].contiguous(), noted[0].shape[2]), nonfinite, arrived,
+        None if noted is None else (noted[0], noted[1].contiguous(), noted[0].shape[2]), nonfinite, arrived,
         store.table.stride(0), FORM=form, enable_fp_fusion=False,
     )  # fmt: skip
     return None if balanced is None else balanced.out
@@ -206,3 +172,52 @@ def launch_select_rows(tensors: Sequence[torch.Tensor], words: Sequence[int], ro
         select_rows_kernel, tensors[0], (-(-max(words) // part), len(tensors)),
         shared(of_each, device), shared(rows, device), ROWS=len(rows), PADDED=padded, WORDS=part,
     )  # fmt: skip
+
+
+def launch_append_latents(
+    latent: torch.Tensor,
+    rotary: torch.Tensor,
+    store: KVStore,
+    starts: torch.Tensor | None,
+    nonfinite: torch.Tensor,
+) -> None:
+    """`StoreOps.append_tokens` for latents. latent: [B, 1, M, rank]."""
+    batch, _, tokens, rank = latent.shape
+    with torch.cuda.device_of(latent):
+        if tokens:
+            append_latent_kernel[(tokens, batch)](
+                latent.contiguous(), rotary.contiguous(),
+                store.k_open, store.v_open, store.k_scale, store.v_scale,
+                store.open_len, starts, nonfinite,
+                tokens, store.k_open.shape[2],
+                RANK=rank, ROTARY=rotary.shape[-1], num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+    store.open_len.add_(tokens if starts is None else tokens - starts)
+
+
+def launch_seal_latents(store: KVStore, blocks: int, moves: bool = False) -> None:
+    """`StoreOps.seal_open` for latents."""
+    (pages,) = store.paged
+    batch, _, cap, rank = store.k_open.shape
+    with torch.cuda.device_of(store.k_open):
+        seal_latents_kernel[(blocks, batch)](
+            tuple(pages[1:]), (store.k_open, store.v_open, store.k_scale, store.v_scale),
+            store.table, store.sealed, store.open_len,
+            store.table.stride(0), cap,
+            RANK=rank, ROTARY=store.v_open.shape[2], BITS=pages.bits, BLOCK=store.block, MOVES=moves, num_warps=8,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def launch_latent_step(latent: torch.Tensor, rotary: torch.Tensor, store: KVStore, nonfinite: torch.Tensor) -> None:
+    """`StoreOps.append_step` for latents. latent: [B, 1, 1, rank]."""
+    (pages,) = store.paged
+    with torch.cuda.device_of(latent):
+        latent_step_kernel[(len(latent),)](
+            latent.contiguous(), rotary.contiguous(), tuple(pages[1:]),
+            (store.k_open, store.v_open, store.k_scale, store.v_scale),
+            store.table, store.sealed, store.open_len, nonfinite,
+            store.table.stride(0), store.k_open.shape[2],
+            RANK=latent.shape[-1], ROTARY=rotary.shape[-1], BITS=pages.bits, BLOCK=store.block, num_warps=8,
+            enable_fp_fusion=False,
+        )  # fmt: skip
