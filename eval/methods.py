@@ -17,11 +17,11 @@ from turbo_hf.config.turbo_config import (
     ADVISED,
     ATTENTION_MODES,
     BY_CALIBRATION,
+    NAMED,
     PRESETS,
     Expert,
     SparseConfig,
     TurboConfig,
-    preset_named,
     resolve_config,
     with_options,
 )
@@ -34,9 +34,6 @@ BASELINE = "fp16"
 
 AGAIN = f"{BASELINE} again"
 """The second run of the baseline: what differs between the two is noise."""
-
-EAGER = "fp16-eager"
-"""The unpatched model with Transformers' eager attention."""
 
 MakeCache = Callable[[Any, torch.Tensor], Any]
 """(model, attention mask [B, columns] of the first pass) -> an empty cache for it."""
@@ -72,12 +69,11 @@ SIMULATED: dict[str, Scheme] = {
 
 def method_names() -> str:
     """The names that methods begin with."""
-    return ", ".join((BASELINE, EAGER, *ADVISED, *SIMULATED, *_quantized()))
+    return ", ".join((BASELINE, *ADVISED, *SIMULATED, *_quantized()))
 
 
 EXPLAINED = (
     (BASELINE, "the unpatched model; always runs, twice: what differs between the two runs is noise"),
-    (EAGER, "the unpatched model with Transformers' eager attention"),
     (", ".join(PRESETS), "the patched model with a preset; a JSON or YAML file of options may stand in its place"),
     (BY_CALIBRATION, "the patched model with the widths of a calibration (turbo-hf calibrate --budget)"),
     ("PRESET/MODE", f"a preset with another attention: {', '.join(ATTENTION_MODES)}"),
@@ -125,7 +121,7 @@ def method_named(name: str) -> Method:
             file that is broken, or a package that is not installed.
         OSError: a config file that is not there.
     """
-    if name in (BASELINE, EAGER):
+    if name == BASELINE:
         return Method(name)
     if name in SIMULATED:
         return Method(name, make=lambda model, mask: simulated_cache(model, SIMULATED[name], mask))
@@ -155,7 +151,7 @@ def _patched(name: str) -> TurboConfig:
     stored, at, sparse = name[len(base) :].partition("@")
     head, *changes = stored.split("+")
     _, slash, attention = head.partition("/")
-    known = preset_named(base) is not None or names_a_file(base)
+    known = base in NAMED or names_a_file(base)
     if not known or (slash and attention not in ("auto", *ATTENTION_MODES)):
         # a list of methods is split at its commas, and so is "...@saap:read_all_layers=0,1"
         hint = " Several layers behind @ are written read_all_layers=0+1." if name.isdigit() else ""
@@ -223,12 +219,5 @@ def applied(model: Any, method: Method, calibration: Calibration | str | None = 
         used = calibration if uses_calibration(method.config) else None
         with patch(model, reproducible(method.config), calibration=used) as handle:
             yield handle
-        return
-    before = model.config.get_text_config(decoder=True)._attn_implementation
-    if method.name == EAGER:
-        model.set_attn_implementation("eager")
-    try:
+    else:
         yield None
-    finally:
-        if method.name == EAGER:
-            model.set_attn_implementation(before)

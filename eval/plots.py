@@ -17,19 +17,16 @@ LEAST = 1e-5
 """KL in nats that is drawn for less, on a scale of logarithms."""
 
 
-def draw(rows: dict[str, list[Fidelity]], title: str, folder: Path) -> list[Path]:
-    """Write a PNG for each part that was measured; their paths."""
+def draw(rows: dict[str, list[Fidelity]], title: str, folder: Path) -> None:
+    """Write a PNG for each part that was measured."""
     makers = {"table": _methods, "answers": _methods, "grid": _grid, "map": _map}
-    paths = []
     for part, own in rows.items():
         found = [row for row in own if row.figures is not None]
         if found:
-            paths.append(folder / f"fidelity-{part}.png")
             figure = Figure(figsize=(9, 5), layout="constrained")
             makers[part](figure, found)
             figure.suptitle(f"{title}; {part}", fontsize="small")
-            write_png(paths[-1], figure)
-    return paths
+            write_png(folder / f"fidelity-{part}.png", figure)
 
 
 def _kl(row: Fidelity) -> float:
@@ -104,11 +101,11 @@ MARKERS = "os^D"
 """Of ten methods each, which have a colour of their own."""
 
 
-def accuracy_plot(found: dict[str, Any], title: str, path: Path) -> bool:
-    """Write a PNG of mean accuracy against KV bytes per token, one point per method; False: nothing to draw."""
+def accuracy_plot(found: dict[str, Any], title: str, path: Path) -> None:
+    """Write a PNG of mean accuracy against KV bytes per token, one point per method; without figures, none."""
     sized = {label: own["kv_bytes_per_token"] for label, own in found["serving"].items()}
     if not found["means"] or any(size is None for size in sized.values()):
-        return False
+        return
     methods = found["means"][0]["methods"]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axis = figure.subplots()
@@ -137,4 +134,3 @@ def accuracy_plot(found: dict[str, Any], title: str, path: Path) -> bool:
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
     write_png(path, figure)
-    return True

@@ -187,10 +187,8 @@ def test_the_suggestion_is_the_smallest_like_16_bit() -> None:
 def test_pictures_show_no_figure_that_is_not_finite(tmp_path: Path) -> None:
     rows = [row("K8 V8", math.nan, 1), row("K8 V4", math.inf, 1), row("K4 V8", 0.1, 1), row("K4 V4", 0.0, 1)]
     assert [str(shown(at)) for at in rows] == ["nan", "nan", "0.1", "1e-05"]
-    assert [path.name for path in draw({"table": rows, "grid": rows}, "", tmp_path)] == [
-        "fidelity-table.png",
-        "fidelity-grid.png",
-    ]
+    draw({"table": rows, "grid": rows}, "", tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"fidelity-table.png", "fidelity-grid.png"}
 
 
 # --- in patch() and doctor -----------------------------------------------------------------------------------------
@@ -327,7 +325,7 @@ def test_the_table_of_the_carried_model(tmp_path: Path) -> None:
     assert all(row["verdict"] in {*(words for _, words in BOUNDS), NEVER, "noise"} for row in found["table"])
     written = {path.name for path in tmp_path.iterdir()}
     pictures = {f"fidelity-{part}.png" for part in ("table", "answers", "grid", "map")}
-    assert written == {"fidelity.json", "report.md", "report.html", *pictures}
+    assert written == {"fidelity.json", "report.md", *pictures}
     assert json.loads((tmp_path / "fidelity.json").read_text()) == found
     assert "| 99.9 % |" in (tmp_path / "report.md").read_text()
 

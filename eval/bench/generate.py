@@ -276,10 +276,6 @@ def generate_command(
         int | None, typer.Option("--prefill-chunk", min=1, help="Prompt tokens per pass; default: all.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the table shows their medians.")] = 3,
-    cuda_graphs: Annotated[
-        bool,
-        typer.Option("--cuda-graphs/--eager", help="Whether patched decode steps are replayed as CUDA graphs."),
-    ] = True,
     tiny: runner.Tiny = False,
     seed: runner.Seed = 0,
     folder: runner.Folder = None,
@@ -304,8 +300,8 @@ def generate_command(
             for name in decoding or DECODINGS[: 1 if processes()[1] > 1 else len(DECODINGS)]
         ]
         where = runner.find_device(device)
-        compiled = cuda_graphs and where.type == "cuda" and processes()[1] == 1
-        configs = _configs(preset or [DEFAULT_PRESET], modes, cuda_graphs, compiled)
+        compiled = where.type == "cuda" and processes()[1] == 1
+        configs = _configs(preset or [DEFAULT_PRESET], modes, compiled)
         runner.require_choice(
             where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command"
         )
@@ -339,12 +335,10 @@ def generate_command(
     bench.finish(json_line, failures)
 
 
-def _configs(presets: Sequence[str], modes: Sequence[str], cuda_graphs: bool, compiled: bool) -> dict[str, TurboConfig]:
+def _configs(presets: Sequence[str], modes: Sequence[str], compiled: bool) -> dict[str, TurboConfig]:
     """Configs by the name of their row. ValueError: an unknown preset. compiled: whether the first, untimed round
     compiles what would be compiled in time."""
     found = {name: reproducible(resolve_config(name), compiled) for name in presets}
-    if not cuda_graphs:
-        found = {name: replace(config, cuda_graphs=False) for name, config in found.items()}
     if not modes:
         return found
     # checked before: names that the field allows

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -39,7 +39,6 @@ from turbo_hf.patching.refusals import (
     check_model,
     choose_layers,
     forecast,
-    forecast_latent,
     key_biases,
     refuse_latent_options,
     refuse_layers,
@@ -133,48 +132,27 @@ def patch(
     biases = key_biases(model, all_layers, chosen, ranks)
     with ranks.together():
         planned = _plan(model, loaded, notices, all_layers, biases, ranks)
-    ranks.require_same(planned.decisions())
+    report, modules, family, maker, hand_off, decisions = planned
+    ranks.require_same(decisions)
     unpatched = text = None
     with ExitStack() as stack:
         with ranks.together():
             if check:
-                unpatched = unpatched_logits(model, planned.modules.values())
+                unpatched = unpatched_logits(model, modules.values())
                 own = tokenizer if tokenizer is not None else own_tokenizer(checkpoint_of(model), notices.note)
                 text = check_text(model, chosen, own)
             stack.enter_context(alone(model, "patch()"))
-        handle = _apply(model, planned, strict)
+        handle = _apply(model, report, modules, family, maker, hand_off, strict)
     if unpatched is not None:
         try:
             with ranks.together():
-                require_agreement(model, unpatched, chosen, planned.maker.uncompressed_layers, ranks)
+                require_agreement(model, unpatched, chosen, maker.uncompressed_layers, ranks)
                 words = judged(text, model, handle, notices)
         except BaseException:
             handle.remove()
             raise
-        handle._report = replace(planned.report, check=words, warnings=tuple(notices.messages))
+        handle._report = replace(report, check=words, warnings=tuple(notices.messages))
     return handle
-
-
-class _Planned(NamedTuple):
-    """What a patch will do. calibration: identifies the one that is used; "none" without one, or on one process.
-    hand_off: passes runners of steps to `generate`, if they are wanted."""
-
-    report: Report
-    modules: Mapping[int, torch.nn.Module]
-    family: Family | None
-    maker: CacheMaker
-    hand_off: HandOff | None
-    calibration: str
-
-    def decisions(self) -> dict[str, str]:
-        """What must be the same on all ranks, in words."""
-        report = self.report
-        return {
-            "calibration": self.calibration,
-            "layers": "; ".join(f"{at.index}: {at.storage} {at.reason}" for at in report.layers),
-            "prompts": report.prompts,
-            "steps": report.steps,
-        }
 
 
 def _plan(
@@ -184,8 +162,12 @@ def _plan(
     all_layers: list[AttentionLayer],
     biases: Mapping[int, KeyBias],
     ranks: Ranks,
-) -> _Planned:
-    """Decide what to do with each part of the model; nothing is changed yet. Errors as in `patch`."""
+) -> tuple[Report, dict[int, torch.nn.Module], Family | None, CacheMaker, HandOff | None, dict[str, str]]:
+    """Decide what to do with each part of the model; nothing is changed yet. Errors as in `patch`.
+
+    Returns the report, the attention modules, the family, what makes caches, what passes runners of steps to `generate`
+    (None: they are not wanted), and what must be the same on all ranks, in words.
+    """
     config = loaded.config
     heads = {at.index: (at.module, kv_heads(at.module.config, at.index)) for at in all_layers if not at.reason}
     # those of a context group hold the same heads
@@ -200,9 +182,8 @@ def _plan(
     refuse_latent_options(layers, config, bool(sharing))
     refuse_layers(layers, biases, notices)
     devices = {x.device for x in model.parameters()}
-    forecast(config, devices, model.dtype, dims, notices)
     latents = [module for n, module in modules.items() if layers[n].groups and layers[n].latent]
-    forecast_latent(config, latents, devices, model.dtype, notices)
+    forecast(config, devices, model.dtype, dims, latents, notices)
     if not hasattr(type(model), PREPARE):
         notices.note(f"{type(model).__name__} has no generate: pass handle.new_cache() when you call it.")
     words = loaded.words
@@ -277,7 +258,14 @@ def _plan(
         why_not_served=no_serving,
         why_not_captured=no_graphs or ("cuda_graphs=False" if config.cuda_graphs is False else None),
     )
-    return _Planned(report, modules, family, maker, _hand_off(config, ranks, latents) if graphs else None, digest)
+    decisions = {
+        # "none" without one, or on one process
+        "calibration": digest,
+        "layers": "; ".join(f"{at.index}: {at.storage} {at.reason}" for at in layers),
+        "prompts": report.prompts,
+        "steps": steps,
+    }
+    return report, modules, family, maker, _hand_off(config, ranks, latents) if graphs else None, decisions
 
 
 def _hand_off(config: TurboConfig, ranks: Ranks, latents: Collection[Any]) -> HandOff:
@@ -296,9 +284,16 @@ def _words(ranks: Ranks) -> str:
     return f"tensor parallel over {ranks.count} ranks; KV heads of one of them:" if ranks else ""
 
 
-def _apply(model: PreTrainedModel, planned: _Planned, strict: Strict) -> Handle:
+def _apply(
+    model: PreTrainedModel,
+    report: Report,
+    modules: Mapping[int, torch.nn.Module],
+    family: Family | None,
+    maker: CacheMaker,
+    hand_off: HandOff | None,
+    strict: Strict,
+) -> Handle:
     """Change the model."""
-    report, modules, family, maker, hand_off, _ = planned
     register()
     previous = switch_attention(model, NAME)
     hooks = add_hooks(model, modules, report.layers, maker, strict)
