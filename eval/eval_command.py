@@ -80,7 +80,7 @@ def eval_command(
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens per batch with replies; default: none, on a GPU 262144.")
     ] = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="Folder for samples, JSON, Markdown, plots.")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Folder for samples, JSON and Markdown.")] = None,
     gguf_file: GgufFile = None,
     device: Device = "auto",
     json_line: Json = False,
@@ -90,7 +90,7 @@ def eval_command(
     Tasks run through lm-evaluation-harness. Repeating the command resumes a killed run where it stopped; the folder of
     another model, version, or option is refused.
     """
-    for package in ("lm_eval", "datasets", "matplotlib"):
+    for package in ("lm_eval", "datasets"):
         if importlib.util.find_spec(package) is None:
             raise fail(f'turbo-hf eval needs {package}: pip install "turbo_hf[eval]".')
     chosen = folder or Path("eval-results") / f"{Path(gguf_file or model).name.replace(':', '-')}-{suite}"
@@ -216,9 +216,9 @@ def _run(
             unfinished = [f"UNFINISHED: {', '.join(left)} still to run; the same command goes on."] if left else []
             found = report([spec for spec in specs if spec.name in tasks], outcomes)
             result = {"meta": meta, "notes": [*unfinished, *notes], **found}
-            _write(folder, result, {name: outcome.samples for name, outcome in outcomes.items()}, shown=not left)
+            _write(folder, result, shown=not left)
         out.print(
-            f"Kept in {folder}: report.md, report.json, pictures, answers, samples and results by method.",
+            f"Kept in {folder}: report.md, report.json, answers, samples and results by method.",
             style="dim",
         )
         return result
@@ -247,26 +247,14 @@ def _calibration(
     return made, configs
 
 
-def _write(
-    folder: Path, result: dict[str, Any], samples: dict[str, dict[str, list[dict[str, Any]]]], *, shown: bool
-) -> None:
-    from turbo_hf.eval.plots import accuracy_plot, needle_map  # noqa: PLC0415
+def _write(folder: Path, result: dict[str, Any], *, shown: bool) -> None:
     from turbo_hf.eval.report import noise, stamps, tables  # noqa: PLC0415  as above
-    from turbo_hf.eval.scorers import needle_cells  # noqa: PLC0415
 
     identity = result["meta"]["identity"]
     write_whole(folder / "report.json", as_json(result, indent=1) + "\n")
     title = f"{identity['model']}, suite {identity['suite']}"
-    lines = stamps(identity)
-    # of an unfinished run the tables alone: pictures of all methods after each would take longer than they are worth
-    if shown:
-        accuracy_plot(result, " ".join([title, *lines[1:]]), folder / "accuracy.png")
-    if shown and "needle" in samples[known.BASELINE]:
-        cells = {label: needle_cells(own["needle"]) for label, own in samples.items()}
-        for label in list(cells)[2:]:
-            needle_map(cells[known.BASELINE], cells[label], label, folder / f"needle-{known.folder_of(label)}.png")
     notes = [noise(result), *result["notes"]]
-    whole = EvalReport(f"turbo-hf eval: {title}", lines, tables(result), notes)
+    whole = EvalReport(f"turbo-hf eval: {title}", stamps(identity), tables(result), notes)
     if shown:
         show(whole)
     write_whole(folder / "report.md", markdown(whole))

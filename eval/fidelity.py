@@ -92,10 +92,10 @@ def grid(widths: Sequence[int], latent: bool = False) -> list[Method]:
     return [Method(f"K{keys} V{values}", rounded(keys, values)) for keys, values in pairs]
 
 
-def layer_map(layers: Sequence[int], bits: int, latent: bool = False) -> list[Method]:
-    """Each of these layers alone: its keys at `bits` and its values at 8 bit, and the other way round; all others are
-    pages of 16 bit. latent: its latents at `bits`."""
-    sides = {"latents": (bits, bits)} if latent else {"keys": (bits, 8), "values": (8, bits)}
+def layer_map(layers: Sequence[int], latent: bool = False) -> list[Method]:
+    """Each of these layers alone: its keys at 4 bit and its values at 8 bit, and the other way round; all others are
+    pages of 16 bit. latent: its latents at 4 bit."""
+    sides = {"latents": (4, 4)} if latent else {"keys": (4, 8), "values": (8, 4)}
     return [
         Method(f"layer {one} {side}", rounded(*widths, int8_layers=(), dense_layers=tuple(set(layers) - {one})))
         for one in layers

@@ -1,6 +1,5 @@
 """`turbo-hf fidelity`: what each preset does to a model's next-token distributions, in one table."""
 
-import importlib.util
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,14 +76,13 @@ def fidelity_command(
     ] = 0,
     with_grid: Annotated[bool, typer.Option("--grid", help="Also widths of keys by widths of values.")] = False,
     with_map: Annotated[bool, typer.Option("--map", help="Also each layer's keys and values alone.")] = False,
-    map_bits: Annotated[int, typer.Option(help="Bits of the layer that --map rounds.")] = 4,
     quick: Annotated[
         bool, typer.Option("--quick", help="Two texts of 512 tokens by default, in seconds on a GPU.")
     ] = False,
     calibration: Annotated[
         str, typer.Option(help="For methods that need one: a folder or Hub id; auto: beside the checkpoint.")
     ] = "auto",
-    folder: Annotated[Path | None, typer.Option("--out", help="Folder for JSON, Markdown and plots.")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Folder for JSON and Markdown.")] = None,
     device: Device = "auto",
     gguf_file: GgufFile = None,
     json_line: Json = False,
@@ -93,16 +91,10 @@ def fidelity_command(
 
     The figures are those of llama.cpp's --kl-divergence, read through the real cache.
     """
-    if folder is not None and importlib.util.find_spec("matplotlib") is None:
-        raise fail('--out draws pictures with matplotlib: pip install "turbo_hf[eval]".')
     usual = QUICK if quick else ("1k", COUNT, TAIL)
     lengths = usual[0] if lengths is None else lengths
     count, tail = count or usual[1], tail or usual[2]
     try:
-        if map_bits not in BITS:
-            raise ValueError(f"--map-bits must be one of {', '.join(map(str, BITS))}; got {map_bits}.")
-        if map_bits != 4 and not with_map:
-            raise ValueError(f"--map-bits {map_bits} is for --map. Pass both, or leave it out.")
         sizes = sorted({parse_tokens(text.strip()) for text in lengths.split(",")})
         wanted = [name.strip() for words in methods or [",".join(_default())] for name in words.split(",") if name]
         chosen = named(wanted)
@@ -124,7 +116,7 @@ def fidelity_command(
             "table": (cases, chosen, {"tail": tail}),
             "answers": (answers, chosen, {"tail": generate}),
             "grid": (first if with_grid else [], grid(sorted(BITS, reverse=True), latent), bare),
-            "map": (first if with_map else [], layer_map(layers, map_bits, latent), bare),
+            "map": (first if with_map else [], layer_map(layers, latent), bare),
         }
         rows = {
             name: _measured(name, loaded, windows[: FEW if name in ("grid", "map") else None], *part, made)
@@ -261,11 +253,8 @@ def _show(rows: dict[str, list[Fidelity]], told: str, facts: dict[str, Any]) -> 
 def _write(
     folder: Path, rows: dict[str, list[Fidelity]], told: str, facts: dict[str, Any], found: dict[str, Any]
 ) -> None:
-    from turbo_hf.eval.plots import draw  # noqa: PLC0415  matplotlib is an extra
-
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "fidelity.json", as_json(found, indent=1) + "\n")
     title = f"{facts['model']} ({facts['dtype']}, {facts['device']}): distance to 16 bit"
-    draw(rows, title, folder)
     write_whole(folder / "report.md", markdown(EvalReport(title, [told], _tables(rows), WHAT)))
-    remark(f"Kept in {folder}: fidelity.json, report.md, pictures.")
+    remark(f"Kept in {folder}: fidelity.json, report.md.")

@@ -1,13 +1,10 @@
 """A finished run's tables on the terminal, and as Markdown."""
 
-import io
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import rich.table
 
-from turbo_hf.config.whole_files import write_whole
 from turbo_hf.console import out
 
 LIMITED = "LIMITED"
@@ -42,13 +39,6 @@ class EvalReport(NamedTuple):
     lines: Sequence[str]
     tables: Sequence[Table]
     notes: Sequence[str]
-
-
-def write_png(path: Path, figure: Any) -> None:
-    """Write a figure of matplotlib."""
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=120)
-    write_whole(path, picture.getvalue())
 
 
 def show(report: EvalReport) -> None:

@@ -105,7 +105,7 @@ def test_doctor_on_the_carried_model() -> None:
 
 # --- help ----------------------------------------------------------------------------------------------------------
 
-HEAVY = ("torch", "transformers", "triton", "datasets", "lm_eval", "matplotlib", "turbo_hf.cache.turbo_cache")
+HEAVY = ("torch", "transformers", "triton", "datasets", "lm_eval", "turbo_hf.cache.turbo_cache")
 SCRIPT = f"""
 import sys
 from turbo_hf.cli.main import app
@@ -178,7 +178,7 @@ def test_eval_lists_methods_and_suites_with_what_they_are() -> None:
     ids=lambda words: " ".join(words[:2]),
 )
 def test_files_that_are_wrong_get_one_sentence(words: tuple[str, ...], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason='matplotlib is not installed: pip install -e ".[eval]"')
+    pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
     path = tmp_path / "mine.json"
     check_refused(f"error: there is no config file {path}.", *words, str(path))
     path.write_text('{"bit": 4}')
