@@ -320,12 +320,6 @@ def test_the_table_of_the_carried_model(tmp_path: Path) -> None:
     assert "| 99.9 % |" in (tmp_path / "report.md").read_text()
 
 
-def test_texts_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 200)
-    found = fidelity(LAB, "--texts", str(tmp_path), "--lengths", "64", "--tail", "17", "--methods", "int8")
-    assert found["source"] == str(tmp_path)
-
-
 def test_a_model_without_keys_and_values_is_refused_by_what_was_asked_for(tmp_path: Path) -> None:
     model = transformers.MambaForCausalLM(
         transformers.MambaConfig(vocab_size=3072, hidden_size=16, num_hidden_layers=1)

@@ -28,7 +28,7 @@ from models import LAB_MODEL
 
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.eval.answers import Batch
-from turbo_hf.eval.methods import BASELINE, applied, method_named
+from turbo_hf.eval.methods import method_named
 from turbo_hf.eval.model import TurboLM
 from turbo_hf.eval.reading import without_plans
 from turbo_hf.eval.tasks import carried_prose
@@ -164,16 +164,6 @@ def test_too_long_a_context_loses_its_left_end_as_in_the_harness() -> None:
 def test_the_adapter_refuses() -> None:
     with pytest.raises(ValueError, match="chunk must be at least 1 token; got 0"):
         TurboLM("no/such-model", chunk=0)
-
-
-def test_methods_have_one_name_each() -> None:
-    model, _ = lab_model()
-    assert method_named(BASELINE).config is None
-    config: Any = method_named("turbo4/native").config
-    assert (config.bits, config.attention) == (4, "native")
-    for name in (BASELINE, "int8"):
-        with applied(model, method_named(name)) as handle:
-            assert (handle is not None) == (name == "int8")
 
 
 def test_sdpa_is_without_plans_inside_and_as_it_was_after() -> None:

@@ -116,17 +116,6 @@ def test_requests_that_come_and_go_at_random(
     assert sorted(allocator.free_slots) == list(range(allocator.slots))
 
 
-@pytest.mark.parametrize("kind", ["llama", "latent"])
-def test_a_small_pool_starts_requests_again(kind: str, passes: Any) -> None:
-    model, inputs = MODELS[kind](), requests((130, 140, 150))
-    with turbo_hf.patch(model) as handle:
-        config = options(blocks=3)
-        outputs = model.generate_batch(inputs, max_new_tokens=70, continuous_batching_config=config)
-        again = [name for name, edges in passes.items() if sum(past == 0 for past, _ in edges) > 1]
-        assert again, "the pool was not too small"
-        check_same(model, handle, inputs, outputs, passes)
-
-
 @pytest.mark.parametrize(("kind", "ahead"), [("llama", False), ("llama", True), ("latent", False)])
 def test_several_sequences_of_a_prompt_are_alike(kind: str, ahead: bool, request: Any) -> None:
     if ahead:
