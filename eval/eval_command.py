@@ -18,7 +18,7 @@ from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET
 from turbo_hf.config.whole_files import one_writer, write_whole
-from turbo_hf.console import Device, GgufFile, Json, choose_device, err, fail, load, out
+from turbo_hf.console import Device, GgufFile, Json, choose_device, err, fail, load, mistakes_end_the_command, out
 from turbo_hf.eval import methods as known
 from turbo_hf.eval.bench.runner import as_json, facts
 from turbo_hf.eval.output import EvalReport, markdown, show
@@ -96,7 +96,7 @@ def eval_command(
     chosen = folder or Path("eval-results") / f"{Path(gguf_file or model).name.replace(':', '-')}-{suite}"
     named = [name for words in methods or [DEFAULT_PRESET] for name in words.split(",")]
     wanted = [name for name in dict.fromkeys(named) if name not in ("", known.BASELINE)]
-    try:
+    with mistakes_end_the_command():
         if not wanted:
             raise ValueError(f"--methods names none; {known.known_methods()}.")
         chosen_methods = list(map(known.method_named, wanted))
@@ -108,11 +108,10 @@ def eval_command(
         if shortest > most:
             raise ValueError(f"--shortest {shortest} is above the longest prompt, {most}.")
         asked = Limits(0, most, items, shortest, tuple(sorted(set(task or ()))))
-        found = _run(model, suite, chosen_methods, data, asked, sizes, calibration, chosen, device, gguf_file)
-    except (ValueError, OSError) as mistake:
-        raise fail(str(mistake)) from mistake
-    except KeyboardInterrupt as stop:
-        raise _interrupted(chosen) from stop
+        try:
+            found = _run(model, suite, chosen_methods, data, asked, sizes, calibration, chosen, device, gguf_file)
+        except KeyboardInterrupt as stop:
+            raise _interrupted(chosen) from stop
     if json_line:
         print(as_json(found))  # noqa: T201
 

@@ -12,7 +12,7 @@ from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.config.whole_files import write_whole
-from turbo_hf.console import Device, GgufFile, Json, counting, fail, load, out, remark, show_table
+from turbo_hf.console import Device, GgufFile, Json, counting, load, mistakes_end_the_command, out, remark, show_table
 from turbo_hf.errors import out_of_memory
 from turbo_hf.eval.bench.runner import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
@@ -94,7 +94,7 @@ def fidelity_command(
     usual = QUICK if quick else ("1k", COUNT, TAIL)
     lengths = usual[0] if lengths is None else lengths
     count, tail = count or usual[1], tail or usual[2]
-    try:
+    with mistakes_end_the_command():
         sizes = sorted({parse_tokens(text.strip()) for text in lengths.split(",")})
         wanted = [name.strip() for words in methods or [",".join(_default())] for name in words.split(",") if name]
         chosen = named(wanted)
@@ -123,11 +123,9 @@ def fidelity_command(
             for name, part in parts.items()
             if part[0]
         }
-    except (ValueError, OSError) as mistake:
-        raise fail(str(mistake)) from mistake
-    own = [row for row in rows["table"] if row.method in wanted]
-    if all(row.figures is None for row in own):
-        raise fail("; ".join(dict.fromkeys(f"{row.method}: {row.verdict}" for row in own)))
+        own = [row for row in rows["table"] if row.method in wanted]
+        if all(row.figures is None for row in own):
+            raise ValueError("; ".join(dict.fromkeys(f"{row.method}: {row.verdict}" for row in own)))
     told = suggestion([row for row in rows["table"] if row.method in {at.name for at in chosen if at.config}])
     told = " ".join(filter(None, (unsteady(rows["table"]), told)))
     facts = _facts(loaded, gguf_file or model, windows, texts, tail)

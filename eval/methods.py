@@ -4,7 +4,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -93,10 +93,8 @@ EXPLAINED = (
 def known_methods() -> str:
     """The available methods, in one sentence."""
     return (
-        f"methods are {method_names()}, a JSON or YAML file in a preset's place, "
-        f"a preset followed by /{', /'.join(ATTENTION_MODES)}, and either followed by +FIELD=VALUE of TurboConfig or "
-        "Expert, such as turbo4/native+block_size=32, and all of these by @SELECTOR:FIELD=VALUE of SparseConfig, such "
-        "as turbo4@window:window_tokens=511"
+        f"methods are {method_names()}, and a JSON or YAML file in a preset's place; turbo-hf eval --list explains "
+        "them, and what may follow a preset"
     )
 
 
@@ -184,23 +182,16 @@ def _value(text: str) -> Any:
 def sparse_choice(text: str) -> SparseConfig:
     """ "saap:probes=16:window_tokens=511" -> `SparseConfig`; layers: read_all_layers=0+1. ValueError: anything else."""
     selector, *words = text.split(":")
-    known = {"read_all_layers", *(each.name for each in fields(SparseConfig))} - {"selector"}
     given: dict[str, Any] = {}
     for word in words:
         field, _, value = word.partition("=")
-        if field not in known:
-            raise ValueError(f"expected choices like probes=16, of {', '.join(sorted(known))}; got {word!r}.")
-        try:
-            given[field] = _sparse_value(field, value)
-        except ValueError as error:
-            raise ValueError(f"expected a number for {field}; got {value!r}.") from error
+        if field == "selector" or field not in SparseConfig.names():
+            raise ValueError(
+                f"expected choices like probes=16, of {', '.join(SparseConfig.names()[1:])}; got {word!r}."
+            )
+        several = field == "read_all_layers"
+        given[field] = tuple(_value(part) for part in value.split("+") if part) if several else _value(value)
     return SparseConfig(selector=cast(Any, selector), **given)
-
-
-def _sparse_value(field: str, text: str) -> object:
-    if field == "read_all_layers":
-        return tuple(int(part) for part in text.split("+") if part)
-    return int(text)
 
 
 def reproducible(config: TurboConfig, compiled: bool = False) -> TurboConfig:

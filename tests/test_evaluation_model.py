@@ -208,7 +208,7 @@ def test_names_of_methods(name: str, config: TurboConfig) -> None:
         ("turbo4+bits=5", "TurboConfig.bits must be one of 16, 8, 4, 3, 2; got 5"),
         ("turbo4@best", "SparseConfig.selector must be one of 'saap', .*; got 'best'"),
         ("turbo4@saap:probe=3", "expected choices like probes=16, of .*; got 'probe=3'"),
-        ("turbo4@saap:probes=x", "expected a number for probes; got 'x'"),
+        ("turbo4@saap:probes=x", "SparseConfig.probes must be a whole number of at least 1; got 'x'"),
         ("turbo4@saap+block_size=32", "SparseConfig.selector must be one of .*; got 'saap.block_size=32'"),
         ("kivi4@saap", "unknown method kivi4@saap"),
         ("1", r"Several layers behind @ are written read_all_layers=0\+1"),

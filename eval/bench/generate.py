@@ -290,7 +290,6 @@ def generate_command(
     """
     given = dict(locals())
     with mistakes_end_the_command():
-        require_one_model(shape, model_place, layers, tiny)
         shapes = [runner.one_of("shape", name, KINDS) for name in shape or ("llama3-8b",)]
         contexts = [parse_tokens(text) for text in context or ("1k",)]
         works = [Work(tokens, new, rounds, chunk, seed) for tokens in contexts]
@@ -302,9 +301,7 @@ def generate_command(
         where = runner.find_device(device)
         compiled = where.type == "cuda" and processes()[1] == 1
         configs = _configs(preset or [DEFAULT_PRESET], modes, compiled)
-        runner.require_choice(
-            where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command"
-        )
+        require_one_model(shape, model_place, layers, tiny, where)
         together = processes()
         if together[1] > 1:
             if {*DECODINGS[2:]} & {*decodings}:

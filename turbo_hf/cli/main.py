@@ -289,10 +289,12 @@ def doctor_command(
         if diagnosis is not None:
             facts["model"] = {
                 "refusal": diagnosis.refusal,
-                "checks": {name: _finite(asdict(check)) for name, check in diagnosis.checks.items()},
+                "checks": {name: asdict(check) for name, check in diagnosis.checks.items()},
                 "unknown": diagnosis.unknown,
             }
-        print(json.dumps(facts))  # noqa: T201
+        from turbo_hf.eval.bench.runner import as_json  # noqa: PLC0415
+
+        print(as_json(facts))  # noqa: T201
     # a preset of fewer bits than the default may be too coarse for a model; the default is then refused
     if found.problems or (diagnosis is not None and diagnosis.refusal):
         raise typer.Exit(1)
@@ -308,11 +310,6 @@ def _diagnose(model: str, device: str, gguf_file: str | None) -> "Diagnosis":
         if of_config.refusal is not None or not (gguf_file or has_weights(model)):
             return of_config
     return diagnose(load_model(model, device, gguf_file=gguf_file))
-
-
-def _finite(figures: dict[str, float]) -> dict[str, float | None]:
-    """NaN is not valid JSON."""
-    return {name: value if value == value else None for name, value in figures.items()}  # noqa: PLR0124
 
 
 def _print_machine(found: "Machine") -> None:
