@@ -4,7 +4,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -17,11 +17,11 @@ from turbo_hf.config.turbo_config import (
     ADVISED,
     ATTENTION_MODES,
     BY_CALIBRATION,
+    NAMED,
     PRESETS,
     Expert,
     SparseConfig,
     TurboConfig,
-    preset_named,
     resolve_config,
     with_options,
 )
@@ -34,9 +34,6 @@ BASELINE = "fp16"
 
 AGAIN = f"{BASELINE} again"
 """The second run of the baseline: what differs between the two is noise."""
-
-EAGER = "fp16-eager"
-"""The unpatched model with Transformers' eager attention."""
 
 MakeCache = Callable[[Any, torch.Tensor], Any]
 """(model, attention mask [B, columns] of the first pass) -> an empty cache for it."""
@@ -72,12 +69,11 @@ SIMULATED: dict[str, Scheme] = {
 
 def method_names() -> str:
     """The names that methods begin with."""
-    return ", ".join((BASELINE, EAGER, *ADVISED, *SIMULATED, *_quantized()))
+    return ", ".join((BASELINE, *ADVISED, *SIMULATED, *_quantized()))
 
 
 EXPLAINED = (
     (BASELINE, "the unpatched model; always runs, twice: what differs between the two runs is noise"),
-    (EAGER, "the unpatched model with Transformers' eager attention"),
     (", ".join(PRESETS), "the patched model with a preset; a JSON or YAML file of options may stand in its place"),
     (BY_CALIBRATION, "the patched model with the widths of a calibration (turbo-hf calibrate --budget)"),
     ("PRESET/MODE", f"a preset with another attention: {', '.join(ATTENTION_MODES)}"),
@@ -97,10 +93,8 @@ EXPLAINED = (
 def known_methods() -> str:
     """The available methods, in one sentence."""
     return (
-        f"methods are {method_names()}, a JSON or YAML file in a preset's place, "
-        f"a preset followed by /{', /'.join(ATTENTION_MODES)}, and either followed by +FIELD=VALUE of TurboConfig or "
-        "Expert, such as turbo4/native+block_size=32, and all of these by @SELECTOR:FIELD=VALUE of SparseConfig, such "
-        "as turbo4@window:window_tokens=511"
+        f"methods are {method_names()}, and a JSON or YAML file in a preset's place; turbo-hf eval --list explains "
+        "them, and what may follow a preset"
     )
 
 
@@ -125,7 +119,7 @@ def method_named(name: str) -> Method:
             file that is broken, or a package that is not installed.
         OSError: a config file that is not there.
     """
-    if name in (BASELINE, EAGER):
+    if name == BASELINE:
         return Method(name)
     if name in SIMULATED:
         return Method(name, make=lambda model, mask: simulated_cache(model, SIMULATED[name], mask))
@@ -155,7 +149,7 @@ def _patched(name: str) -> TurboConfig:
     stored, at, sparse = name[len(base) :].partition("@")
     head, *changes = stored.split("+")
     _, slash, attention = head.partition("/")
-    known = preset_named(base) is not None or names_a_file(base)
+    known = base in NAMED or names_a_file(base)
     if not known or (slash and attention not in ("auto", *ATTENTION_MODES)):
         # a list of methods is split at its commas, and so is "...@saap:read_all_layers=0,1"
         hint = " Several layers behind @ are written read_all_layers=0+1." if name.isdigit() else ""
@@ -188,23 +182,16 @@ def _value(text: str) -> Any:
 def sparse_choice(text: str) -> SparseConfig:
     """ "saap:probes=16:window_tokens=511" -> `SparseConfig`; layers: read_all_layers=0+1. ValueError: anything else."""
     selector, *words = text.split(":")
-    known = {"read_all_layers", *(each.name for each in fields(SparseConfig))} - {"selector"}
     given: dict[str, Any] = {}
     for word in words:
         field, _, value = word.partition("=")
-        if field not in known:
-            raise ValueError(f"expected choices like probes=16, of {', '.join(sorted(known))}; got {word!r}.")
-        try:
-            given[field] = _sparse_value(field, value)
-        except ValueError as error:
-            raise ValueError(f"expected a number for {field}; got {value!r}.") from error
+        if field == "selector" or field not in SparseConfig.names():
+            raise ValueError(
+                f"expected choices like probes=16, of {', '.join(SparseConfig.names()[1:])}; got {word!r}."
+            )
+        several = field == "read_all_layers"
+        given[field] = tuple(_value(part) for part in value.split("+") if part) if several else _value(value)
     return SparseConfig(selector=cast(Any, selector), **given)
-
-
-def _sparse_value(field: str, text: str) -> object:
-    if field == "read_all_layers":
-        return tuple(int(part) for part in text.split("+") if part)
-    return int(text)
 
 
 def reproducible(config: TurboConfig, compiled: bool = False) -> TurboConfig:
@@ -223,12 +210,5 @@ def applied(model: Any, method: Method, calibration: Calibration | str | None = 
         used = calibration if uses_calibration(method.config) else None
         with patch(model, reproducible(method.config), calibration=used) as handle:
             yield handle
-        return
-    before = model.config.get_text_config(decoder=True)._attn_implementation
-    if method.name == EAGER:
-        model.set_attn_implementation("eager")
-    try:
+    else:
         yield None
-    finally:
-        if method.name == EAGER:
-            model.set_attn_implementation(before)

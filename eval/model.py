@@ -37,8 +37,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
 
     Args:
         pretrained: a folder, a Hub id, or a loaded model.
-        preset: a method of `turbo_hf.eval.methods`, or its name: fp16 and fp16-eager (both unpatched), presets, other
-            caches.
+        preset: a method of `turbo_hf.eval.methods`, or its name: fp16 (unpatched), presets, other caches.
         calibration: for methods that need one: itself, a folder or a Hub id; "auto": beside the checkpoint.
         chunk: scored tokens per pass.
         batch_tokens: maximum tokens per batch of `generate`: prompts, padding and replies; `batch_size` still limits

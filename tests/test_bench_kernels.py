@@ -84,18 +84,6 @@ def test_sparse_layers_share_nothing_and_are_ready() -> None:
 # --- the check ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("width", ["4", "mixed"])
-def test_a_right_step_passes(width: str, backend: str) -> None:
-    case = toy("2x90")
-    (store,) = packed_stores(case, shapes.groups_of(width, case.heads.kv), 1, CPU, 1)
-    q = a_query(case)
-    found = check_decode(case, q, store, ops_like(q, backend, store).decode(q, store, Scoring(0.125)))
-    assert not found.problem
-    assert 0 < found.worst <= found.budget
-    assert found.lse_worst <= found.lse_budget
-
-
 @pytest.mark.parametrize(("width", "selector"), [*(("4", name) for name in SELECTORS), ("16", "kmeans")])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_right_sparse_step_passes_and_a_wrong_one_does_not(backend: str, width: str, selector: str) -> None:

@@ -33,12 +33,9 @@ def test_needles_longer_than_the_carried_text() -> None:
     assert 19500 < needle.tokens <= 20000
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"), [((0, 256, 512), "count >= 1"), ((4, 512, 256), "shortest <= l"), ((1, 20, 20), "has no room")]
-)
-def test_needles_refuse(asked: tuple[int, int, int], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        needles(lab_model()[1], *asked)
+def test_needles_refuse() -> None:
+    with pytest.raises(ValueError, match="has no room"):
+        needles(lab_model()[1], 1, 20, 20)
 
 
 def test_demo_on_the_carried_model() -> None:

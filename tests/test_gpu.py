@@ -66,9 +66,11 @@ def test_kernels_need_triton_and_cuda(name: str, value: object, words: str, monk
     assert gpu.why_no_kernels_on(torch.device("cpu")) is None
 
 
-def on_a_gpu(config: TurboConfig, devices: Any, dtype: torch.dtype, dims: set[int], notices: Notices) -> None:
+def on_a_gpu(
+    config: TurboConfig, devices: Any, dtype: torch.dtype, dims: set[int], latents: Any, notices: Notices
+) -> None:
     """`forecast` for a model that is on a GPU, which this machine may not have."""
-    forecast(config, [torch.device("cuda", 0)], dtype, dims, notices)
+    forecast(config, [torch.device("cuda", 0)], dtype, dims, latents, notices)
 
 
 def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +110,7 @@ def test_a_patch_tells_what_a_small_gpu_cannot_run(
     config = flat_config(attention=attention, bits=bits, block_size=block)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        forecast(config, [torch.device("cuda", n) for n in range(2)], dtype, {256}, notices := Notices("raise"))
+        forecast(config, [torch.device("cuda", n) for n in range(2)], dtype, {256}, [], notices := Notices("raise"))
     assert [line.split(" run in plain torch")[0] for line in notices.messages] == said
     assert [str(warning.message) for warning in caught] == notices.messages
 

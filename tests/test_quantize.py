@@ -290,12 +290,6 @@ def test_tables_may_be_wider_than_any_row(device: torch.device) -> None:
     assert_dequantized(store._replace(table=torch.nn.functional.pad(store.table, (0, 2))), torch.float32)
 
 
-def test_dequantize_a_cache_without_tokens(device: torch.device) -> None:
-    x = tokens(2, 2, 4, 16, device=device)
-    k, v = dequantize(make_store(x, x, [0, 0]), torch.float32)
-    assert k.shape == v.shape == (2, 2, 0, 16)
-
-
 @pytest.mark.parametrize("bits", STAGE_2)
 def test_values_at_the_end_of_the_range_stay_finite(bits: int, device: torch.device) -> None:
     """A rounded step reaches beyond the largest code; what it stands for must not become an infinity."""

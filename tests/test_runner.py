@@ -7,8 +7,7 @@ import pytest
 import torch
 from graphs_support import Again
 
-from turbo_hf.errors import Unsupported
-from turbo_hf.graphs.runner import NotCaptured, Runner
+from turbo_hf.graphs.runner import Runner
 
 
 class Bench:
@@ -66,27 +65,3 @@ def test_what_no_longer_fits_is_captured_anew(change: dict[str, Any]) -> None:
     bench.runner.take("a", {"ids": torch.tensor([1]), "flag": False, **others}, None, mode)
     assert not bench.runner.captured("a")
     assert bench.runner.kinds["a"].launched == 0
-
-
-def test_a_pass_that_cannot_be_captured_has_computed_nothing() -> None:
-    bench = Bench(fails="no")
-    bench.pass_("a", 1)
-    with pytest.raises(NotCaptured, match="no"):
-        bench.pass_("a", 2)
-    assert bench.read == [[1]]
-    assert not bench.runner.captured("a")
-
-
-def test_hooks_turn_a_runner_off() -> None:
-    reasons: list[str | None] = [None, "the head has hooks"]
-    runner = Runner(Again(), lambda: reasons.pop(0))
-    assert runner.look_for_hooks() is None
-    # nobody has made another
-    assert runner.look_for_hooks() is None
-    torch.nn.Linear(1, 1).register_forward_hook(lambda *args: None)
-    assert runner.look_for_hooks() == "the head has hooks"
-    assert runner.off
-    assert Runner(None).off
-    demanding = Runner(Again(), lambda: "no", demanded=True)
-    with pytest.raises(Unsupported, match=r'cuda_graphs=True: no. Choose TurboConfig\(cuda_graphs="auto"\) or False'):
-        demanding.look_for_hooks()

@@ -21,7 +21,6 @@ from serving_support import (  # noqa: E402
     MODELS,
     ONE_WIDER,
     PRESETS,
-    cancel_one_and_add_another,
     check_same,
     cut_at_prefixes,
     in_static_batches,
@@ -117,17 +116,6 @@ def test_requests_that_come_and_go_at_random(
     assert sorted(allocator.free_slots) == list(range(allocator.slots))
 
 
-@pytest.mark.parametrize("kind", ["llama", "latent"])
-def test_a_small_pool_starts_requests_again(kind: str, passes: Any) -> None:
-    model, inputs = MODELS[kind](), requests((130, 140, 150))
-    with turbo_hf.patch(model) as handle:
-        config = options(blocks=3)
-        outputs = model.generate_batch(inputs, max_new_tokens=70, continuous_batching_config=config)
-        again = [name for name, edges in passes.items() if sum(past == 0 for past, _ in edges) > 1]
-        assert again, "the pool was not too small"
-        check_same(model, handle, inputs, outputs, passes)
-
-
 @pytest.mark.parametrize(("kind", "ahead"), [("llama", False), ("llama", True), ("latent", False)])
 def test_several_sequences_of_a_prompt_are_alike(kind: str, ahead: bool, request: Any) -> None:
     if ahead:
@@ -148,15 +136,6 @@ def test_several_sequences_of_a_prompt_are_alike(kind: str, ahead: bool, request
             assert len(tokens) == 6
             assert tokens[0] == tokens[1] == tokens[2]
             assert tokens[3] == tokens[4] == tokens[5]
-
-
-@pytest.mark.parametrize("kind", ["llama", "latent"])
-def test_sampling_streaming_cancelling_and_late_requests(kind: str) -> None:
-    model = MODELS[kind]()
-    sampling = GenerationConfig(max_new_tokens=40, do_sample=True, temperature=0.7, eos_token_id=-1)
-    with turbo_hf.patch(model) as handle:
-        cancel_one_and_add_another(model, handle, sampling)
-    assert not any("expand_kv" in vars(module) for module in model.modules())
 
 
 def test_memory_counts_latents() -> None:
@@ -288,17 +267,6 @@ def test_generation_that_cannot_be_served_is_refused(chosen: dict[str, Any], rea
     generation = GenerationConfig(max_new_tokens=4, eos_token_id=-1, **chosen)
     with turbo_hf.patch(model), pytest.raises(Unsupported, match=reason):
         model.init_continuous_batching(generation, continuous_batching_config=options())
-
-
-def test_the_server_of_transformers_runs_on_compressed_pages() -> None:
-    served = pytest.importorskip("transformers.cli.serving.utils").CBGenerateManager(options())
-    model = tiny_llama()
-    with turbo_hf.patch(model) as handle:
-        served.init_cb(model, GenerationConfig(do_sample=False, eos_token_id=-1))
-        served._cb.add_request(requests((70,))[0], max_new_tokens=3)
-        assert len(served._cb.get_result().generated_tokens) == 3
-        assert "0 of 70 prompt tokens" in handle.report().serving
-        served.stop()
 
 
 def test_graphs_that_must_be_are_refused_where_they_cannot_be() -> None:

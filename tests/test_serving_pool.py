@@ -7,8 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turbo_hf.config.turbo_config import resolve_config
-
 transformers = pytest.importorskip("transformers", minversion="5.19")
 
 from transformers.generation.continuous_batching.cache_allocators import CachePool  # noqa: E402
@@ -17,20 +15,6 @@ from turbo_hf.layout import FIRST  # noqa: E402
 from turbo_hf.serving.pace import MARGIN, MOST_WAIT, Pace  # noqa: E402
 from turbo_hf.serving.paged_cache import TurboAllocator  # noqa: E402
 from turbo_hf.serving.rows import Shape  # noqa: E402
-
-DENSE = Shape((resolve_config("turbo4").head_groups(8),) * 32, 128, 64)
-LATENTS = Shape((((4, 1),),) * 26 + (((8, 1),),), 512, 64, 64)
-"""DeepSeek-V2-Lite, one layer of 27 in 8 bit."""
-
-
-@pytest.mark.parametrize(
-    ("shape", "half", "tokens", "blocks", "pool"),
-    [(DENSE, 2 * 8 * 128 * 2 * 32, 8192, 3.65, 3.55), (LATENTS, 2 * (512 + 64) * 27, 32768, 3.3, 3.25)],
-)
-def test_the_pool_holds_what_the_plan_says(shape: Shape, half: int, tokens: int, blocks: float, pool: float) -> None:
-    """How many times the tokens of 16 bit, which take `half` bytes each: by blocks, and with slots of open tokens."""
-    assert half * 64 / shape.block_bytes > blocks
-    assert half * tokens / (tokens // 64 * shape.block_bytes + shape.slot) > pool
 
 
 class Pool:

@@ -390,7 +390,7 @@ def test_widths_join_a_calibration_that_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--budget", "50", "--preset", "full", "--seed", "3"], ": --seed, --preset"),
+        (["--budget", "50", "--preset", "full", "--heads-only"], ": --preset, --heads-only"),
         (["--budget", "50", "--heads-only"], "--heads-only. Leave that out"),
         ([], "--texts names what to calibrate with"),
         (["--budget", "50", "--window", "100"], "tokens must be a multiple of 128, whole pages; got 100"),

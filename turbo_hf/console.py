@@ -167,12 +167,9 @@ def load_config(model: str, gguf_file: str | None = None) -> "PreTrainedConfig":
         return read_config(model, gguf_file)
 
 
-def load_model(model: str, device: str, dtype: str = "auto", gguf_file: str | None = None) -> Any:
-    """A model in eval mode; Exit with a sentence if it cannot be loaded.
-
-    dtype: by name; "auto": the checkpoint's, of a GGUF file float32. Under torchrun its processes share the model, by
-    Transformers' own plan.
-    """
+def load_model(model: str, device: str, gguf_file: str | None = None) -> Any:
+    """A model in eval mode, in the checkpoint's dtype (of a GGUF file float32); Exit with a sentence if it cannot be
+    loaded. Under torchrun its processes share the model, by Transformers' own plan."""
     from safetensors import SafetensorError  # noqa: PLC0415
 
     from turbo_hf.errors import Unsupported, shortened  # noqa: PLC0415
@@ -186,7 +183,7 @@ def load_model(model: str, device: str, dtype: str = "auto", gguf_file: str | No
         count = processes()[1]
         split = {} if count == 1 else {"distributed_config": _over(count, device)}
         named = gguf_options(gguf_file)
-        loaded: Any = auto_class(config).from_pretrained(model, dtype=dtype, **split, **named)
+        loaded: Any = auto_class(config).from_pretrained(model, dtype="auto", **split, **named)
         return (loaded if split else loaded.to(device)).eval()
     except Unsupported as error:
         raise fail(str(error)) from error

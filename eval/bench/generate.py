@@ -276,10 +276,6 @@ def generate_command(
         int | None, typer.Option("--prefill-chunk", min=1, help="Prompt tokens per pass; default: all.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the table shows their medians.")] = 3,
-    cuda_graphs: Annotated[
-        bool,
-        typer.Option("--cuda-graphs/--eager", help="Whether patched decode steps are replayed as CUDA graphs."),
-    ] = True,
     tiny: runner.Tiny = False,
     seed: runner.Seed = 0,
     folder: runner.Folder = None,
@@ -294,7 +290,6 @@ def generate_command(
     """
     given = dict(locals())
     with mistakes_end_the_command():
-        require_one_model(shape, model_place, layers, tiny)
         shapes = [runner.one_of("shape", name, KINDS) for name in shape or ("llama3-8b",)]
         contexts = [parse_tokens(text) for text in context or ("1k",)]
         works = [Work(tokens, new, rounds, chunk, seed) for tokens in contexts]
@@ -304,11 +299,9 @@ def generate_command(
             for name in decoding or DECODINGS[: 1 if processes()[1] > 1 else len(DECODINGS)]
         ]
         where = runner.find_device(device)
-        compiled = cuda_graphs and where.type == "cuda" and processes()[1] == 1
-        configs = _configs(preset or [DEFAULT_PRESET], modes, cuda_graphs, compiled)
-        runner.require_choice(
-            where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command"
-        )
+        compiled = where.type == "cuda" and processes()[1] == 1
+        configs = _configs(preset or [DEFAULT_PRESET], modes, compiled)
+        require_one_model(shape, model_place, layers, tiny, where)
         together = processes()
         if together[1] > 1:
             if {*DECODINGS[2:]} & {*decodings}:
@@ -339,12 +332,10 @@ def generate_command(
     bench.finish(json_line, failures)
 
 
-def _configs(presets: Sequence[str], modes: Sequence[str], cuda_graphs: bool, compiled: bool) -> dict[str, TurboConfig]:
+def _configs(presets: Sequence[str], modes: Sequence[str], compiled: bool) -> dict[str, TurboConfig]:
     """Configs by the name of their row. ValueError: an unknown preset. compiled: whether the first, untimed round
     compiles what would be compiled in time."""
     found = {name: reproducible(resolve_config(name), compiled) for name in presets}
-    if not cuda_graphs:
-        found = {name: replace(config, cuda_graphs=False) for name, config in found.items()}
     if not modes:
         return found
     # checked before: names that the field allows

@@ -9,6 +9,7 @@ from safetensors.torch import save_model
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from turbo_hf.console import load_model, processes, remark
+from turbo_hf.eval.bench.runner import require_choice
 from turbo_hf.eval.bench.timing import free_memory
 
 
@@ -60,10 +61,11 @@ def random_model(shape: str, layers: int | None, device: torch.device, *, tiny: 
     return model.eval()
 
 
-def require_one_model(shape: object, model: str | None, layers: int | None, tiny: bool) -> None:
-    """ValueError where --model stands beside an option of models with random weights."""
+def require_one_model(shape: object, model: str | None, layers: int | None, tiny: bool, device: torch.device) -> None:
+    """ValueError where --model stands beside an option of random weights, or a CPU would run what is for a GPU."""
     if model is not None and (shape or layers is not None or tiny):
         raise ValueError("--model has a shape and layers of its own: leave out --shape, --layers and --tiny.")
+    require_choice(device, bool(tiny or layers or model), "--model, --layers 1, or --tiny to try the command")
 
 
 def bench_model(shape: str, model: str | None, layers: int | None, device: torch.device, *, tiny: bool) -> Any:

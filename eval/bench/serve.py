@@ -279,13 +279,10 @@ def serve_command(
     with mistakes_end_the_command():
         require_version()
         asked = asked_jobs(workload or WORKLOADS, requests, context, prefix, new, speedup, gap)
-        require_one_model(shape, model_place, layers, tiny)
+        where = runner.find_device(device)
+        require_one_model(shape, model_place, layers, tiny, where)
         shape = runner.one_of("shape", shape or "llama3-8b", KINDS)
         configs = {name: reproducible(resolve_config(name)) for name in preset or [DEFAULT_PRESET]}
-        where = runner.find_device(device)
-        runner.require_choice(
-            where, bool(tiny or layers or model_place), "--model, --layers 1, or --tiny to try the command"
-        )
         runner.prepare_folder(folder)
     bench = runner.BenchRun[ServeRow]("serve", where, folder)
     torch.manual_seed(seed)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from turbo_hf.config.turbo_config import preset_named
+from turbo_hf.config.turbo_config import NAMED
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, open_token_bytes, page_bytes
 
 
@@ -216,5 +216,5 @@ def choose_cases(shapes: list[str], sizes: list[str], ragged: bool, seed: int) -
 
 def groups_of(width: str, kv_heads: int) -> HeadGroups:
     """(width, heads) of each group of `kv_heads` heads under one of WIDTHS; words: as in the preset turbo-WORD."""
-    preset = preset_named(f"turbo-{width}")
+    preset = NAMED.get(f"turbo-{width}")
     return ((int(width), kv_heads),) if preset is None else preset.head_groups(kv_heads)

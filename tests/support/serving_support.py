@@ -234,22 +234,6 @@ def one_by_one(model: Any, inputs: list[list[int]], passes: Any, cb: Any) -> tup
     return {name: outputs[name] for name in names}, layouts
 
 
-def cancel_one_and_add_another(model: Any, handle: Any, generation: GenerationConfig) -> None:
-    """A request streams and is cancelled; one that came late ends with its 40 tokens, and no slot stays taken."""
-    with model.continuous_batching_context_manager(generation, continuous_batching_config=options()) as manager:
-        first = manager.add_request(requests((70,))[0], max_new_tokens=400, streaming=True)
-        assert len(manager.get_result().generated_tokens) == 1
-        late = manager.add_request(requests((33,))[0])
-        manager.cancel_request(first)
-        while (done := manager.get_result()).request_id != late:
-            assert len(done.generated_tokens) < 400
-        assert len(done.generated_tokens) == 40
-        allocator = manager.batch_processor.cache.allocator
-        # of the manager that runs
-        assert handle.memory() is not None
-    assert len(allocator.free_slots) == allocator.slots
-
-
 def check_under_pressure(model: Any, config: Any, passes: Any, runners: Any) -> None:
     """On a GPU: tokens near those of static batches where some request starts again, in captured steps."""
     inputs = requests((*LENGTHS, 300, 17))

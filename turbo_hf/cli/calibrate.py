@@ -53,7 +53,6 @@ def calibrate_command(
     ] = False,
     window: Annotated[int | None, typer.Option(help="Tokens per window, instead of the preset's.")] = None,
     windows: Annotated[int | None, typer.Option(help="Maximum number of windows, instead of the preset's.")] = None,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     overwrite: Annotated[
         bool,
         typer.Option(
@@ -71,7 +70,7 @@ def calibrate_command(
     """
     with mistakes_end_the_command():
         if budget is not None:
-            unused = {"--seed": seed, "--preset": preset != "fast", "--heads-only": heads_only}
+            unused = {"--preset": preset != "fast", "--heads-only": heads_only}
             if any(unused.values()):
                 named = ", ".join(name for name, given in unused.items() if given)
                 raise ValueError(f"no effect beside --budget, which chooses widths alone: {named}. Leave that out.")
@@ -86,7 +85,7 @@ def calibrate_command(
             raise ValueError("--texts names what to calibrate with; only --budget has texts of its own. Pass it.")
         own = (("window", window), ("windows", windows))
         given: dict[str, Any] = {name: size for name, size in own if size is not None}
-        given |= {"seed": seed, "index": not heads_only}
+        given["index"] = not heads_only
         replace(resolve_settings(preset), **given)
         # before the model is loaded
         if processes()[0] == 0:

@@ -13,7 +13,6 @@ from turbo_hf.console import (
     Device,
     GgufFile,
     Json,
-    err,
     fail,
     load_model,
     load_tokenizer,
@@ -22,11 +21,8 @@ from turbo_hf.console import (
 )
 
 if TYPE_CHECKING:
-    from turbo_hf.cache.memory import Memory
     from turbo_hf.cache.turbo_cache import TurboCache
     from turbo_hf.config.turbo_config import TurboConfig
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def generate_command(
@@ -41,15 +37,9 @@ def generate_command(
     seed: Annotated[int | None, typer.Option(min=0, max=(1 << 32) - 1, help="Random seed of sampling.")] = None,
     gguf_file: GgufFile = None,
     device: Device = "auto",
-    dtype: Annotated[
-        str, typer.Option(help=f"{', '.join(DTYPES)}; auto: the checkpoint's, of a GGUF file float32.")
-    ] = "auto",
-    memory: Annotated[bool, typer.Option("--memory", help="Say last, on stderr, what the cache took.")] = False,
     json_line: Json = False,
 ) -> None:
     """Continue a prompt on a compressed KV cache: the text is streamed as it is generated."""
-    if dtype not in DTYPES:
-        raise fail(f"unknown dtype {dtype}; choose from {', '.join(DTYPES)}.")
     if processes()[1] > 1 and prompt == "-":
         raise fail("under torchrun the processes share no standard input: write the prompt behind the model.")
     import torch  # noqa: PLC0415
@@ -63,7 +53,7 @@ def generate_command(
         options = {"max_new_tokens": max_new_tokens, **_sampling(temperature)}
         chosen, text = chosen_config(config, calibration), _text(prompt)
         tokenizer = load_tokenizer(model, gguf_file=gguf_file)
-        loaded = load_model(model, device, dtype=dtype, gguf_file=gguf_file)
+        loaded = load_model(model, device, gguf_file=gguf_file)
         # a checkpoint's generation config may choose what one streamed reply on a compressed cache does not support
         loaded.generation_config.update(use_cache=True, cache_implementation=None, num_beams=1, num_return_sequences=1)
         try:
@@ -80,8 +70,6 @@ def generate_command(
             if not out_of_memory(error):
                 raise
             raise fail(f"the memory of {loaded.device} is full. Take a shorter prompt or fewer bits.") from error
-    if memory:
-        err.print(_line(taken), markup=False, highlight=False, soft_wrap=True)
     if json_line:
         facts = {"model": model, "device": str(loaded.device), "dtype": str(loaded.dtype), "config": resolved}
         facts["memory"] = {"tokens": taken.tokens, "bytes": taken.all_ranks, "compression": taken.compression}
@@ -152,8 +140,3 @@ def _continue(
     new = spoken[0, len(ids) :].tolist()
     figures = {"prompt_tokens": len(ids), "new_tokens": len(new), "seconds": round(time.perf_counter() - began, 3)}
     return {"text": tokenizer.decode(new, skip_special_tokens=True), **figures}
-
-
-def _line(taken: "Memory") -> str:
-    size = f"{taken.tokens:,} tokens in {taken.all_ranks:,} bytes"
-    return f"KV cache: {size}, {taken.compression:.2f} x less than in {taken.dtype}."

@@ -34,7 +34,7 @@ from turbo_hf.console import (
 )
 
 if TYPE_CHECKING:
-    from turbo_hf.cli.plan import MemoryPlan
+    from turbo_hf.cli.plan import PlanRow
     from turbo_hf.eval.demo import DemoRow
     from turbo_hf.eval.needle import Needle
     from turbo_hf.patching.doctor import Diagnosis, Machine
@@ -131,21 +131,16 @@ def demo_command(
     prompts: Annotated[
         int | None, typer.Option(min=1, help="Number of needles to look for; default: 40 on a GPU, else 8.")
     ] = None,
-    shortest: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of the shortest prompt; default: 256, or the longest.")
-    ] = None,
     longest: Annotated[
         int | None,
         typer.Option(min=1, help="Maximum tokens of the longest prompt; default: 2048 on a GPU, else 1024."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 8,
     method: Annotated[
         list[str] | None,
         typer.Option(
             "--method", "--config", help="A preset, or a JSON or YAML file of options; may be repeated. Default: all."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
     gguf_file: GgufFile = None,
     device: Device = "auto",
     json_line: Json = False,
@@ -154,6 +149,7 @@ def demo_command(
     if model is None and not CARRIED.is_dir():
         raise fail("the included model is not beside this installation; pass --model, a folder or a Hub id.")
     from turbo_hf.config.turbo_config import PRESETS, resolve_config  # noqa: PLC0415
+    from turbo_hf.eval.demo import demo  # noqa: PLC0415
     from turbo_hf.eval.needle import needles  # noqa: PLC0415
 
     # a sparse preset needs a calibration
@@ -164,33 +160,18 @@ def demo_command(
             resolve_config(name)
     usual_count, usual_longest = (40, 2048) if choose_device(device).startswith("cuda") else (8, 1024)
     most = longest or usual_longest
-    least = min(256, most) if shortest is None else shortest
-    if least > most:
-        raise fail(f"--shortest {least} is above --longest {most}.")
     folder = model or str(CARRIED)
     loaded, tokenizer = load(folder, device, gguf_file=gguf_file)
     with mistakes_end_the_command():
-        asked = needles(tokenizer, prompts or usual_count, least, most, seed)
-        rows, example = _run_demo(loaded, tokenizer, asked, methods, batch)
+        asked = needles(tokenizer, prompts or usual_count, min(256, most), most)
+        with counting("prompts", len(asked) * (1 + len(methods))) as advance:
+            runs = list(demo(loaded, tokenizer, asked, methods, advance=lambda name, done: advance(done, name)))
+    rows, example = [row for row, _ in runs], {row.method: replies[0] for row, replies in runs}
     _print_example(asked[0], example)
     _print_demo(rows, Path(folder).name, asked)
     if json_line:
-        facts = {"model": Path(folder).name, "device": str(loaded.device), "dtype": str(loaded.dtype), "seed": seed}
+        facts = {"model": Path(folder).name, "device": str(loaded.device), "dtype": str(loaded.dtype)}
         print(json.dumps({"rows": [asdict(row) for row in rows], **facts}))  # noqa: T201
-
-
-def _run_demo(
-    model: Any, tokenizer: Any, asked: "list[Needle]", methods: list[str], batch: int
-) -> "tuple[list[DemoRow], dict[str, str]]":
-    from turbo_hf.eval.demo import demo  # noqa: PLC0415
-
-    rows, example = [], {}
-    with counting("prompts", len(asked) * (1 + len(methods))) as advance:
-        runs = demo(model, tokenizer, asked, methods, batch=batch, advance=lambda name, done: advance(done, name))
-        for row, replies in runs:
-            rows.append(row)
-            example[row.method] = replies[0]
-    return rows, example
 
 
 def _print_example(needle: "Needle", replies: dict[str, str]) -> None:
@@ -245,26 +226,26 @@ def plan_command(
         if gguf_file is not None:
             weights = weights._replace(note="Transformers dequantizes the weights of a GGUF file, here to float32.")
         of_gpu: dict[str, Any] = {"gpu_bytes": gpu_bytes, "weights": weights.nbytes, "ranks": tensor_parallel}
-        found = plan(unloaded, context=tokens, batch=batch, **of_gpu)
+        rows, notes = plan(unloaded, context=tokens, batch=batch, **of_gpu)
     gpus = f"each of {tensor_parallel} GPUs of {gpu_memory}" if tensor_parallel > 1 else gpu_memory
     own = round(weights.nbytes * share_of_weights(unloaded, tensor_parallel))
-    _print_plan(found, f"{Path(model).name}: {tokens} tokens x {batch} on {gpus}", tokens, batch, own, weights.note)
+    _print_plan(rows, f"{Path(model).name}: {tokens} tokens x {batch} on {gpus}", tokens, batch)
+    remark(f"Weights take {own / 1e9:.2f} GB; a tenth of the GPU is left for activations.")
+    for text in filter(None, (weights.note, *notes)):
+        remark(text)
     if json_line:
-        facts = {**asdict(found), "weight_bytes": own, "weight_note": weights.note, "ranks": tensor_parallel}
-        print(json.dumps(facts))  # noqa: T201
+        facts = {"weight_bytes": own, "weight_note": weights.note, "ranks": tensor_parallel}
+        print(json.dumps({"rows": [asdict(row) for row in rows], "notes": notes, **facts}))  # noqa: T201
 
 
-def _print_plan(found: "MemoryPlan", title: str, context: int, batch: int, weights: int, weight_note: str) -> None:
+def _print_plan(rows: "list[PlanRow]", title: str, context: int, batch: int) -> None:
     cells = []
-    for row in found.rows:
+    for row in rows:
         sizes = f"{row.bytes_per_token:,.0f}", f"{row.compression:.2f} x", f"{row.cache_bytes / 1e9:.2f} GB"
         longest = "no limit" if row.longest_context < 0 else f"{row.longest_context:,}"
         cells.append((row.method, *sizes, "yes" if row.fits else "no", longest, f"{row.largest_batch:,}"))
     headings = ("method", "bytes/token", "ratio", "cache", "fits", f"longest, {batch} rows", f"rows at {context}")
     show_table(title, headings, cells)
-    remark(f"Weights take {weights / 1e9:.2f} GB; a tenth of the GPU is left for activations.")
-    for text in filter(None, (weight_note, *found.notes)):
-        remark(text)
 
 
 @app.command("doctor")
@@ -308,10 +289,12 @@ def doctor_command(
         if diagnosis is not None:
             facts["model"] = {
                 "refusal": diagnosis.refusal,
-                "checks": {name: _finite(asdict(check)) for name, check in diagnosis.checks.items()},
+                "checks": {name: asdict(check) for name, check in diagnosis.checks.items()},
                 "unknown": diagnosis.unknown,
             }
-        print(json.dumps(facts))  # noqa: T201
+        from turbo_hf.eval.bench.runner import as_json  # noqa: PLC0415
+
+        print(as_json(facts))  # noqa: T201
     # a preset of fewer bits than the default may be too coarse for a model; the default is then refused
     if found.problems or (diagnosis is not None and diagnosis.refusal):
         raise typer.Exit(1)
@@ -327,11 +310,6 @@ def _diagnose(model: str, device: str, gguf_file: str | None) -> "Diagnosis":
         if of_config.refusal is not None or not (gguf_file or has_weights(model)):
             return of_config
     return diagnose(load_model(model, device, gguf_file=gguf_file))
-
-
-def _finite(figures: dict[str, float]) -> dict[str, float | None]:
-    """NaN is not valid JSON."""
-    return {name: value if value == value else None for name, value in figures.items()}  # noqa: PLR0124
 
 
 def _print_machine(found: "Machine") -> None:

@@ -29,7 +29,6 @@ class PlanRow:
     fits: whether it fits beside the weights.
     longest_context: tokens per row that fit, at the requested batch; negative: no limit.
     largest_batch: rows that fit, at the requested context.
-    constant_bytes: of `cache_bytes`, per row and at any length (the states of linear attention).
     """
 
     method: str
@@ -39,27 +38,13 @@ class PlanRow:
     fits: bool
     longest_context: int
     largest_batch: int
-    constant_bytes: float
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """The memory plan of a model.
-
-    rows: unpatched, and each preset.
-    positions: positions that the model was made for; None: the config names none.
-    notes: what is left in full precision, and what a config cannot tell.
-    """
-
-    rows: list[PlanRow]
-    positions: int | None
-    notes: tuple[str, ...]
 
 
 def plan(
     model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, weights: int, ranks: int = 1
-) -> MemoryPlan:
-    """Rows for the unpatched model ("fp16", or "fp32" if that is its dtype) and for each preset.
+) -> tuple[list[PlanRow], list[str]]:
+    """Rows for the unpatched model ("fp16", or "fp32" if that is its dtype) and for each preset; and notes: what is
+    left in full precision, and what a config cannot tell.
 
     Args:
         model: from `meta_model`.
@@ -70,10 +55,8 @@ def plan(
 
     Raises:
         Unsupported: `patch` refuses this model, or its heads do not divide among the ranks.
-        ValueError: context or batch below 1, or a model that cannot run without weights.
+        ValueError: a model that cannot run without weights.
     """
-    if context < 1 or batch < 1:
-        raise ValueError(f"context and batch must be at least 1; got {context} and {batch}.")
     # selectors need a calibration, and change only the index of a layer
     presets = PRESETS
     if any(at.latent for at in patch_report(model, PRESETS[DEFAULT_PRESET]).layers):
@@ -108,14 +91,12 @@ def plan(
                 fits=needed <= room,
                 longest_context=longest_context(costs, room / batch),
                 largest_batch=max(0, int(room // cache_bytes(costs, context))),
-                constant_bytes=sum(cost.constant for cost in costs),
             )
         )
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    notes = _notes(model, reports[DEFAULT_PRESET], positions, context)
+    notes = _notes(model, reports[DEFAULT_PRESET], context)
     if whole:
         notes.append(f"{whole} of {len(layers)} layers keep all of their KV heads on each rank (Transformers' plan).")
-    return MemoryPlan(rows, positions, tuple(notes))
+    return rows, notes
 
 
 def share_of_weights(model: PreTrainedModel, ranks: int) -> float:
@@ -170,7 +151,7 @@ def layer_costs(
     return costs
 
 
-def _notes(model: PreTrainedModel, report: Report, positions: int | None, context: int) -> list[str]:
+def _notes(model: PreTrainedModel, report: Report, context: int) -> list[str]:
     """What the user should know about the rows."""
     count = len(report.layers)
     notes = [
@@ -180,6 +161,7 @@ def _notes(model: PreTrainedModel, report: Report, positions: int | None, contex
     bias = key_bias_note(model, report)
     if bias is not None:
         notes.append(bias)
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions is not None and context > positions:
         notes.append(f"The model was made for {positions:,} positions; {context:,} tokens are more.")
     return notes
@@ -202,7 +184,7 @@ UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12}
 def parse_bytes(text: str) -> float:
     """ "80GB", "24 GiB", "512MB" -> bytes. ValueError says what is expected."""
     cleaned = text.replace(" ", "").upper()
-    unit = next((u for u in ("GIB", "MIB", "GB", "MB", "TB") if cleaned.endswith(u)), None)
+    unit = next((u for u in UNITS if cleaned.endswith(u)), None)
     number: Any = cleaned[: -len(unit)] if unit else ""
     try:
         value = float(number)

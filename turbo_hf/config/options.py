@@ -18,14 +18,10 @@ def at_least(field: str, value: object, least: int, owner: str) -> None:
         raise ValueError(f"{owner}.{field} must be a whole number of at least {least}; got {value!r}.")
 
 
-def freeze(value: Any) -> Any:
-    """A list as a tuple; anything else as it is."""
-    return tuple(value) if isinstance(value, list) else value
-
-
 def freeze_layers(config: object, field: str) -> None:
     """Replace a list by a tuple, in `__post_init__` of a frozen dataclass."""
-    object.__setattr__(config, field, freeze(getattr(config, field)))
+    value = getattr(config, field)
+    object.__setattr__(config, field, tuple(value) if isinstance(value, list) else value)
 
 
 def layer_indices(field: str, value: object, also: str, owner: str) -> None:

@@ -249,7 +249,10 @@ class TurboConfig(Options):
             ValueError: an unknown name (the message has the known ones), an unknown preset, or a wrong value.
         """
         given = cls._known(options, ("preset",))
-        base = resolve_preset(given.pop("preset")) if "preset" in given else cls()
+        name = given.pop("preset", DEFAULT_PRESET)
+        if not isinstance(name, str) or name not in NAMED:
+            raise ValueError(f"unknown preset {name!r}; presets are {', '.join(ADVISED)}.")
+        base = NAMED[name]
         for field, kind in cls.nested.items():
             if isinstance(given.get(field), Mapping):
                 given[field] = replace(getattr(base, field) or kind(), **kind._known(given[field]))
@@ -411,19 +414,6 @@ ConfigLike = str | Path | Mapping[str, Any] | TurboConfig
 """A `TurboConfig`, a preset's name, a dict of options, or the path of a JSON or YAML file."""
 
 
-def preset_named(name: object) -> TurboConfig | None:
-    """A config of `NAMED`; None: there is none of this name."""
-    return NAMED.get(name) if isinstance(name, str) else None
-
-
-def resolve_preset(name: object) -> TurboConfig:
-    """`preset_named`. ValueError names the presets."""
-    found = preset_named(name)
-    if found is None:
-        raise ValueError(f"unknown preset {name!r}; presets are {', '.join(ADVISED)}.")
-    return found
-
-
 def resolve_config(config: ConfigLike) -> TurboConfig:
     """The `TurboConfig` that a `ConfigLike` stands for.
 
@@ -434,9 +424,8 @@ def resolve_config(config: ConfigLike) -> TurboConfig:
     """
     if isinstance(config, TurboConfig):
         return config
-    named = preset_named(config)
-    if named is not None:
-        return named
+    if isinstance(config, str) and config in NAMED:
+        return NAMED[config]
     if isinstance(config, Mapping):
         return TurboConfig.from_dict(config)
     if isinstance(config, str | Path) and names_a_file(config):

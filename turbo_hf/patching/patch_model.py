@@ -37,7 +37,6 @@ from turbo_hf.patching.refusals import (
     check_model,
     choose_layers,
     forecast,
-    forecast_latent,
     key_biases,
     refuse_latent_options,
     refuse_layers,
@@ -180,9 +179,8 @@ def _plan(
     refuse_latent_options(layers, config, bool(ranks))
     refuse_layers(layers, biases, notices)
     devices = {x.device for x in model.parameters()}
-    forecast(config, devices, model.dtype, dims, notices)
     latents = [module for n, module in modules.items() if layers[n].groups and layers[n].latent]
-    forecast_latent(config, latents, devices, model.dtype, notices)
+    forecast(config, devices, model.dtype, dims, latents, notices)
     if not hasattr(type(model), PREPARE):
         notices.note(f"{type(model).__name__} has no generate: pass handle.new_cache() when you call it.")
     words = loaded.words

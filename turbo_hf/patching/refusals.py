@@ -1,7 +1,7 @@
 """What a patch cannot do, and why: models that it refuses, layers in full precision, and parts without a kernel."""
 
 import functools
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -280,52 +280,41 @@ def refuse_layers(layers: list[LayerReport], biases: Mapping[int, KeyBias], noti
 
 
 def forecast(
-    config: TurboConfig, devices: Iterable[torch.device], dtype: torch.dtype, dims: set[int], notices: Notices
+    config: TurboConfig,
+    devices: Iterable[torch.device],
+    dtype: torch.dtype,
+    dims: set[int],
+    latents: Collection[Any],
+    notices: Notices,
 ) -> None:
-    """Note each part of a model's attention that no kernel serves, and unrounded layers that are rounded a little.
+    """Note each part of a model's attention that no kernel serves, and what is rounded otherwise than one would think.
 
     Args:
-        devices: of the weights. dtype: of keys. dims: head dims.
+        devices: of the weights. dtype: of keys. dims: head dims. latents: attention modules of latent attention.
 
     Raises:
         Unsupported: backend "triton", which plain torch may not replace.
     """
     if config.dense_layers and type_16bit(dtype) != dtype:
         notices.note(f"dense_layers are kept in float16, which rounds the {str(dtype)[6:]} of this model to 11 bits.")
-    if config.expert.backend == "reference":
-        return
-    lines = [line for device in devices if device.type == "cuda" for line in _lines(config, device, dtype, dims)]
-    for line in dict.fromkeys(lines):
-        if config.expert.backend == "triton":
-            raise Unsupported(f'backend "triton": {line} Choose backend "auto" or "reference", or another attention.')
-        notices.note(line)
-
-
-def forecast_latent(
-    config: TurboConfig, modules: Iterable[Any], devices: Iterable[torch.device], dtype: torch.dtype, notices: Notices
-) -> None:
-    """As `forecast`, of layers of latent attention. modules: their attention modules."""
-    modules = list(modules)
-    fp8 = [module.kv_b_proj.weight.numel() for module in modules if is_fp8(module.kv_b_proj)]
+    fp8 = [module.kv_b_proj.weight.numel() for module in latents if is_fp8(module.kv_b_proj)]
     if fp8:
         notices.note(
             f"the up-projections of {len(fp8)} layers are FP8: steps use them dequantized, which takes "
             f"{dtype.itemsize * sum(fp8) / 1e6:.0f} MB more, and do not round what they are multiplied by."
         )
-    sizes = {(module.kv_lora_rank, module.qk_rope_head_dim) for module in modules}
-    cuda = [device for device in devices if device.type == "cuda"]
     if config.expert.backend == "reference":
         return
-    for rank, rotary in sorted(sizes) if cuda else ():
-        shape = (cuda[0], dtype, rank, rotary, config.expert.block_size, config.bits)
-        why = Choice(config.expert.backend, *shape).why_no_latent_kernel()
-        if why is not None and config.expert.backend == "triton":
-            raise Unsupported(f'backend "triton": {why}. Choose backend "auto" or "reference".')
-        if why is not None:
-            notices.note(f"decode steps over latents run in plain torch, which is slow: {why}.")
+    cuda = [device for device in devices if device.type == "cuda"]
+    for line in dict.fromkeys(line for device in cuda for line in _lines(config, device, dtype, dims, latents)):
+        if config.expert.backend == "triton":
+            raise Unsupported(f'backend "triton": {line} Choose backend "auto" or "reference", or another attention.')
+        notices.note(line)
 
 
-def _lines(config: TurboConfig, device: torch.device, dtype: torch.dtype, dims: set[int]) -> Iterable[str]:
+def _lines(
+    config: TurboConfig, device: torch.device, dtype: torch.dtype, dims: set[int], latents: Collection[Any]
+) -> Iterable[str]:
     why_not = gpu.why_no_kernels_on(device)
     if why_not is not None:
         yield f"attention runs in plain torch, which is slow: {why_not}."
@@ -338,3 +327,8 @@ def _lines(config: TurboConfig, device: torch.device, dtype: torch.dtype, dims: 
         for part, why in (("prompts", prompts), ("decode steps", steps)):
             if why is not None:
                 yield f"{part} run in plain torch, which is slow: {why}."
+    for sizes in sorted({(module.kv_lora_rank, module.qk_rope_head_dim) for module in latents}):
+        shape = (device, dtype, *sizes, config.expert.block_size, config.bits)
+        why = Choice(config.expert.backend, *shape).why_no_latent_kernel()
+        if why is not None:
+            yield f"decode steps over latents run in plain torch, which is slow: {why}."

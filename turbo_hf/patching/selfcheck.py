@@ -4,7 +4,6 @@ how far its cache moves the distributions of a text."""
 import inspect
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -64,39 +63,15 @@ SLACK, MOST = 4, 0.5
 """Without quantization, a check fails at an error of this many times the effect of rounding, or of `MOST`."""
 
 
-class CheckBatch(NamedTuple):
-    """Prompts of different length, padded at the left.
+Unpatched = dict[str, tuple[torch.Tensor, float]]
+"""By what was run, the unpatched model's logits, as `probe` gives them, and the distance from them of logits with other
+rounding in attention."""
 
-    Args:
-        ids, mask: [rows, tokens].
-        parts: number of tokens of each pass.
+
+def batch(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """Fixed random prompts of different length, padded at the left: ids and mask [rows, tokens], and the number of
+    tokens of each pass. One goes beyond the model's windows, if that is worth its time; two are of `PROMPT` and half.
     """
-
-    ids: torch.Tensor
-    mask: torch.Tensor
-    parts: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Unpatched:
-    """The unpatched model's logits, as `probe` gives them.
-
-    Args:
-        plain: in one pass.
-        cached: over Transformers' own cache.
-        rounding: the distance from `plain` of logits with other rounding in attention.
-        half: the same with rounding to 16 bit, which is what pages of a wider model that quantize nothing do. Layers
-            that round their inputs themselves (LLM.int8) make it more or less than in proportion.
-    """
-
-    plain: torch.Tensor
-    cached: torch.Tensor
-    rounding: float
-    half: float
-
-
-def batch(model: PreTrainedModel) -> CheckBatch:
-    """Fixed random prompts: one beyond the model's windows, if that is worth its time, and two of `PROMPT` and half."""
     config = model.config.get_text_config(decoder=True)
     reaches = [window or 0 for _, window in layer_windows(config)]
     reaches += [number for name in REACHES if isinstance(number := getattr(config, name, None), int)]
@@ -114,7 +89,7 @@ def batch(model: PreTrainedModel) -> CheckBatch:
     ids = torch.randint(config.vocab_size, (len(lengths), longest), generator=seeded, device="cpu")
     mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
     parts = (longest - added, chunk, *[1] * steps)
-    return CheckBatch(ids.to(device), mask.long().to(device), parts)
+    return ids.to(device), mask.long().to(device), parts
 
 
 @torch.no_grad()
@@ -221,7 +196,9 @@ def _sampled(model: PreTrainedModel, count: int) -> torch.Tensor:
 
 
 def unpatched_logits(model: PreTrainedModel, modules: Collection[torch.nn.Module]) -> Unpatched:
-    """What `require_agreement` compares with, taken before the patch. modules: the attention modules.
+    """What `require_agreement` compares with, taken before the patch: without a cache, and over Transformers' own.
+
+    modules: the attention modules.
 
     Raises:
         Unsupported: the logits hold NaN or Inf.
@@ -233,14 +210,17 @@ def unpatched_logits(model: PreTrainedModel, modules: Collection[torch.nn.Module
             "weights and dtype, or patch without check=True."
         )
     rounding = _distance(_rounded(model, modules, model.dtype), plain)
+    # pages of a wider model that quantize nothing round to 16 bit, too. Layers that round their inputs themselves
+    # (LLM.int8) make that more or less than in proportion
     narrow = type_16bit(model.dtype)
     half = rounding if narrow == model.dtype else _distance(_rounded(model, modules, narrow), plain)
-    return Unpatched(plain, probe(model, DynamicCache(config=model.config)), rounding, half)
+    cached = probe(model, DynamicCache(config=model.config))
+    return {"without a cache": (plain, rounding), "over a cache that quantizes nothing": (cached, half)}
 
 
 def _rounded(model: PreTrainedModel, modules: Collection[torch.nn.Module], dtype: torch.dtype) -> torch.Tensor:
     """`probe` of a model whose attention modules are disturbed by one rounding of `dtype`."""
-    hook = _Rounding(batch(model).mask, torch.finfo(dtype).eps)
+    hook = _Rounding(batch(model)[1], torch.finfo(dtype).eps)
     hooks = [module.register_forward_hook(hook) for module in modules]
     try:
         return probe(model)
@@ -274,15 +254,13 @@ def require_agreement(
     """`Unsupported` if the patched model's logits are not its own: without a cache, and with one that quantizes
     nothing.
 
-    Where nothing is quantized, only rounding is left, and `unpatched.rounding` is what it does to the logits. A wrong
-    mask does more.
+    Where nothing is quantized, only rounding is left. A wrong mask does more to the logits.
     """
     exact = TurboCache(model.config, unrounded(config), uncompressed_layers=uncompressed)
-    for case, got, want, rounding in (
-        ("without a cache", probe(model), unpatched.plain, unpatched.rounding),
-        ("over a cache that quantizes nothing", probe(model, exact), unpatched.cached, unpatched.half),
-    ):
-        distance = _distance(got, want)
+    # an error of a pass says more than a difference
+    got = [probe(model, cache) for cache in (None, exact)]
+    for (case, (want, rounding)), logits in zip(unpatched.items(), got, strict=True):
+        distance = _distance(logits, want)
         if not distance <= min(SLACK * rounding, MOST):
             raise Unsupported(
                 f"self-check failed: {case}, the logits differ by {distance:.2%} from the unpatched model's, of which "
