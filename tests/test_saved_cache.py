@@ -105,9 +105,9 @@ def test_generate_goes_on_from_a_saved_prompt(tmp_path: Path) -> None:
     model.generate(whole, **{CACHE: beams}, num_beams=2, **run_of)
     other = whole.clone()
     other[0, 5] = other[0, 5] % 99 + 1
-    with pytest.raises(ValueError, match=r"does not begin with the prompt of this saved cache: row 0 .* in column 5"):
+    with pytest.raises(ValueError, match=r"does not begin with the prompt of this cache: row 0 .* in column 5"):
         model.generate(other, **{CACHE: copy.deepcopy(saved)}, **run_of)
-    with pytest.raises(ValueError, match=r"holds 90 columns, and input_ids has 90: pass .* one token more"):
+    with pytest.raises(ValueError, match=r"holds 90 columns, and the input has 90: pass .* one token more"):
         model.generate(prompt, **{CACHE: copy.deepcopy(saved)}, **run_of)
 
 
@@ -317,6 +317,6 @@ def test_a_loaded_cache_that_went_on_is_compared(tmp_path: Path) -> None:
         model(ids[:, 40:47], **{CACHE: loaded})
     wrong = ids.clone()
     wrong[0, 3] += 1
-    with pytest.raises(ValueError, match="in column 3, the saved prompt"):
+    with pytest.raises(ValueError, match="in column 3, the cache"):
         model.generate(wrong, **{CACHE: copy.deepcopy(loaded)}, max_new_tokens=2)
     model.generate(ids, **{CACHE: loaded}, max_new_tokens=2)

@@ -1,5 +1,6 @@
 """Calls of `generate` that do more: drafts by first layers, caches that a model drops, a part that generates."""
 
+import copy
 import inspect
 import warnings
 from typing import Any
@@ -200,6 +201,30 @@ def test_a_second_turn(padded: bool) -> None:
             one, two = turns()
             assert torch.equal(two.sequences, want)
             assert two[CACHE] is one[CACHE]
+
+
+def test_a_used_cache_refuses_what_it_does_not_continue() -> None:
+    """Transformers slices the input by what the cache holds; below zero it answers from other tokens, unsaid."""
+    model, ids = tiny_llama(), prompts(1, 30)
+    with turbo_hf.patch(model, "int8"):
+        used = answer(model, ids, max_new_tokens=4)[CACHE]
+        beyond = prompts(1, 40)
+        beyond[0, :30] = ids
+        beyond[0, 7] = ids[0, 7] % 60 + 1
+        embeds = model.get_input_embeddings()(ids)
+        for given, said in (
+            ({"input_ids": ids}, "holds 33 columns, and the input has 30"),
+            ({"input_ids": ids[:, :5]}, "holds 33 columns, and the input has 5"),
+            ({"inputs_embeds": embeds}, "holds 33 columns, and the input has 30"),
+            ({"input_ids": beyond}, "does not begin with the prompt of this cache: row 0 .* in column 7"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                model.generate(**given, **{CACHE: copy.deepcopy(used)}, max_new_tokens=4, do_sample=False)
+        # new tokens alone go on if the mask shows the others
+        mask = torch.ones(1, 35, dtype=torch.long)
+        used.crop(-3)
+        model.generate(prompts(1, 5), attention_mask=mask, **{CACHE: used}, max_new_tokens=2, do_sample=False)
+        assert used.get_seq_length() == 36
 
 
 @whole

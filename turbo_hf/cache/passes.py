@@ -166,8 +166,8 @@ class CachePasses(MarkedUpdates):
 
     # [B, n], the first n columns, padding included; None: not known
     _known: torch.Tensor | None = None
-    # they came from a file, and were not compared with the input of a `generate` call since
-    _saved: bool = False
+    # the columns of the mask of a `generate` call whose input was not compared with this cache yet; None: compared
+    to_compare: int | None = None
 
     def __init__(self, layers: list[Any], given_mask: torch.Tensor | None = None):
         self.all_layers: list[Any] = []
@@ -283,25 +283,34 @@ class CachePasses(MarkedUpdates):
         for layer in layers:
             layer.unchecked = False
 
-    def know(self, ids: torch.Tensor | None, saved: bool = False) -> None:
-        """Note the tokens [B, columns] that an empty cache will hold once a pass is over; None: they are not known."""
-        self._known, self._saved = ids, saved
+    def know(self, ids: torch.Tensor | None) -> None:
+        """Note the tokens [B, columns] that a cache holds, or will once a pass is over; None: they are not known."""
+        self._known = ids
 
     def known_ids(self) -> torch.Tensor | None:
         """int64 [B, columns], its tokens, padding included; None: not all of them are known."""
         ids = self._known
         return ids if ids is not None and ids.dim() == 2 and ids.shape[1] == self.get_seq_length() else None
 
-    def compare(self, ids: torch.Tensor | None) -> None:
-        """The first `generate` step over a loaded cache begins: its whole input is [B, columns]; None: not shown.
+    def compare(self, ids: torch.Tensor | None, columns: int | None) -> None:
+        """The first step of a `generate` call over this cache begins, with the whole of its input.
+
+        ids: [B, columns]; None: not shown. columns: tokens or embeddings; None: only the newest ones were passed.
 
         Raises:
-            ValueError: the cache holds the keys and values of other tokens.
+            ValueError: the cache holds the keys and values of other tokens, or of all of these.
         """
-        if ids is not None and self._saved and self._known is not None:
-            valid = next((layer.valid for layer in self.turbo_layers() if layer.is_initialized), None)
-            _require_same(self._known.to(ids.device), ids, self.get_seq_length(), valid)
-        self._saved = False
+        due, self.to_compare = self.to_compare is not None, None
+        seen = self.get_seq_length()
+        if due and seen and columns is not None:
+            if columns <= seen:
+                raise ValueError(
+                    f"this cache holds {seen} columns, and the input has {columns}: pass what the cache holds and at "
+                    "least one token more, or crop the cache, or take a new one."
+                )
+            if ids is not None and self._known is not None and self._known.dim() == 2:
+                valid = next((layer.valid for layer in self.turbo_layers() if layer.is_initialized), None)
+                _require_same(self._known.to(ids.device), ids, valid)
 
     def _cut_known(self) -> None:
         if self._known is not None:
@@ -312,26 +321,22 @@ class CachePasses(MarkedUpdates):
             self._known = self._known[rows]
 
 
-def _require_same(own: torch.Tensor, ids: torch.Tensor, seen: int, valid: torch.Tensor | None) -> None:
-    """ValueError unless `ids`, the whole input of a `generate` call, begin with the tokens `own` and go on.
+def _require_same(own: torch.Tensor, ids: torch.Tensor, valid: torch.Tensor | None) -> None:
+    """ValueError unless `ids`, the whole input of a `generate` call, begin with the tokens `own`.
 
-    own: the first tokens of a cache of `seen` columns. valid: bool [B, seen], which are no padding; None: all.
+    own: the first tokens of a cache. valid: bool [B, columns of the cache], which are no padding; None: all.
     """
     if len(own) != len(ids):
         raise ValueError(
-            f"this saved cache holds {len(own)} rows, and input_ids has {len(ids)}. Repeat its rows for beams and "
+            f"this cache holds {len(own)} rows, and input_ids has {len(ids)}. Repeat its rows for beams and "
             "returned sequences: cache.batch_repeat_interleave(n)."
-        )
-    if ids.shape[1] <= seen:
-        raise ValueError(
-            f"this saved cache holds {seen} columns, and input_ids has {ids.shape[1]}: pass the saved prompt and at "
-            "least one token more."
         )
     differs = own != ids[:, : own.shape[1]]
     if valid is not None:
         differs &= valid.to(ids.device)[:, : own.shape[1]]
     for row, column in differs.nonzero()[:1].tolist():
         raise ValueError(
-            f"input_ids does not begin with the prompt of this saved cache: row {row} has token "
-            f"{int(ids[row, column])} in column {column}, the saved prompt {int(own[row, column])}."
+            f"input_ids does not begin with the prompt of this cache: row {row} has token {int(ids[row, column])} in "
+            f"column {column}, the cache {int(own[row, column])}. Crop the cache to the common tokens, or take a new "
+            "one."
         )

@@ -115,7 +115,7 @@ def _fill(cache: Any, facts: Any, tensors: saved_files.Tensors, devices: Sequenc
     for layer, held, device in zip(cache.layers, layers, devices, strict=True):
         hold(layer, held, device)
     cache.decompressed = saved["decompressed"]
-    cache.know(ids, saved=True)
+    cache.know(ids)
 
 
 def _read(

@@ -137,6 +137,9 @@ def _prepare_cache(
             )
         if not generation_config.is_assistant:
             given.stop_recording()
+            mask = model_kwargs.get(MASK)
+            # Transformers 5.24 drops a mask of ones alone, and keeps its length
+            given.to_compare = getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[-1]
             maker.generated = weakref.ref(given)
         _bring_runner(bring, model, model_kwargs, generation_config)
         return original(generation_config, model_kwargs, *args, **kwargs)
@@ -196,16 +199,15 @@ def _prepare_inputs(
 
 
 def _compare_tokens(named: dict[str, Any]) -> None:
-    """Compare the tokens of a loaded cache with those of this call, where the call shows all of them."""
-    cache, ids, mask = (named.get(name) for name in (CACHE, "input_ids", "attention_mask"))
-    if isinstance(cache, TurboCache):
+    """Compare the tokens of the caller's cache with those of this call, where the call shows all of them."""
+    cache, ids, embeds = (named.get(name) for name in (CACHE, "input_ids", "inputs_embeds"))
+    if isinstance(cache, TurboCache) and cache.to_compare is not None:
         # embeddings may stand for other tokens, and fewer tokens than the mask has are only the newest ones
-        shown = ids if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
-        if shown is not None and isinstance(mask, torch.Tensor) and mask.shape[-1] != shown.shape[1]:
-            shown = None
-        if named.get("inputs_embeds") is not None:
-            shown = None
-        cache.compare(shown)
+        whole = ids if embeds is None else embeds
+        columns = int(whole.shape[1]) if isinstance(whole, torch.Tensor) else None
+        if columns is not None and columns < cache.to_compare:
+            columns = None
+        cache.compare(ids if embeds is None and columns is not None else None, columns)
 
 
 def _columns(inputs: dict[str, Any]) -> int:
