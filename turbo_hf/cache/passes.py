@@ -166,8 +166,8 @@ class CachePasses(MarkedUpdates):
 
     # [B, n], the first n columns, padding included; None: not known
     _known: torch.Tensor | None = None
-    # the columns of the mask of a `generate` call whose input was not compared with this cache yet; None: compared
-    to_compare: int | None = None
+    # the columns of the whole input of a `generate` call that was not compared with this cache yet; None: compared
+    _to_compare: int | None = None
 
     def __init__(self, layers: list[Any], given_mask: torch.Tensor | None = None):
         self.all_layers: list[Any] = []
@@ -292,25 +292,32 @@ class CachePasses(MarkedUpdates):
         ids = self._known
         return ids if ids is not None and ids.dim() == 2 and ids.shape[1] == self.get_seq_length() else None
 
-    def compare(self, ids: torch.Tensor | None, columns: int | None) -> None:
-        """The first step of a `generate` call over this cache begins, with the whole of its input.
-
-        ids: [B, columns]; None: not shown. columns: tokens or embeddings; None: only the newest ones were passed.
+    def require_more(self, columns: int) -> None:
+        """A `generate` call over this cache begins. columns: of its whole input; 0: they are not known.
 
         Raises:
-            ValueError: the cache holds the keys and values of other tokens, or of all of these.
+            ValueError: the cache holds as many or more. Transformers would take some of the input's end for new.
         """
-        due, self.to_compare = self.to_compare is not None, None
         seen = self.get_seq_length()
-        if due and seen and columns is not None:
-            if columns <= seen:
-                raise ValueError(
-                    f"this cache holds {seen} columns, and the input has {columns}: pass what the cache holds and at "
-                    "least one token more, or crop the cache, or take a new one."
-                )
-            if ids is not None and self._known is not None and self._known.dim() == 2:
-                valid = next((layer.valid for layer in self.turbo_layers() if layer.is_initialized), None)
-                _require_same(self._known.to(ids.device), ids, valid)
+        if columns and seen >= columns:
+            raise ValueError(
+                f"this cache holds {seen} columns, and the input has {columns}: pass what the cache holds and at "
+                "least one token more, or crop the cache, or take a new one."
+            )
+        self._to_compare = columns
+
+    def compare(self, ids: torch.Tensor) -> None:
+        """The first step of that call begins. ids: its input [B, columns]; fewer than the whole are left out.
+
+        Raises:
+            ValueError: the cache holds the keys and values of other tokens.
+        """
+        due, self._to_compare = self._to_compare, None
+        if self._known is None or ids.dim() != 2 or self._known.dim() != 2:
+            return
+        if due is not None and due <= ids.shape[1] and self.get_seq_length():
+            valid = next((layer.valid for layer in self.turbo_layers() if layer.is_initialized), None)
+            _require_same(self._known.to(ids.device), ids, valid)
 
     def _cut_known(self) -> None:
         if self._known is not None:

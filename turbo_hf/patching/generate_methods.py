@@ -139,7 +139,7 @@ def _prepare_cache(
             given.stop_recording()
             mask = model_kwargs.get(MASK)
             # Transformers 5.24 drops a mask of ones alone, and keeps its length
-            given.to_compare = getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[-1]
+            given.require_more(getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[-1])
             maker.generated = weakref.ref(given)
         _bring_runner(bring, model, model_kwargs, generation_config)
         return original(generation_config, model_kwargs, *args, **kwargs)
@@ -199,15 +199,11 @@ def _prepare_inputs(
 
 
 def _compare_tokens(named: dict[str, Any]) -> None:
-    """Compare the tokens of the caller's cache with those of this call, where the call shows all of them."""
-    cache, ids, embeds = (named.get(name) for name in (CACHE, "input_ids", "inputs_embeds"))
-    if isinstance(cache, TurboCache) and cache.to_compare is not None:
-        # embeddings may stand for other tokens, and fewer tokens than the mask has are only the newest ones
-        whole = ids if embeds is None else embeds
-        columns = int(whole.shape[1]) if isinstance(whole, torch.Tensor) else None
-        if columns is not None and columns < cache.to_compare:
-            columns = None
-        cache.compare(ids if embeds is None and columns is not None else None, columns)
+    """Compare the tokens of the caller's cache with those of this call, where the call shows them."""
+    cache, ids = named.get(CACHE), named.get("input_ids")
+    # embeddings may stand for other tokens
+    if isinstance(cache, TurboCache) and isinstance(ids, torch.Tensor) and named.get("inputs_embeds") is None:
+        cache.compare(ids)
 
 
 def _columns(inputs: dict[str, Any]) -> int:
