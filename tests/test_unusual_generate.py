@@ -2,7 +2,9 @@
 
 import copy
 import inspect
+import runpy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -360,6 +362,18 @@ def test_the_part_that_generates_is_patched(family: str) -> None:
     assert isinstance(getattr(ours, CACHE), TurboCache)
     assert torch.equal(ours.sequences, stock.sequences)
     assert not isinstance(getattr(model.generate(**given, **how), CACHE), TurboCache)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_5", "mistral3"])
+def test_a_picture_is_described(family: str) -> None:
+    example = runpy.run_path(str(Path(__file__).resolve().parents[1] / "examples" / "caption.py"))
+    model = build_multimodal(family)
+    text, image = prompt(model)
+    assert image
+    given = {**text, **image}
+    stock = model.generate(**given, max_new_tokens=12, do_sample=False)
+    assert torch.equal(example["caption"](model, given, {"bits": 16}, new=12), stock)
+    assert example["caption"](model, given, new=12).shape == stock.shape
 
 
 @pytest.mark.filterwarnings("ignore")
