@@ -105,6 +105,14 @@ def test_mistakes_are_one_sentence() -> None:
     check_refused("--out is for the figures of --measure", "doctor", "--out", "x")
 
 
+def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(path: object) -> str:
+        return str(path)
+
+    monkeypatch.setattr("os.path.expanduser", nobody)
+    assert read_tiles(tiles_file("NVIDIA H200")) == {}
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_all_is_measured_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device = torch.device("cuda", 0)

@@ -2,6 +2,7 @@
 this GPU, in a file that `turbo-hf doctor --measure` writes."""
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -301,9 +302,9 @@ _measured: dict[torch.device, Mapping[str, DecodeTiles]] = {}
 def tiles_file(name: str) -> Path:
     """Where the tiles of a GPU of this name are, for the versions of Triton and of this package that are installed."""
     words = ("tiles", name, f"triton {version_of('triton')}", __version__)
-    return (
-        Path.home() / ".cache" / "turbo_hf" / f"{'-'.join(re.sub(r'[^A-Za-z0-9.]+', '-', word) for word in words)}.json"
-    )
+    # which does not fail where nobody has a home
+    folder = os.path.expanduser("~/.cache/turbo_hf")
+    return Path(folder, "-".join(re.sub(r"[^A-Za-z0-9.]+", "-", word) for word in words) + ".json")
 
 
 def measured_tiles(device: torch.device) -> Mapping[str, DecodeTiles]:
@@ -329,8 +330,9 @@ def using(device: torch.device, tiles: Mapping[str, DecodeTiles]) -> Iterator[No
 
 
 def read_tiles(path: Path) -> dict[str, DecodeTiles]:
-    """The tiles of a file; none if it is missing. ValueError as of `measured_tiles`."""
-    if not path.exists():
+    """The tiles of a file; none if it cannot be seen. ValueError as of `measured_tiles`."""
+    # false, and no error, in a folder that may not be read
+    if not os.path.isfile(path):
         return {}
     remedy = "Delete it, or measure again: turbo-hf doctor --measure."
     found = read_object(path, remedy)
