@@ -27,7 +27,7 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
 def test_kernels_fit_gpus_with_less_shared_memory(capability: str, kib: int) -> None:
     kernels = compiled("--capability", capability)
     wanted = {"prefill_kernel"}
-    wanted |= {"decode_kernel", "sparse_decode_kernel"} if capability == "8.9" else set()
+    wanted |= {"decode_kernel", "sparse_decode_kernel", "latent_kernel"} if capability == "8.9" else set()
     assert {kernel["kernel"] for kernel in kernels} >= wanted
     assert not [kernel for kernel in kernels if kernel["shared"] > kib << 10]
 

@@ -169,7 +169,7 @@ QUICK = [(256, torch.bfloat16, "turbo"), (256, torch.bfloat16, "half"), (80, tor
 
 def nearest(capability: str) -> None:
     """What comes nearest to the limit where shared memory is less than an H200's."""
-    case = [""]
+    case, kept = [""], latents()
     compile_only(case, capability)
     pasts = {}
     for dim, groups in ((128, ((4, 2),)), (256, ((16, 2),))):
@@ -192,6 +192,10 @@ def nearest(capability: str) -> None:
         launch_decode.launch_decode(torch.zeros(1, 8, 1, dim, dtype=torch.bfloat16), store, Scoring(0.1))
     case[0] = "sparse, 8 bit, d = 128"
     sparse(((8, 2),), 128, torch.bfloat16, 8)
+    for store in kept:
+        case[0] = f"latent, {store.paged[0].bits} bit, 128 heads"
+        latent, rotary = (torch.zeros(2, 128, 1, n, dtype=torch.float16) for n in (512, 64))
+        launch_latent_decode(latent, rotary, store, 0.1, None, False)
 
 
 def main(everything: bool, capability: str = "9.0", *, all_facts: bool = False) -> None:
@@ -272,7 +276,7 @@ def main(everything: bool, capability: str = "9.0", *, all_facts: bool = False) 
     sparse(((4, 2),), 128, torch.float32, 24, **every)
     for store in kept:
         bits = store.paged[0].bits
-        for heads in (16, 32) if everything else ({8: 16}.get(bits, 32),):
+        for heads in (16, 32, 128) if everything else ({8: 16}.get(bits, 128),):
             case[0] = f"latent, {bits} bit, {heads} heads"
             latent, rotary = (torch.zeros(2, heads, 1, n, dtype=torch.float16) for n in (512, 64))
             launch_latent_decode(latent, rotary, store, 0.1, None, False)

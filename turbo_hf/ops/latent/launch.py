@@ -16,6 +16,10 @@ ROWS = 16
 MOST_ROWS = 64
 """Queries per program at most: their sums fill the registers of eight warps."""
 
+KIB = {True: {MOST_ROWS: 168, 32: 132}, False: {MOST_ROWS: 105, 32: 69}}
+"""KiB of shared memory that so many queries of 512 channels and a rotary part of 64 take, as compiled: over latents in
+16 bit, and in fewer."""
+
 MERGED_CHANNELS = 32
 """Channels of a program of the merge: with 16 queries of rank 512, two programs per SM."""
 
@@ -43,7 +47,10 @@ def launch_latent_decode(
         starts = None if starts is None else starts + more
     (batch, heads, tokens, rank), device = q_latent.shape, q_latent.device
     (pages,), count, rotary = store.paged, heads * tokens, q_rotary.shape[-1]
-    rows = min(MOST_ROWS, max(ROWS, triton.next_power_of_2(count)))
+    unquantized, shared = pages.bits == UNQUANTIZED, gpu.shared_memory(device)
+    taken = KIB[unquantized].items()
+    most_rows = next((n for n, kib in taken if (kib << 10) * (rank + rotary) <= shared * 576), ROWS)
+    rows = min(most_rows, max(ROWS, triton.next_power_of_2(count)))
     groups = triton.cdiv(count, rows)
     blocks = max(store.sealed_host) if store.sealed_host is not None else store.table.shape[1]
     hopper = _hopper_serves(store, rank, rotary, interpreted)
@@ -82,7 +89,7 @@ def launch_latent_decode(
             latent_kernel[(shares, groups, batch)](
                 *queries, *held, *places, starts, parts, part_lse, *numbers,
                 **shape, BLOCK=store.block, SHARES=shares, TYPE=tl.float32 if interpreted else TYPES[q_latent.dtype],
-                STAGES=3 if few and pages.bits == UNQUANTIZED else 2, num_warps=warps,
+                STAGES=3 if few and unquantized and shared >= gpu.H200_SHARED else 2, num_warps=warps,
             )  # fmt: skip
         merge_kernel[(count, rank // channels, batch)](
             parts, part_lse, out, lse, count, shares,
