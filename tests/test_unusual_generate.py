@@ -229,6 +229,24 @@ def test_a_used_cache_refuses_what_it_does_not_continue() -> None:
         assert used.get_seq_length() == 36
 
 
+@pytest.mark.parametrize(
+    ("drafts", "embedded"),
+    # a drafter reads no embeddings
+    [("prompt_lookup_num_tokens", False), ("prompt_lookup_num_tokens", True), ("assistant_early_exit", False)],
+)
+def test_assisted_decoding_goes_on_from_a_used_cache(drafts: str, embedded: bool) -> None:
+    """Transformers passes its first step the whole input, which the cache would hold twice."""
+    model = model_of("qwen3")
+    ids = settled(model, [80], max_new_tokens=8)["input_ids"]
+    with turbo_hf.patch(model, EXACT, strict="warn"):
+        want = tokens(model, ids)
+        own = model(ids[:, :50], use_cache=True)[CACHE]
+        given = {"inputs_embeds": model.get_input_embeddings()(ids)} if embedded else {"input_ids": ids}
+        made = model.generate(**given, **{drafts: 2, CACHE: own}, max_new_tokens=8, do_sample=False)
+        assert torch.equal(made[:, -8:], want[:, -8:])
+        assert own.get_seq_length() == 87
+
+
 @whole
 def test_a_cache_of_ones_own_is_the_one_that_is_filled() -> None:
     model, ids = long_phi(), prompts(1, SWITCH - 5)

@@ -306,18 +306,24 @@ class CachePasses(MarkedUpdates):
             )
         self._to_compare = columns
 
-    def compare(self, ids: torch.Tensor) -> None:
-        """The first step of that call begins. ids: its input [B, columns]; fewer than the whole are left out.
+    def compare(self, columns: int, ids: torch.Tensor | None) -> int | None:
+        """The first step of that call begins. columns: of its input; fewer than the whole are new ones. ids: the input
+        [B, columns]; None: embeddings.
+
+        Returns:
+            How many columns of an input that is whole are new; None: it is not whole, or nothing is cached.
 
         Raises:
             ValueError: the cache holds the keys and values of other tokens.
         """
         due, self._to_compare = self._to_compare, None
-        if self._known is None or ids.dim() != 2 or self._known.dim() != 2:
-            return
-        if due is not None and due <= ids.shape[1] and self.get_seq_length():
+        seen, known = self.get_seq_length(), self._known
+        if not due or due > columns or not seen:
+            return None
+        if ids is not None and known is not None and ids.dim() == known.dim() == 2:
             valid = next((layer.valid for layer in self.turbo_layers() if layer.is_initialized), None)
-            _require_same(self._known.to(ids.device), ids, valid)
+            _require_same(known.to(ids.device), ids, valid)
+        return columns - seen
 
     def _cut_known(self) -> None:
         if self._known is not None:

@@ -32,7 +32,7 @@ FORGETS = (
     "this version of Transformers then computes the newest token alone: what it generates from here on lacks the "
     "prompt, with or without the patch. Of Phi-3 and PhiMoE, Transformers 5.23 computes all tokens again: upgrade it."
 )
-MASK = "attention_mask"
+MASK, NEW = "attention_mask", "next_sequence_length"
 RUNNER = "turbo_runner"
 """Keyword that takes a runner from `generate` to `forward`, in searches that call the model itself."""
 
@@ -173,7 +173,10 @@ def _prepare_inputs(
     method = type(model).prepare_inputs_for_generation
     original: Callable[..., dict[str, Any]] = before or functools.partial(method, model)
     named = by_name(method, args, kwargs)
-    _compare_tokens(named)
+    new = _compare_tokens(named)
+    if new is not None and named.get(NEW) is None:
+        # the first pass of assisted decoding: Transformers would pass what the cache holds once more
+        kwargs = {**kwargs, NEW: new}
     inputs = original(*args, **kwargs)
     given, kept = named.get(CACHE), inputs.get(CACHE)
     if not isinstance(given, TurboCache) or kept is given or not uses_turbo(model):
@@ -198,12 +201,15 @@ def _prepare_inputs(
     return {**inputs, CACHE: given}
 
 
-def _compare_tokens(named: dict[str, Any]) -> None:
-    """Compare the tokens of the caller's cache with those of this call, where the call shows them."""
-    cache, ids = named.get(CACHE), named.get("input_ids")
+def _compare_tokens(named: dict[str, Any]) -> int | None:
+    """Compare the tokens of the caller's cache with those of this call, where the call shows them. Returns how many
+    columns are new, as `TurboCache.compare`."""
+    cache, ids, embeds = (named.get(name) for name in (CACHE, "input_ids", "inputs_embeds"))
     # embeddings may stand for other tokens
-    if isinstance(cache, TurboCache) and isinstance(ids, torch.Tensor) and named.get("inputs_embeds") is None:
-        cache.compare(ids)
+    given = ids if embeds is None else embeds
+    if not isinstance(cache, TurboCache) or not isinstance(given, torch.Tensor):
+        return None
+    return cache.compare(given.shape[1], ids if embeds is None else None)
 
 
 def _columns(inputs: dict[str, Any]) -> int:
