@@ -245,6 +245,13 @@ def test_assisted_decoding_goes_on_from_a_used_cache(drafts: str, embedded: bool
         made = model.generate(**given, **{drafts: 2, CACHE: own}, max_new_tokens=8, do_sample=False)
         assert torch.equal(made[:, -8:], want[:, -8:])
         assert own.get_seq_length() == 87
+        if embedded:
+            return
+        # new tokens alone, which with their drafts are as many as the mask has columns
+        own = model(ids[:, :2], use_cache=True)[CACHE]
+        given = {"input_ids": ids[:, 2:], "attention_mask": torch.ones_like(ids)}
+        made = model.generate(**given, **{drafts: 2, CACHE: own}, max_new_tokens=8, do_sample=False)
+        assert torch.equal(made[:, -8:], want[:, -8:])
 
 
 @whole

@@ -306,6 +306,11 @@ class CachePasses(MarkedUpdates):
             )
         self._to_compare = columns
 
+    def drafts_follow(self, columns: int) -> None:
+        """The first step of that call adds drafts to its input. columns: of the input without them, as in `compare`."""
+        if self._to_compare is not None and columns < self._to_compare:
+            self._to_compare = None
+
     def compare(self, columns: int, ids: torch.Tensor | None) -> int | None:
         """The first step of that call begins. columns: of its input; fewer than the whole are new ones. ids: the input
         [B, columns]; None: embeddings.

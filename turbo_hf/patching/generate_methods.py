@@ -256,8 +256,11 @@ def _candidates(
         generator.__dict__["get_candidates"] = functools.partial(_draft, weakref.ref(generator), drafts)
     named = by_name(method, args, kwargs)
     passed = named["model_kwargs"]
+    cache, embeds = passed.get(CACHE), passed.get("inputs_embeds")
+    if isinstance(cache, TurboCache):
+        cache.drafts_follow((named["input_ids"] if embeds is None else embeds).shape[1])
     # what needs more outputs than logits is not replayed. A drafter has taken a copy of these keywords
-    if bring is not None and isinstance(passed.get(CACHE), TurboCache):
+    if bring is not None and isinstance(cache, TurboCache):
         needs = generator.requires_model_outputs
         runner = None if needs else bring(model, named["generation_config"])
         if runner is not None:
