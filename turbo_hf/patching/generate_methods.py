@@ -174,11 +174,11 @@ def _prepare_inputs(
     original: Callable[..., dict[str, Any]] = before or functools.partial(method, model)
     named = by_name(method, args, kwargs)
     new = _compare_tokens(named)
-    if new is not None and named.get(NEW) is None:
-        # the first pass of assisted decoding: Transformers would pass what the cache holds once more
-        kwargs = {**kwargs, NEW: new}
     inputs = original(*args, **kwargs)
     given, kept = named.get(CACHE), inputs.get(CACHE)
+    if new is not None and named.get(NEW) is None and kept is given:
+        # the first pass of assisted decoding: Transformers would pass what the cache holds once more
+        return original(*args, **{**kwargs, NEW: new})
     if not isinstance(given, TurboCache) or kept is given or not uses_turbo(model):
         return inputs
     if kept is not None:
