@@ -1,5 +1,6 @@
 """`turbo-hf serve`, met by OpenAI's own client on loopback."""
 
+import importlib.util
 import shutil
 import socket
 import threading
@@ -22,6 +23,7 @@ from turbo_hf.cli.serve import OLDEST
 
 openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
+httpx = pytest.importorskip("httpx2" if importlib.util.find_spec("httpx2") else "httpx")
 if Version(transformers.__version__) < Version(OLDEST):
     pytest.skip(f"serve needs transformers {OLDEST}", allow_module_level=True)
 # it imports fastapi, too
@@ -35,8 +37,8 @@ POOL = 4096
 class Running:
     """A server, the model behind it, and a client."""
 
-    def __init__(self, name: str, model: Any, requests: served.Requests, port: int):
-        self.name, self.model, self.requests, self.port = name, model, requests, port
+    def __init__(self, name: str, model: Any, tokenizer: Any, requests: served.Requests, port: int):
+        self.name, self.model, self.tokenizer, self.requests, self.port = name, model, tokenizer, requests, port
         url = f"http://127.0.0.1:{port}/v1"
         self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=600)
 
@@ -83,7 +85,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
-        yield Running(str(folder), model, requests, listener.getsockname()[1])
+        yield Running(str(folder), model, tokenizer, requests, listener.getsockname()[1])
         server.should_exit = True
         thread.join()
 
@@ -206,11 +208,48 @@ def test_what_does_not_fit_is_refused_and_the_next_is_served(running: Running, m
         ({"model": "/etc"}, "requested '/etc'"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}}, "may not set 'chat_template'"),
         ({"extra_body": {"generation_config": "{}"}}, "generation_config='{}' is not supported"),
+        ({"extra_body": {"chat_template_kwargs": {"thinking": 1}}}, "the chat template knows no 'thinking'."),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: the chat template of this model knows"),
+        ({"extra_body": {"stream": "yes"}}, "stream must be true or false; got 'yes'."),
+        ({"extra_body": {"top_k": 3}}, "Unexpected fields in the request: {'top_k'}. Leave them out."),
     ],
 )  # fmt: skip
 def test_what_would_be_passed_over_is_refused(running: Running, given: dict[str, Any], message: str) -> None:
     assert message in running.refusal(**given)
     assert not running.left
+
+
+def test_refusals_have_the_form_of_openai(running: Running) -> None:
+    def post(path: str, body: bytes) -> Any:
+        address = f"http://127.0.0.1:{running.port}{path}"
+        return httpx.post(address, content=body, headers={"content-type": "application/json"}, timeout=600)
+
+    for path, body, code, said in (
+        ("/v1/completions", b"{", 400, "the body must be a JSON object: JSON decode error."),
+        ("/v1/completions", b"[]", 400, "the body must be a JSON object: Input should be a valid dictionary."),
+        ("/v1/completions", b'{"prompt": ["a", "b"]}', 400, "prompt must be one string; got ['a', 'b']."),
+        ("/v1/nothing", b"{}", 404, "Not Found"),
+    ):
+        answer = post(path, body)
+        assert answer.status_code == code
+        assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-7])
+def test_the_least_temperatures_are_greedy(running: Running, temperature: float) -> None:
+    text = QUESTION.format(4281)
+    assert running.text(text, temperature=temperature, seed=1) == running.text(text)
+
+
+def test_templates_that_know_tools_get_them(running: Running) -> None:
+    tokenizer = running.tokenizer
+    before = tokenizer.chat_template
+    tokenizer.chat_template = "{% for tool in tools or () %}{{ tool.function.name }} {% endfor %}" + TEMPLATE
+    try:
+        own = running.chat("Hello", max_tokens=1, tools=[{"type": "function", "function": {"name": "find the way"}}])
+    finally:
+        tokenizer.chat_template = before
+    assert own.usage.prompt_tokens > running.chat("Hello", max_tokens=1).usage.prompt_tokens
 
 
 def test_no_route_reads_other_files(running: Running) -> None:
@@ -243,8 +282,7 @@ def test_an_answer_ends_at_the_end_token_unless_that_is_ignored(running: Running
     question = QUESTION.format(4281) + " "
     asked = {"model": running.name, "prompt": question, "max_tokens": 6, "temperature": 0}
     first = running.client.completions.create(**asked)
-    tokenizer = AutoTokenizer.from_pretrained(running.name)
-    end = tokenizer(first.choices[0].text, add_special_tokens=False).input_ids[1]
+    end = running.tokenizer(first.choices[0].text, add_special_tokens=False).input_ids[1]
     running.model.generation_config.eos_token_id = end
     try:
         ended = running.client.completions.create(**asked).usage.completion_tokens

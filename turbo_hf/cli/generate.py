@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from turbo_hf.cache.turbo_cache import TurboCache
     from turbo_hf.config.turbo_config import TurboConfig
 
+LEAST_TEMPERATURE = 1e-6
+"""Below it an answer is greedy, its limit: scores divided by less overflow float32."""
+
 
 def generate_command(
     model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
@@ -94,7 +97,7 @@ def _sampling(temperature: float | None) -> dict[str, Any]:
         return {}
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"the temperature must be 0 (greedy) or a number above; got {temperature}.")
-    if temperature == 0:
+    if temperature < LEAST_TEMPERATURE:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     return {"do_sample": True, "temperature": temperature}
 

@@ -7,6 +7,7 @@ fastapi and openai.
 import asyncio
 import inspect
 import json
+import re
 import threading
 import time
 import uuid
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException as StarletteException
 from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -38,8 +41,9 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from turbo_hf.cli.generate import LEAST_TEMPERATURE
 from turbo_hf.console import err
-from turbo_hf.errors import shortened
+from turbo_hf.errors import Unsupported, shortened
 
 ROUTES = ("/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/health")
 """What is served; Transformers' other routes load models and read audio."""
@@ -68,6 +72,7 @@ USUAL = {
 WARM_REQUESTS, WARM_TOKENS = 4, 300
 """Requests of its own with which the server begins, and tokens of their prompts."""
 
+FLAGS = ("stream", "ignore_eos")
 NUMBERS = {"temperature": (0, 2), "top_p": (1e-6, 1)}
 COUNTS = {"max_tokens": 1, "max_completion_tokens": 1, "max_output_tokens": 1, "seed": 0}
 
@@ -157,7 +162,7 @@ class Requests(CBGenerateManager):
     def warm(self) -> None:
         """Answer a few requests of its own, so that no client waits for kernels to compile and steps to be captured.
 
-        RuntimeError: one failed.
+        Unsupported: one failed.
         """
 
         async def ask_all(word: str) -> None:
@@ -171,7 +176,7 @@ class Requests(CBGenerateManager):
                 *(self._answer(ids, asked, f"{word} {n}") for n, ids in enumerate(prompts))
             ):
                 if output.error is not None:
-                    raise RuntimeError(f"a first request failed: {output.error}")
+                    raise Unsupported(f"a first request failed: {output.error}")
 
         # the second time their first half is stored
         for again in range(2):
@@ -286,8 +291,8 @@ class Checked(BaseHandler):
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """See Transformers."""
-        # by default the API does not stream
-        body["stream"] = bool(body.get("stream"))
+        # by default the API does not stream; vLLM's field for benches
+        body.update((field, body.get(field) or False) for field in FLAGS)
         try:
             return await super().handle_request(body, request_id)  # type: ignore[misc] # of the class beside this one
         except HTTPException as refusal:
@@ -301,12 +306,15 @@ class Checked(BaseHandler):
         raise found
 
     def _validate_request(self, body: dict[str, Any]) -> None:
-        # of vLLM, for benches; Transformers' app does not know it
-        endless = body.pop("ignore_eos", False)
-        super()._validate_request(body)
-        if not isinstance(endless, bool):
-            raise HTTPException(400, f"ignore_eos must be true or false; got {endless!r}.")
-        body["ignore_eos"] = endless
+        try:
+            super()._validate_request({field: value for field, value in body.items() if field != "ignore_eos"})
+        except HTTPException as refusal:
+            raise HTTPException(refusal.status_code, f"{refusal.detail}. Leave them out.") from refusal
+        for field in FLAGS:
+            if not isinstance(body[field], bool):
+                raise HTTPException(400, f"{field} must be true or false; got {body[field]!r}.")
+        if not isinstance(body.get("prompt", ""), str):
+            raise HTTPException(400, f"prompt must be one string; got {body['prompt']!r}. Send a request for each.")
         for field in body.keys() & {*self._unused_fields, *REFUSED} - {*WITHOUT_EFFECT}:
             if body[field] and body[field] != USUAL.get(field):
                 raise HTTPException(400, f"{field}={body[field]!r} is not supported by this server. Leave it out.")
@@ -321,10 +329,21 @@ class Checked(BaseHandler):
         messages = body.get("messages", [{"role": "user"}])
         if not (isinstance(messages, list) and messages and all(isinstance(x, dict) and "role" in x for x in messages)):
             raise HTTPException(400, f"messages must be a list of objects with a role, not empty; got {messages!r}.")
-        taken = inspect.signature(self.model_manager.load_model_and_processor("")[1].apply_chat_template).parameters
-        for field in body.get("chat_template_kwargs") or ():
-            if field in taken:
+        self._check_template(body.get("tools"), body.get("chat_template_kwargs") or ())
+
+    def _check_template(self, tools: Any, kwargs: Any) -> None:
+        """HTTPException: the chat template does not know what the request passes to it."""
+        if not (tools or kwargs):
+            return
+        tokenizer: Any = self.model_manager.load_model_and_processor("")[1]
+        names = set(re.findall(r"\w+", tokenizer.get_chat_template(tools=tools or None)))
+        if tools and "tools" not in names:
+            raise HTTPException(400, "tools: the chat template of this model knows none. Leave them out.")
+        for field in kwargs:
+            if field in inspect.signature(tokenizer.apply_chat_template).parameters:
                 raise HTTPException(400, f"chat_template_kwargs may not set {field!r}, which the server decides.")
+            if field not in names:
+                raise HTTPException(400, f"chat_template_kwargs: the chat template knows no {field!r}. Leave it out.")
 
     def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, use_cb: bool = False) -> Any:
         asked = any(body.get(field) is not None for field in COUNTS if field != "seed")
@@ -332,7 +351,7 @@ class Checked(BaseHandler):
         if not asked:
             wanted.max_new_tokens = None
         if body.get("temperature") is not None:
-            wanted.do_sample = body["temperature"] > 0
+            wanted.do_sample = body["temperature"] >= LEAST_TEMPERATURE
         if body["ignore_eos"]:
             wanted.eos_token_id = -1
         return wanted
@@ -396,11 +415,17 @@ class HangUps:
             self._requests.forget(name)
 
 
-async def _in_their_words(_: Request, refusal: HTTPException) -> JSONResponse:
+async def _in_their_words(_: Request, refusal: StarletteException) -> JSONResponse:
     """A refusal as clients of OpenAI read it."""
     kind = "invalid_request_error" if refusal.status_code < 500 else "server_error"
     of_error = {"message": refusal.detail, "type": kind, "param": None, "code": None}
     return JSONResponse({"error": of_error}, status_code=refusal.status_code)
+
+
+async def _not_read(request: Request, refusal: RequestValidationError) -> JSONResponse:
+    """A body that is no JSON object."""
+    said = f"the body must be a JSON object: {refusal.errors()[0]['msg']}."
+    return await _in_their_words(request, HTTPException(400, said))
 
 
 def app_of(model: Any, tokenizer: Any, name: str, requests: Requests) -> FastAPI:
@@ -413,7 +438,9 @@ def app_of(model: Any, tokenizer: Any, name: str, requests: Requests) -> FastAPI
         transcription_handler=none, systemone_handler=none, generation_state=state,
     )  # fmt: skip
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in ROUTES]
-    app.exception_handler(HTTPException)(_in_their_words)
+    # its own, and those of unknown routes
+    app.exception_handler(StarletteException)(_in_their_words)
+    app.exception_handler(RequestValidationError)(_not_read)
     app.add_middleware(HangUps, requests=requests)
     return app
 
