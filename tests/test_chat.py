@@ -123,6 +123,8 @@ def test_mistakes_are_told(parts: Any) -> None:
         Chat(model, tokenizer, num_beams=2).say("One.")
     with pytest.raises(ValueError, match="got num_return_sequences=3"):
         Chat(model, tokenizer).say("One.", num_return_sequences=3)
+    with pytest.raises(ValueError, match="text must be a string; got 5"):
+        Chat(model, tokenizer).say(5)  # type: ignore[arg-type]
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="a chat needs a tokenizer with a chat template"):
         Chat(model, tokenizer)

@@ -66,7 +66,9 @@ def test_remove_twice_and_leaving_by_an_error() -> None:
     before = snapshot(model)
     handle = turbo_hf.patch(model, SMALL)
     assert repr(handle) == "<turbo_hf.Handle of LlamaForCausalLM, on>"
+    assert "has been removed" not in str(handle.report())
     handle.remove()
+    assert "note: the patch has been removed, and the model is what it was" in str(handle.report())
     handle.remove()
     assert not changes(before, snapshot(model))
     with pytest.raises(KeyError), turbo_hf.patch(model, SMALL):

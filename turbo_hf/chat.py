@@ -45,8 +45,10 @@ class Chat:
         options: of `generate`, for this turn.
 
         Raises:
-            ValueError: options for several answers or beams.
+            ValueError: no string, or options for several answers or beams.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"text must be a string; got {text!r}. Other messages go into chat.messages.")
         chosen = {**self._options, **options}
         for name in ("num_beams", "num_return_sequences"):
             most = chosen.get(name, getattr(chosen.get("generation_config") or self._model.generation_config, name))

@@ -344,7 +344,9 @@ class Handle:
         if self._maker.serving is not None:
             serving = self._maker.serving.words() or serving
         generated = self._maker.last_generate()
-        return replace(self._report, steps=steps, serving=serving, selectivity=read, generated=generated)
+        report = replace(self._report, steps=steps, serving=serving, selectivity=read, generated=generated)
+        gone = () if self._active else ("the patch has been removed, and the model is what it was",)
+        return replace(report, warnings=report.warnings + gone)
 
     def memory(self) -> Memory:
         """Bytes by layer and kind of the newest cache made by `generate` or `new_cache`: as it is now, or as it was
