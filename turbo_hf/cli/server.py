@@ -17,7 +17,6 @@ import torch
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException as StarletteException
 from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -415,7 +414,7 @@ class HangUps:
             self._requests.forget(name)
 
 
-async def _in_their_words(_: Request, refusal: StarletteException) -> JSONResponse:
+async def _in_their_words(_: Request, refusal: HTTPException) -> JSONResponse:
     """A refusal as clients of OpenAI read it."""
     kind = "invalid_request_error" if refusal.status_code < 500 else "server_error"
     of_error = {"message": refusal.detail, "type": kind, "param": None, "code": None}
@@ -438,8 +437,9 @@ def app_of(model: Any, tokenizer: Any, name: str, requests: Requests) -> FastAPI
         transcription_handler=none, systemone_handler=none, generation_state=state,
     )  # fmt: skip
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") in ROUTES]
-    # its own, and those of unknown routes
-    app.exception_handler(StarletteException)(_in_their_words)
+    # its own, and those of unknown routes and methods
+    for kind in (HTTPException, 404, 405):
+        app.exception_handler(kind)(_in_their_words)
     app.exception_handler(RequestValidationError)(_not_read)
     app.add_middleware(HangUps, requests=requests)
     return app
