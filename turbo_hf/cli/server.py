@@ -72,6 +72,8 @@ WARM_REQUESTS, WARM_TOKENS = 4, 300
 """Requests of its own with which the server begins, and tokens of their prompts."""
 
 FLAGS = ("stream", "ignore_eos")
+"""Fields that are true or false; by default false. The second is vLLM's: an answer as long as it may be, for benches."""
+
 NUMBERS = {"temperature": (0, 2), "top_p": (1e-6, 1)}
 COUNTS = {"max_tokens": 1, "max_completion_tokens": 1, "max_output_tokens": 1, "seed": 0}
 
@@ -290,7 +292,6 @@ class Checked(BaseHandler):
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """See Transformers."""
-        # by default the API does not stream; vLLM's field for benches
         body.update((field, body.get(field) or False) for field in FLAGS)
         try:
             return await super().handle_request(body, request_id)  # type: ignore[misc] # of the class beside this one
