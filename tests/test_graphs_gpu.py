@@ -84,7 +84,7 @@ def test_on_a_gpu_many_steps_take_few_captures(rows: int, runners: list[StepRunn
     batch = ragged([40 + 9 * row for row in range(rows)])
     want = answer(model, PLAIN, max_new_tokens=700, **batch)
     assert torch.equal(answer(model, SMALL, max_new_tokens=700, **batch), want)
-    assert runners[-1].captures <= 9
+    assert runners[-1].captures <= 8
 
 
 @pytest.mark.gpu
@@ -98,7 +98,7 @@ def test_on_a_gpu_many_steps_of_sparse_layers(sparse: Any, rows: int, runners: l
     got, report = answer_and_report(model, replace(plain, cuda_graphs=True), index, max_new_tokens=700, **batch)
     assert torch.equal(got, want)
     assert report.selectivity == counted.selectivity
-    assert runners[-1].captures <= 9
+    assert runners[-1].captures <= 8
 
 
 @pytest.mark.gpu

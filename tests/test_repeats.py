@@ -107,7 +107,7 @@ def test_repeated_steps_are_those_made_anew(
     assert all(map(torch.equal, *seen))
     assert made[0] == made[1]
     if device.type != "cuda":
-        assert made[0] >= 8
+        assert made[0] > 10
 
 
 def test_a_copy_keeps_no_addresses() -> None:

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turbo_hf.ops.decode.stream_k import Plan, even_rounds, stream_k, tiles_of
+from turbo_hf.ops.decode.stream_k import LivePlan, Plan, even_rounds, stream_k, tiles_of
 
 
 def shares(plan: Plan, tiles: list[int]) -> list[list[tuple[int, int]]]:
@@ -86,3 +87,23 @@ def test_refuses_what_no_plan_covers(tiles: list[int], ctas: int) -> None:
 )
 def test_a_round_of_the_merge_is_full_or_worth_it(ctas: int, outputs: int, kept: int) -> None:
     assert even_rounds(ctas, outputs, 16) == kept
+
+
+def test_rows_that_grow_move_the_plan_once_a_doubling() -> None:
+    """Five rows of two heads, a tile more every 128 steps: each move is a capture."""
+
+    def plan(sealed: tuple[int, ...]) -> Plan:
+        tiles = np.repeat(np.array(sealed) + 1, 2)
+        return stream_k(tiles, np.ones(len(tiles)), int(tiles.sum()), 0.5)
+
+    live = LivePlan(plan, [0] * 5, 264, torch.device("cpu"))
+    moves = []
+    for tile in range(1, 16):
+        words = live.words
+        live.update([tile] * 5)
+        made = plan((tile,) * 5)
+        assert live.ctas >= made.ctas
+        assert torch.equal(live.words[: 4 * made.ctas], made.words[: 4 * made.ctas])
+        assert not live.words[4 * made.ctas : 4 * live.ctas].any()
+        moves += [tile] if live.words is not words else []
+    assert moves == [1, 2, 4, 8]

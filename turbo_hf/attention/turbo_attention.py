@@ -355,7 +355,11 @@ def _step(layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scori
         queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
         assert queries is not None
         store, repeat = layer.to_repeat(key)
-        out = layer.ops.decode(queries, store, scoring, starts=starts, window=layer.window, repeat=repeat).out
+        if repeat is not None and "decode" in repeat:
+            # the append alone could not be repeated
+            out = repeat["decode"](queries, scoring.sas_threshold)
+        else:
+            out = layer.ops.decode(queries, store, scoring, starts=starts, window=layer.window, repeat=repeat).out
     layer.commit(check_later=True)
     return out
 

@@ -152,7 +152,9 @@ class LivePlan:
         if self._given_parts is not None:
             parts, ctas = self._given_parts, self._most
         if ctas > self.ctas or parts != self.parts:
-            self.ctas, self.parts = max(self.ctas, min(power_of_two(ctas), self._most)), parts
+            # with room for as many parts of each output, so that rows that grow do not soon need it
+            room = max(power_of_two(ctas), plan.outputs * parts)
+            self.ctas, self.parts = max(self.ctas, min(room, self._most)), parts
             with torch.inference_mode(False):  # written again in any mode
                 self.words = torch.empty(4 * self.ctas + 2 * plan.outputs, dtype=torch.int32, device=self._device)
         idle = plan.words.new_zeros(4 * (self.ctas - plan.ctas))
