@@ -120,9 +120,8 @@ def measure(device: torch.device, folder: Path | None, steps: Sequence[str] = ST
         return prefill.run_case(case, ["native", "turbo"], 128, how._replace(tell=tell), dtype=torch.float16)
 
     bench.each(steps, step, lambda text, rows: checked.print_rows(f"step, {text} bit", "tiles", rows, {"us": ".1f"}))
-    bench.each(
-        PROMPTS, prompt, lambda at, rows: checked.print_rows(f"prompt, {at}", "mode", rows, {"ms": ".3g"})
-    )  # fmt: skip
+    said = "prompt, {} {}x{}".format
+    bench.each(PROMPTS, prompt, lambda at, rows: checked.print_rows(said(*at), "mode", rows, {"ms": ".3g"}))
     chosen, place = fastest(of_kinds), tiles_file(torch.cuda.get_device_name(device))
     bench.keep([], tiles=chosen)
     if chosen:
@@ -132,4 +131,5 @@ def measure(device: torch.device, folder: Path | None, steps: Sequence[str] = ST
         place.unlink(missing_ok=True)
         out.print("No tiles are faster than the table's by 3 % or more: nothing is kept.")
     remark(f"All figures: {(folder or Path()) / 'measure.json'}. Attach it to an issue.")
+    # tiles that need more than the GPU has are refused
     bench.finish(False, checked.untimed([row for row in bench.rows if "refused" not in row.note]))

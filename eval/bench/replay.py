@@ -71,17 +71,17 @@ def send(client: Any, name: str, jobs: Sequence[Job], prompts: Sequence[str], ex
         return list(threads.map(one, jobs, prompts))
 
 
-def measured(address: str, row: ServeRow, jobs: Sequence[Job], prompts: Callable[[int], list[str]], extra: Any) -> Any:
-    """The row of one server: its figures, or what went wrong. prompts: by the number of the replay."""
+def measured(address: str, row: ServeRow, jobs: Sequence[Job], prompts: Sequence[list[str]], extra: Any) -> ServeRow:
+    """The row of one server: its figures, or what went wrong. prompts: those of the first replay and of the second."""
     import openai  # noqa: PLC0415 - optional
 
     try:
         with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=WAIT_S) as client:
             name = next(iter(client.models.list())).id
             # kernels compile and steps are captured
-            send(client, name, jobs, prompts(0), extra)
-            answers = send(client, name, jobs, prompts(1), extra)
-    except Exception as error:
+            send(client, name, jobs, prompts[0], extra)
+            answers = send(client, name, jobs, prompts[1], extra)
+    except Exception as error:  # a server that fails must not cost the others their figures
         return replace(row, note=f"failed: {type(error).__name__}: {str(error).strip()}")
     found = serve.summed(row, jobs, [answer.times for answer in answers])
     tokens, asked = (sum(counts) for counts in ([a.tokens for a in answers], [job.new for job in jobs]))
@@ -122,7 +122,7 @@ def replay_command(
 
     def measure(name: str, tell: Callable[[str], None]) -> list[ServeRow]:
         jobs, shared, rows = asked[name], parse_tokens(prefix) if name == "shared" else 0, []
-        prompts = lambda again: text_prompts(jobs, shared, tokenizer, 40_009 * again)  # noqa: E731
+        prompts = [text_prompts(jobs, shared, tokenizer, 40_009 * n) for n in range(2)]
         for address in server:
             tell(f"{name}: {address}")
             rows.append(measured(address, ServeRow(name, address, len(jobs)), jobs, prompts, extra))

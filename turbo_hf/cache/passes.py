@@ -322,9 +322,10 @@ class CachePasses(MarkedUpdates):
             ValueError: the cache holds the keys and values of other tokens.
         """
         due, self._to_compare = self._to_compare, None
-        seen, known = self.get_seq_length(), self._known
-        if not due or due > columns or not seen:
+        # of all steps but the first nothing is due
+        if not due or due > columns or not (seen := self.get_seq_length()):
             return None
+        known = self._known
         if ids is not None and known is not None and ids.dim() == known.dim() == 2:
             valid = next((layer.valid for layer in self.turbo_layers() if layer.is_initialized), None)
             _require_same(known.to(ids.device), ids, valid)

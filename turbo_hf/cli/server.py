@@ -72,7 +72,7 @@ WARM_REQUESTS, WARM_TOKENS = 4, 300
 """Requests of its own with which the server begins, and tokens of their prompts."""
 
 FLAGS = ("stream", "ignore_eos")
-"""Fields that are true or false; false by default. The second is of vLLM: an answer as long as it may be, for benches."""
+"""Fields that are true or false, by default false. The second is of vLLM: an answer is as long as it may be."""
 
 NUMBERS = {"temperature": (0, 2), "top_p": (1e-6, 1)}
 COUNTS = {"max_tokens": 1, "max_completion_tokens": 1, "max_output_tokens": 1, "seed": 0}
