@@ -83,7 +83,7 @@ def _kind(layer: TurboLayer) -> Any:
     state = layer.state
     shape = layer.rows, layer.heads, layer.dim, layer.rotary_dim, layer.dtype, layer.device, layer.latent
     order = None if layer.head_order is None else tuple(layer.head_order)
-    return layer.config, layer.window, layer.index, order, id(layer.balance), shape, state.block, state.staying
+    return layer.config, layer.window, layer.index, order, _Same(layer.balance), shape, state.block, state.staying
 
 
 def _memory(layer: TurboLayer) -> _KeptLayer:
