@@ -150,6 +150,7 @@ def test_methods_are_read_through_their_caches() -> None:
 
 def test_the_eager_row_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model, windows, seen = tiny_llama(), torch.randint(90, (1, 60)), []
+    model.set_attn_implementation("sdpa")
 
     def noted(model: Any, *rest: Any) -> torch.Tensor:
         seen.append(model.config._attn_implementation)
