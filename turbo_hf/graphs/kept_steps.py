@@ -32,19 +32,24 @@ class _Same:
     __hash__ = object.__hash__
 
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+
 def _what(value: Any, deep: bool = True) -> Any:
     """What a capture may hold of a module's attribute, compared by ==. Modules and weights are not kept alive."""
+    kind = type(value)
+    # Tensors last: asking whether something is one takes torch microseconds
+    if kind in _PLAIN:
+        return kind, value
+    if deep and kind is dict:
+        return [(key, _what(x, False)) for key, x in value.items()]
+    if deep and kind in (list, tuple, set):
+        return [_what(x, False) for x in value]
+    if isinstance(value, torch.nn.Module):
+        return id(value), kind
     if isinstance(value, torch.Tensor):
         version = None if value.is_inference() else value._version
-        return id(value), value.data_ptr(), version, value.dtype, value.shape, value.device
-    if isinstance(value, torch.nn.Module):
-        return id(value), type(value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return type(value), value
-    if deep and isinstance(value, dict):
-        return [(key, _what(x, False)) for key, x in value.items()]
-    if deep and isinstance(value, (list, tuple, set)):
-        return [_what(x, False) for x in value]
+        return id(value), value.data_ptr(), version, value.dtype, value.shape
     return _Same(value)
 
 
