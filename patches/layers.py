@@ -26,6 +26,10 @@ LEFT_ALONE = {
 """Kinds of layers that work uncompressed beside compressed ones, and why they are not compressed."""
 
 
+WITHOUT_KEYS = frozenset(LEFT_ALONE[kind] for kind in ("linear_attention", "conv", "dummy"))
+"""Why layers are not compressed whose steps are captured all the same: a state of fixed size, or nothing at all."""
+
+
 INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
 """Kinds of layers that read the tokens that an indexer chooses; up to transformers 5.17, the last two."""
 

@@ -94,6 +94,16 @@ class _KeptLayer(NamedTuple):
     open: torch.Tensor
 
 
+def _states(layer: Any) -> list[tuple[dict[int, Any], int, torch.Tensor]]:
+    """Where a layer of linear attention holds each of its states, and that."""
+    kinds = layer.conv_states, layer.recurrent_states
+    return [(held, at, state) for held in kinds for at, state in held.items() if state is not None]
+
+
+def _like(x: torch.Tensor) -> Any:
+    return x.shape, x.dtype, x.device, x.stride()
+
+
 def _kind(layer: TurboLayer) -> Any:
     """What must be equal, for launches over one layer to serve another."""
     state = layer.state
@@ -123,6 +133,7 @@ class KeptSteps:
             (group.arrived, group.plans, group.sealed, group.open, [_memory(layer) for layer in group.layers])
             for group in steps.groups
         ]
+        self._linear = [(weakref.ref(layer), [state for *_, state in _states(layer)]) for layer in steps.linear]
 
     @staticmethod
     def of(steps: Any, model: list[Any]) -> "KeptSteps | None":
@@ -132,7 +143,8 @@ class KeptSteps:
             if layer.selector is not None or layer.state.recording:
                 return None
             size += sum(layer.pool.nbytes()) + layer.buffer.nbytes()
-        alone = cache.mark.ranks.count == 1 and len(steps.layers) == len(cache.layers)
+        size += sum(state.nbytes for layer in steps.linear for *_, state in _states(layer))
+        alone = cache.mark.ranks.count == 1
         return KeptSteps(steps, model) if alone and steps.used and size <= MOST_BYTES else None
 
     def _pairs(self, steps: Any) -> Iterator[tuple[TurboLayer, _KeptLayer]]:
@@ -150,7 +162,9 @@ class KeptSteps:
         if other not in (None, steps.cache) or model != self._model:
             return False
         shapes = [[len(group.layers) for group in steps.groups], [len(kept[-1]) for kept in self._groups]]
-        if shapes[0] != shapes[1] or len(steps.nonfinite) != len(self._nonfinite):
+        shapes[0] += [len(steps.nonfinite), len(steps.linear)]
+        shapes[1] += [len(self._nonfinite), len(self._linear)]
+        if shapes[0] != shapes[1]:
             return False
         # by present table and memory: layers may share either
         tables: dict[tuple[PageTable, int], PageTable | None] = {}
@@ -163,6 +177,14 @@ class KeptSteps:
                 tables[key] = key[0].within(state.sealed, state.whole(), len(kept.paged[0].k), blocks)
             if tables[key] is None:
                 return False
+        moves: list[Any] = []
+        for linear, (of, states) in zip(steps.linear, self._linear, strict=True):
+            present = _states(linear)
+            if of() not in (None, linear) or [_like(x) for *_, x in present] != list(map(_like, states)):
+                return False
+            moves += zip(present, states, strict=True)
+        for (held, at, present), memory in moves:
+            held[at] = memory if memory is present else memory.copy_(present)
         for new, memory in zip(steps.nonfinite, self._nonfinite, strict=True):
             memory.copy_(new)
         steps.nonfinite, steps.used = self._nonfinite, self.used
