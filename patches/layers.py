@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from turbo_hf.models.model_layers import COMPRESSED_TYPES, layer_windows
-from turbo_hf.patches.generic import REFUSED, is_attention, shares_keys, why_not_compressible
+from turbo_hf.models.model_layers import COMPRESSED_TYPES, INDEXED, layer_windows
+from turbo_hf.models.sources import hands_indices
+from turbo_hf.patches.generic import NO_INDICES, REFUSED, is_attention, shares_keys, why_not_compressible
 
 NO_KEYS = "it keeps no keys and values"
 BESIDES = "one layer of the cache holds its keys and values and a recurrent state"
@@ -26,7 +27,7 @@ LEFT_ALONE = {
 """Kinds of layers that work uncompressed beside compressed ones, and why they are not compressed."""
 
 
-INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
+DSA = (INDEXED, "deepseek_sparse_attention", "qwen_sparse_attention")
 """Kinds of layers that read the tokens that an indexer chooses; up to transformers 5.17, the last two."""
 
 
@@ -76,10 +77,10 @@ def _layer(index: int, kind: str, window: int | None, modules: list[Any], known:
         # for these layers, the window in the cache is the layer's own
         module = only if LEFT_ALONE[kind] is BESIDES else None
         return AttentionLayer(index, module, window, shared or LEFT_ALONE[kind], by_design=True)
-    if kind not in COMPRESSED_TYPES:
+    if kind not in COMPRESSED_TYPES and not (kind == INDEXED and only is not None and hands_indices(type(only))):
         reason = f"{kind} is neither full nor sliding-window attention, nor anything that is known here"
-        if kind in INDEXED:
-            reason += ": an indexer chooses the tokens that it reads (DSA)"
+        if kind in DSA:
+            reason += f": an indexer chooses the tokens that it reads (DSA), and {NO_INDICES}"
     elif not modules:
         reason = "it has no attention module that uses Transformers' AttentionInterface with a Cache"
     elif only is None:

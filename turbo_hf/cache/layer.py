@@ -42,6 +42,17 @@ class TurboLayer(DequantizedLayer):
         """
         return self.append_and_dequantize(key_states, value_states, self.given_mask)
 
+    @untraced
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Store the index keys [B, M, D] of the columns that `update` has stored last; returns those of all columns.
+
+        Raises:
+            ValueError: no indexer serves this layer.
+        """
+        if not self.latent:
+            raise ValueError(f"layer {self.index} keeps no index keys: its attention reads all tokens.")
+        return self.store_index_keys(indexer_key_states, self.seen - indexer_key_states.shape[1])
+
     def get_seq_length(self) -> int:
         """Columns seen, including padding."""
         return self.seen
@@ -163,6 +174,8 @@ class TurboLayer(DequantizedLayer):
         self.pool.follow(self.pool.table.select_rows(self.state.sealed, rows))
         self.buffer.select_rows(index)
         self.bucket_index.select_rows(rows, index)
+        if self.index_keys is not None:
+            self.index_keys.select_rows(index)
         self.order = self.order[index]
         self.valid_prefix = None if self.valid_prefix is None else self.valid_prefix[index]
         self.given_mask = None if self.given_mask is None else self.given_mask[index.to(self.given_mask.device)]
@@ -175,6 +188,8 @@ class TurboLayer(DequantizedLayer):
         if not self.is_initialized:
             return 0
         channels = self.dim + (self.dim if self.rotary_dim is None else self.rotary_dim)
+        if self.index_keys is not None:
+            channels += self.index_keys.kept.shape[2]
         tokens = self.config.expert.block_size * sum(self.state.sealed) + sum(self.state.open)
         return self.heads * channels * self.dtype.itemsize * tokens
 
@@ -187,6 +202,8 @@ class TurboLayer(DequantizedLayer):
         # and the open tokens of each row, int64
         scales += sum(x.nbytes for x in explain if x is not None) + 8 * self.rows
         index = {"index": self.bucket_index.nbytes()} if self.bucket_index.bucketed else {}
+        if self.index_keys is not None:
+            index = {"index": self.index_keys.kept.nbytes}
         return {"codes": codes, "scales": scales, "open": self.buffer.nbytes(), **index}
 
     def offload(self) -> NoReturn:

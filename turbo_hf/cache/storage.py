@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from turbo_hf.cache.index_keys import IndexKeys
 from turbo_hf.cache.page_pool import OpenBuffer, PagePool, PageTable
 from turbo_hf.cache.pass_mark import PassMark, ordinary, storing
 from turbo_hf.cache.rows import DeviceCounts, NewColumns, RowState
@@ -123,6 +124,8 @@ class LayerStorage:
         # set while the pass is a step that may be replayed
         self.replay: ReplayState | None = None
         self._repeats = _Repeats()
+        # of layers with an indexer, from their first keys on
+        self.index_keys: IndexKeys | None = None
         # what `ops` were chosen for
         self.chosen_for: tuple[torch.dtype, torch.device] | None = None
 
@@ -255,6 +258,38 @@ class LayerStorage:
         out: torch.Tensor = repeat["decode"](q if balanced is None else balanced, scoring.sas_threshold)
         self.commit(check_later=True)
         return out
+
+    def store_index_keys(self, new: torch.Tensor, past: int) -> torch.Tensor:
+        """Store the index keys [B, M, D] of the columns behind the first `past`; returns those that the indexer reads.
+
+        In steps, all as they are stored, in a replayed one those of columns to come, too; in prompts the new ones
+        themselves behind those of the past.
+
+        Raises:
+            ValueError: other rows than the cache holds.
+        """
+        tokens, held = new.shape[1], self.index_keys
+        if not past or held is None:
+            held = self.index_keys = IndexKeys(new, self.config.bits != UNQUANTIZED)
+        if len(held.kept) != len(new):
+            raise ValueError(
+                f"layer {self.index}: the cache holds {len(held.kept)} rows; this pass brings {len(new)}. Use a new "
+                "TurboCache, or reset() this one."
+            )
+        if self.replay is not None:
+            held.put_at(new, self.newest_columns(tokens))
+            return held.read()
+        held.put(new, past)
+        if past and tokens <= DECODE_TOKENS:
+            return held.read(past + tokens)
+        return torch.cat((held.read(past).to(new.dtype), new), 1) if past else new
+
+    def newest_columns(self, tokens: int) -> torch.Tensor:
+        """int64 [tokens], the columns that a replayed step stores: they are counted on the device."""
+        state, counts = self.state, self.device_counts
+        padding = state.seen - state.lengths()[0]
+        first = counts.sealed(state)[0] * state.block + counts.open(state)[0] + padding
+        return first + torch.arange(tokens, device=self.device)
 
     def forget_repeats(self) -> None:
         """Before tensors are replaced: nothing keeps the old ones alive."""

@@ -15,20 +15,30 @@ from turbo_hf.models.versions import CACHE
 
 COMPRESSED_TYPES = ("full_attention", "sliding_attention")
 
+INDEXED = "indexed_attention"
+"""Layers that read the tokens that an indexer names (DSA)."""
+
 LATENT_TYPES = (
     "axk1",
+    "axk2",
     "bailing_hybrid",
     "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
+    "dots3_note_text",
     "glm4_moe_lite",
+    "glm_moe_dsa",
+    "hy_v4",
+    "hy_v4_vl_text",
     "kimi_linear",
     "longcat_flash",
     "minicpm3",
     "mistral4",
+    "mistral_large4_text",
     "sarvam_mla",
     "youtu",
 )
-"""Types of text models whose full-attention layers keep a latent and a rotary part (MLA), and read all of them."""
+"""Types of text models whose full-attention and indexed layers keep a latent and a rotary part (MLA)."""
 
 CACHE_KEYWORDS = tuple(dict.fromkeys((CACHE, "past_key_values", "layer_past")))
 """Names under which attention modules are given the cache."""
@@ -47,6 +57,11 @@ def require_model(model: object) -> None:
             f"model must be a transformers.PreTrainedModel; got {type(model).__name__}. If another "
             "library wrapped the model, pass the one inside (PEFT: model.get_base_model(), a pipeline: pipe.model)."
         )
+
+
+def is_compressed(kind: str, model_type: str) -> bool:
+    """Whether a TurboCache compresses layers of this kind; those that an indexer serves if they keep latents."""
+    return kind in COMPRESSED_TYPES or (kind == INDEXED and model_type in LATENT_TYPES)
 
 
 def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
