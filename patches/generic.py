@@ -77,8 +77,10 @@ def _why_no_latents(module: Any) -> str | None:
     if reason is not None:
         return reason
     for name in ("kv_lora_rank", "qk_rope_head_dim"):
-        if not getattr(module, name) or getattr(module, name) % HEAD_DIM_MULTIPLE:
+        if getattr(module, name) % HEAD_DIM_MULTIPLE:
             return f"{name} {getattr(module, name)} is no multiple of {HEAD_DIM_MULTIPLE}"
+    if not module.qk_rope_head_dim and not hands_indices(type(module)):
+        return "its latents have no rotary part"
     return None
 
 

@@ -38,7 +38,7 @@ def expanded(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[t
     up = module.kv_b_proj
     # autocast, under which latents are narrower than weights, is off here
     given = latent if is_fp8(up) else latent.to(up.weight.dtype)
-    keys, values = getattr(type(module), EXPAND)(module, given, rotary)
+    keys, values = getattr(type(module), EXPAND)(module, given, rotary[..., : module.qk_rope_head_dim])
     return keys.to(latent.dtype), values.to(latent.dtype)
 
 

@@ -34,6 +34,7 @@ KINDS: list[Any] = [
     pytest.param(family("lfm2"), id="convolution"),
     pytest.param(family("qwen3_next"), id="recurrent"),
     pytest.param(family("deepseek_v3"), id="latent"),
+    pytest.param(family("deepseek_v32"), id="indexed"),
 ]
 
 

@@ -403,6 +403,11 @@ def in_time_order(x: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
+def rotary_part(x: torch.Tensor) -> torch.Tensor:
+    """What is stored beside latents: the rotary part [..., R], or zeros where a layer has none."""
+    return x if x.shape[-1] else x.new_zeros(*x.shape[:-1], HEAD_DIM_MULTIPLE)
+
+
 def half_type(dtype: torch.dtype) -> torch.dtype:
     """The 16-bit type of P and V where only Q and K are INT8: the model's own, bfloat16 for wider ones."""
     return dtype if dtype == torch.float16 else torch.bfloat16

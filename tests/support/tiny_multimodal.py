@@ -69,6 +69,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "voxtral": MEDIA,
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "paddleocr_vl"), MROPE),
     "hunyuan_vl": MROPE,
+    "hy_v4_vl": MROPE,
     "cosmos3_edge": MROPE,
 }
 """By family: what its config needs on top."""

@@ -119,6 +119,9 @@ def _step(layer: TurboLayer, up: Any, q: torch.Tensor, named: Named, scoring: Sc
         places = tokens.gather(1, places.flatten(1)).view_as(places)
 
     def attend(q_latent: torch.Tensor, q_rotary: torch.Tensor) -> torch.Tensor:
-        return named_attention(q_latent, q_rotary, layer.kv_store(), places, seen, scoring)
+        store = layer.kv_store()
+        # without a rotary part, zeros are stored
+        q_rotary = torch.nn.functional.pad(q_rotary, (0, store.v_open.shape[2] - q_rotary.shape[3]))
+        return named_attention(q_latent, q_rotary, store, places, seen, scoring)
 
     return absorb(up, q, attend)

@@ -21,7 +21,7 @@ from turbo_hf.cache.storage import repeat_key
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
-from turbo_hf.layout import Rotary, Scoring, power_of_two
+from turbo_hf.layout import Rotary, Scoring, power_of_two, rotary_part
 from turbo_hf.patches.latent import expanded, keeps_latent
 
 NAME = "turbo_hf"
@@ -111,7 +111,7 @@ class ClaimedCache(TurboCache):
         """The new keys and values themselves, once; for other layers, and from then on, as in `TurboCache`."""
         # a copy of a view claims nothing
         if layer_idx == getattr(self, "claims", None):
-            self.claims, self.given = None, (key_states, value_states)
+            self.claims, self.given = None, (key_states, rotary_part(value_states))
             return self.given
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

@@ -9,6 +9,7 @@ from turbo_hf.cache.dequantized import DequantizedLayer
 from turbo_hf.cache.pass_mark import ordinary, storing, untraced
 from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.errors import Unsupported
+from turbo_hf.layout import rotary_part
 from turbo_hf.ops.host_device import shared
 
 
@@ -40,7 +41,8 @@ class TurboLayer(DequantizedLayer):
 
         The attention modules of a patched model do not come here (`ClaimedCache.update`).
         """
-        return self.append_and_dequantize(key_states, value_states, self.given_mask)
+        keys, values = self.append_and_dequantize(key_states, rotary_part(value_states), self.given_mask)
+        return keys, values[..., : value_states.shape[-1]]
 
     @untraced
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:

@@ -268,13 +268,15 @@ class LayerStorage:
         Raises:
             ValueError: other rows than the cache holds.
         """
-        tokens, held = new.shape[1], self.index_keys
-        if not past or held is None:
-            held = self.index_keys = IndexKeys(new, self.config.bits != UNQUANTIZED)
-        if len(held.kept) != len(new):
+        rows, tokens, channels = new.shape
+        if not past:
+            dtype = new.dtype if self.config.bits == UNQUANTIZED else torch.uint8
+            self.index_keys = IndexKeys(torch.empty(rows, 0, channels, dtype=dtype, device=new.device))
+        held = self.index_keys
+        if held is None or len(held.kept) != rows:
             raise ValueError(
-                f"layer {self.index}: the cache holds {len(held.kept)} rows; this pass brings {len(new)}. Use a new "
-                "TurboCache, or reset() this one."
+                f"layer {self.index}: the cache holds the index keys of {0 if held is None else len(held.kept)} rows; "
+                f"this pass brings {rows}. Use a new TurboCache, or reset() this one."
             )
         if self.replay is not None:
             held.put_at(new, self.newest_columns(tokens))
