@@ -55,10 +55,14 @@ def indexer_mask(
     if mask is not None and mask.dim() != 2:
         return mask
     tokens, columns = x.shape[1], x.shape[1] + (0 if cache is None else cache.get_seq_length(index))
-    replayed = layer is not None and layer.replay is not None
-    if replayed and layer is not None and layer.index_keys is not None:
-        columns = layer.index_keys.kept.shape[1]
     now = cache.mark.now if isinstance(cache, TurboCache) else None
+    replayed = layer is not None and layer.replay is not None
+    if layer is not None and layer.replay is not None:
+        if layer.index_keys is None and now is not None and now.shown is not None:
+            # it shares the columns, and the room for them, of a layer before
+            return now.shown[2].to(x.device)
+        assert layer.index_keys is not None
+        columns = layer.index_keys.kept.shape[1]
     # layers of a pass share one
     like = (tokens, columns, x.device)
     if now is not None and now.shown is not None and now.shown[0] is mask and now.shown[1] == like:

@@ -18,27 +18,32 @@ COMPRESSED_TYPES = ("full_attention", "sliding_attention")
 INDEXED = "indexed_attention"
 """Layers that read the tokens that an indexer names (DSA)."""
 
-LATENT_TYPES = (
-    "axk1",
+INDEXED_TYPES = (
     "axk2",
-    "bailing_hybrid",
-    "deepseek_v2",
-    "deepseek_v3",
     "deepseek_v32",
     "dots3_note_text",
-    "glm4_moe_lite",
     "glm_moe_dsa",
     "hy_v4",
     "hy_v4_vl_text",
+    "mistral_large4_text",
+)
+"""Types of text models whose indexed layers keep a latent and a rotary part (MLA)."""
+
+LATENT_TYPES = (
+    *INDEXED_TYPES,
+    "axk1",
+    "bailing_hybrid",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
     "kimi_linear",
     "longcat_flash",
     "minicpm3",
     "mistral4",
-    "mistral_large4_text",
     "sarvam_mla",
     "youtu",
 )
-"""Types of text models whose full-attention and indexed layers keep a latent and a rotary part (MLA)."""
+"""Types of text models whose layers keep a latent and a rotary part (MLA); all but indexed ones read all of them."""
 
 CACHE_KEYWORDS = tuple(dict.fromkeys((CACHE, "past_key_values", "layer_past")))
 """Names under which attention modules are given the cache."""
