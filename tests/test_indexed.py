@@ -1,23 +1,22 @@
-"""Models whose steps read the tokens that an indexer names (DSA): what `generate` does on them, patched, is what it does
-unpatched; their index keys grow, go and come back with the latents."""
+"""Models whose steps read the tokens that an indexer names (DSA): what `generate` does on them, patched, is what it
+does unpatched; their index keys grow, go and come back with the latents."""
 
 import copy
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from choices import flat_config
-from families_support import INDEXERS, QWEN4
-from families_support import build as build_case
+from families_support import INDEXERS
 from families_table import half_cache
-from graphs_support import Again, answer, ragged
+from graphs_support import answer, ragged
 from models import left_padded, prompts
 from tiny_families import build
 from tiny_multimodal import build_multimodal
-from transformers import DynamicCache
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
@@ -25,22 +24,25 @@ from turbo_hf.cache.index_keys import GRAIN, IndexKeys
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs.step_runner import StepRunner
 from turbo_hf.layout import Scoring
+from turbo_hf.models.model_layers import INDEXED_TYPES
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.latent.named import named_attention, named_latents
 from turbo_hf.ops.store.quantize import dequantize
 
 pytestmark = pytest.mark.skipif(not INDEXERS, reason="this Transformers names no tokens to attention functions")
 
+MODELS = Path(transformers.__file__).parent / "models"
 EXACT = TurboConfig(bits=16)
 NEW = 12
-CLASSES = ["deepseek_v32", "glm_moe_dsa", "shared indices", "axk2", "hy_v4", "dots3_note_text", "mistral_large4", "hy_v4_vl"]
+MULTIMODAL = ("mistral_large4", "hy_v4_vl")
+CLASSES = ["deepseek_v32", "glm_moe_dsa", "shared indices", "axk2", "hy_v4", "dots3_note_text", *MULTIMODAL]
 """Every class of Transformers that hands `indices` to its attention function, and GLM's with layers that share them."""
 
 
 @functools.cache
 def model_of(name: str = "deepseek_v32") -> Any:
     """Of 4 layers, which read 16 tokens."""
-    if name in ("mistral_large4", "hy_v4_vl"):
+    if name in MULTIMODAL:
         return build_multimodal(name)
     return build("glm_moe_dsa", name) if name == "shared indices" else build(name)
 
@@ -56,12 +58,21 @@ def generated(model: Any, given: dict[str, Any], **options: Any) -> torch.Tensor
     return out
 
 
-def test_every_class_is_here() -> None:
-    """A class that hands indices and is left out here would be refused, or served without a test."""
-    from turbo_hf.models.model_layers import INDEXED_TYPES
+def test_every_class_is_here_or_hands_no_indices() -> None:
+    assert {model_of(name).config.get_text_config().model_type for name in CLASSES} == set(INDEXED_TYPES)
+    sources = {path.parent.name: path.read_text() for path in MODELS.glob("*/modeling_*.py")}
+    indexed = {name for name, source in sources.items() if ".update_indexer(" in source}
+    assert {name for name in indexed if " indices=" in sources[name]} == {
+        x.removesuffix("_text") for x in INDEXED_TYPES
+    }
+    assert {name for name in indexed if " indices=" not in sources[name]} == {"glm5_next", "qwen4_exp"}
 
-    types = {model_of(name).config.get_text_config().model_type for name in CLASSES}
-    assert types == set(INDEXED_TYPES)
+
+def test_a_class_that_masks_what_is_not_named_is_refused() -> None:
+    model = build_multimodal("glm5_next")
+    for strict in ("raise", "warn"):
+        with pytest.raises(Unsupported, match="its class hands their indices to no attention function, but a mask"):
+            turbo_hf.patch(model, strict=strict)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -169,8 +180,9 @@ def test_named_attention_is_the_softmax_over_what_is_seen() -> None:
     got = named_attention(q_latent, q_rotary, store, places, seen, Scoring(0.3, sinks=sinks))
     for row, query in [(r, q) for r in range(2) for q in range(3) if seen[r, q].any()]:
         at = places[row, query][seen[row, query]]
-        scores = q_latent[row, :, query].double() @ latent[row, at].T + q_rotary[row, :, query].double() @ rotary[row, at].T
-        weights = torch.cat((scores * 0.3, sinks.double()[:, None]), -1).softmax(-1)[:, :-1]
+        q, keys = (torch.cat(x, -1) for x in ((q_latent[row, :, query], q_rotary[row, :, query]), (latent, rotary)))
+        scores = 0.3 * q.double() @ keys[row, at].T
+        weights = torch.cat((scores, sinks.double()[:, None]), -1).softmax(-1)[:, :-1]
         torch.testing.assert_close(got[row, :, query].double(), weights @ latent[row, at], rtol=1e-4, atol=1e-5)
     assert got.isfinite().all()
 

@@ -54,6 +54,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "vision_config": {"pooling_kernel_size": 2},
     },
     "gemma4_unified": {"text_config": {"pad_token_id": 0}, "vision_config": {"pooling_kernel_size": 1}},
+    "glm5_next": {"text_config": {"qk_rope_head_dim": 0}},
     "granite_speech": {"encoder_config": {"input_dim": 16}},
     "granite_speech_plus": {"encoder_config": {"input_dim": 16}},
     "llama4": {"vision_config": {"intermediate_size": 256, **dict.fromkeys(LLAMA4, 64)}},

@@ -62,7 +62,7 @@ def absorbed_attention(
 
     q: [B, H, M, nope + R]. starts: as in `LatentOps.latent_decode`.
     """
-    return absorb(up, q, lambda *qs: ops.latent_decode(*qs, store, scoring.scaling, starts=starts).out)
+    return absorb(up, q, lambda x, rotary: ops.latent_decode(x, rotary, store, scoring.scaling, starts=starts).out)
 
 
 def absorb(

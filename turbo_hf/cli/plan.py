@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from turbo_hf.cache.memory import LayerCost, cache_bytes, turbo_cost
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, SparseConfig, at_8_bit, of_layer
 from turbo_hf.eval.bench.shapes import largest
+from turbo_hf.layout import HEAD_DIM_MULTIPLE, UNQUANTIZED
 from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.meta_model import UncompressedLayer, key_bias_note, patch_report, uncompressed_layers
@@ -145,7 +146,9 @@ def layer_costs(
         own = of_layer(report.config, at.index, count)
         own = at_8_bit(own) if at.kept_int8 else own
         groups = own.head_groups(layer.heads)
-        rotary_dim = layer.value_dim if at.latent else None
+        rotary_dim = (layer.value_dim or HEAD_DIM_MULTIPLE) if at.latent else None
+        # an indexer's keys are FP8 beside codes
+        index_bytes += layer.index_dim * (2 if own.bits == UNQUANTIZED else 1)
         cost = turbo_cost(own, groups, layer.head_dim, at.window, index_bytes, rotary_dim)
         costs.append(replace(cost, constant=cost.constant + layer.cost.constant))
     return costs

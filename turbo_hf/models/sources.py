@@ -111,7 +111,6 @@ def _only_looks_up(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and ast.unparse(node).startswith("logger.")
 
 
-@functools.cache
 def hands_indices(kind: type) -> bool:
     """Whether an attention class of Transformers hands the `indices` of the tokens that it reads to other attention
     functions than "eager" and "sdpa", which get them as a mask."""

@@ -77,5 +77,5 @@ def named_attention(
     total = scores.logsumexp(-1, keepdim=True)
     if scoring.sinks is not None:
         total = torch.logaddexp(total, scoring.sinks.to(acc)[:, None])
-    out = (scores - total).exp() @ latent
+    out: torch.Tensor = (scores - total).exp() @ latent
     return out.transpose(1, 2).to(q_latent.dtype)
