@@ -303,7 +303,7 @@ def test_an_exception_at_any_line_around_a_replay(held: int, within: bool, route
 
 def test_an_exception_at_any_line_of_a_reordering_in_place(route: Route) -> None:
     def reorder(_: Route, cache: TurboCache) -> None:
-        steps = ReplayableSteps(cache, None)
+        steps = ReplayableSteps(cache)
         cache.reorder_cache([1, 0])
         assert steps.intact()
 
@@ -321,7 +321,7 @@ def test_an_exception_at_any_line_of_a_crop_in_place(recorded: bool, route: Rout
 
     def crop(_: Route, cache: TurboCache) -> None:
         cache.activate_past_recording()
-        steps = ReplayableSteps(cache, None)
+        steps = ReplayableSteps(cache)
         cache.crop(-5)
         assert steps.intact()
 

@@ -37,7 +37,7 @@ class Bench:
         self.handle = turbo_hf.patch(self.model, SMALL)
         self.cache = self.handle.new_cache()
         self.device = Again(**options)
-        self.runner = StepRunner(self.model, None, self.device)
+        self.runner = StepRunner(self.model, self.device)
         self.padding = padding
         self.pass_(prompts(2, 40))
 
@@ -241,7 +241,7 @@ def test_a_capture_that_fails_warns_once_and_changes_nothing(monkeypatch: pytest
     want = [plain.step().logits for _ in range(42)][1:]
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     demanding = Bench(fails="no")
-    demanding.runner = StepRunner(demanding.model, None, demanding.device, demanded=True)
+    demanding.runner = StepRunner(demanding.model, demanding.device, demanded=True)
     demanding.step()
     with pytest.raises(Unsupported, match="cannot be captured"):
         demanding.step()
@@ -327,7 +327,7 @@ def test_launches_of_a_graph_are_those_of_its_steps(selector: Any, monkeypatch: 
             at = (ids["attention_mask"].cumsum(-1) - 1).clamp(min=0)
             mask = ids["attention_mask"]
             out = model(**ids, position_ids=at, **{CACHE: cache}, use_cache=True)
-            runner = StepRunner(model, None, Noting())
+            runner = StepRunner(model, Noting())
             found = []
             notes.clear()
             for _ in range(4):

@@ -173,7 +173,7 @@ def test_drafts_store_what_the_host_stores(
     for cache in caches:
         cache.activate_past_recording()
     replayed, plain = caches
-    run, drawn = ReplayableSteps(replayed, None), torch.Generator().manual_seed(0)
+    run, drawn = ReplayableSteps(replayed), torch.Generator().manual_seed(0)
     moved = 0
     for _ in range(60):
         count = int(torch.randint(1, 12, (1,), generator=drawn))
@@ -210,7 +210,7 @@ def test_a_crop_into_a_page_is_that_of_the_host(reach: int, monkeypatch: pytest.
     for cache in caches:
         cache.activate_past_recording()
     replayed, plain = caches
-    run = ReplayableSteps(replayed, None)
+    run = ReplayableSteps(replayed)
     new = new_tokens(1, 7)
     by_host(plain, new)
     by_steps(run, new, 0)
@@ -245,7 +245,7 @@ def test_nan_in_a_draft_is_reported_before_it_is_sealed(monkeypatch: pytest.Monk
     without_kernels(monkeypatch)
     cache = filled(flat_config(block_size=32), lengths=[FIRST + 70])
     cache.activate_past_recording()
-    run = ReplayableSteps(cache, None)
+    run = ReplayableSteps(cache)
     new = new_tokens(1, 7)
     new[1][0][0, 0, 3, 1] = torch.nan
     for _ in range(3):
@@ -274,7 +274,7 @@ def test_a_first_prompt_is_sealed_before_its_first_draft(window: int | None, mon
             layer.commit()
     replayed, plain = caches
     assert why_no_replay(replayed) is None
-    run = ReplayableSteps(replayed, None)
+    run = ReplayableSteps(replayed)
     first = replayed.turbo_layers()[0].state
     # of a window of 40 before the last 32 tokens, whole blocks
     assert (first.sealed, first.open, first.dropped) == (([4], [72], [0]) if window is None else ([1], [40], [128]))

@@ -44,7 +44,7 @@ def test_a_replayed_step_waits_for_nothing_but_the_mask(sparse: Any, runners: li
         cache = handle.new_cache()
         ids = prompts(3, length).cuda()
         model(ids, **{CACHE: cache}, use_cache=True)
-        runner = StepRunner(model, None, CudaDevice(model.device))
+        runner = StepRunner(model, CudaDevice(model.device))
         new = ids[:, :1].contiguous()
         at = torch.full((3, 1), length, device="cuda")
 

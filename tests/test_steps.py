@@ -48,11 +48,10 @@ def settle(cache: TurboCache) -> None:
         layer.seal_leftovers(1)
 
 
-@pytest.mark.parametrize("limit", [None, 175], ids=["open-end", "limit"])
 @pytest.mark.parametrize("config", [*CONFIGS, pytest.param(flat_config(block_size=32, low_heads=0.5), id="mixed")])
-def test_steps_store_what_the_host_stores(config: TurboConfig, limit: int | None) -> None:
+def test_steps_store_what_the_host_stores(config: TurboConfig) -> None:
     replayed, plain = filled(config), filled(config)
-    run = ReplayableSteps(replayed, limit)
+    run = ReplayableSteps(replayed)
     for _ in range(105):
         new = new_tokens()
         by_host(plain, new)
@@ -69,7 +68,7 @@ def test_steps_store_what_the_host_stores(config: TurboConfig, limit: int | None
 def test_steps_themselves_move_what_is_behind_a_block(recent: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = flat_config(block_size=32, low_heads=0.5, recent_tokens=recent)
     replayed, plain = filled(config), filled(config)
-    run = ReplayableSteps(replayed, None)
+    run = ReplayableSteps(replayed)
     monkeypatch.delattr(ReplayableSteps, "_seal")
     for _ in range(150):
         new = new_tokens()
@@ -83,21 +82,17 @@ def test_steps_themselves_move_what_is_behind_a_block(recent: int, monkeypatch: 
 def test_no_page_is_reserved_for_tokens_that_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "AHEAD", 1)
     cache = filled(flat_config(block_size=32, recent_tokens=128), lengths=[150, 150])
-    run = ReplayableSteps(cache, None)
+    run = ReplayableSteps(cache)
     for _ in range(80):
         by_steps(run, new_tokens(2))
         for layer in cache.turbo_layers():
             assert layer.pool.table.reserved <= [sealed + 1 for sealed in layer.state.sealed]
-    # what will have been sealed at the end: 120 + 160 tokens, of which 128 stay
-    cache = filled(flat_config(block_size=32, recent_tokens=128), lengths=[120])
-    ReplayableSteps(cache, 280)
-    assert cache.turbo_layers()[0].pool.table.reserved == [1]
 
 
 def test_a_window_drops_its_blocks_when_pages_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "AHEAD", 2)
     replayed, plain = filled(flat_config(block_size=32), window=40), filled(flat_config(block_size=32), window=40)
-    run = ReplayableSteps(replayed, None)
+    run = ReplayableSteps(replayed)
     for _ in range(230):
         new = new_tokens()
         by_host(plain, new)
@@ -130,7 +125,7 @@ def test_a_window_drops_its_blocks_when_pages_are_reserved(monkeypatch: pytest.M
 def test_other_changes_between_steps(change: Callable[[TurboCache], None], count: int) -> None:
     config = flat_config(block_size=32, low_heads=0.5, sparse=KMEANS)
     replayed, plain = filled(config), filled(config)
-    run = ReplayableSteps(replayed, None)
+    run = ReplayableSteps(replayed)
     for _ in range(2):
         for _ in range(count):
             new = new_tokens(replayed.turbo_layers()[0].rows)
@@ -143,7 +138,7 @@ def test_other_changes_between_steps(change: Callable[[TurboCache], None], count
         assert not run.intact()
         assert_same(replayed, plain)
         assert why_no_replay(replayed) is None
-        run = ReplayableSteps(replayed, None)
+        run = ReplayableSteps(replayed)
 
 
 EQUAL = [70, 70, 33, 70, 33, 33]
@@ -153,7 +148,7 @@ EQUAL = [70, 70, 33, 70, 33, 33]
 @pytest.mark.parametrize("config", CONFIGS[:5])
 def test_rows_of_equal_lengths_are_reordered_in_place(config: TurboConfig) -> None:
     replayed, plain = (filled(config, lengths=EQUAL) for _ in range(2))
-    run, generator = ReplayableSteps(replayed, None), torch.Generator().manual_seed(1)
+    run, generator = ReplayableSteps(replayed), torch.Generator().manual_seed(1)
     for _ in range(150):
         new = new_tokens(len(EQUAL))
         by_host(plain, new)
@@ -182,7 +177,7 @@ def test_rows_of_equal_lengths_are_reordered_in_place(config: TurboConfig) -> No
 
 def test_rows_of_other_lengths_end_the_steps() -> None:
     cache = filled(flat_config(block_size=32), lengths=EQUAL)
-    run = ReplayableSteps(cache, None)
+    run = ReplayableSteps(cache)
     for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
         held = [layer.buffer.k.clone() for layer in cache.turbo_layers()]
         twin.reorder_cache([1, 1, 2, 3, 4, 5])
@@ -194,8 +189,8 @@ def test_rows_of_other_lengths_end_the_steps() -> None:
 
 def test_caches_in_one_state_have_tables_of_their_own() -> None:
     one, other = (filled(flat_config(block_size=32), lengths=EQUAL) for _ in range(2))
-    run = ReplayableSteps(one, None)
-    ReplayableSteps(other, None)
+    run = ReplayableSteps(one)
+    ReplayableSteps(other)
     tables = [layer.pool.table.on(layer.device) for layer in other.turbo_layers()]
     held = [table.clone() for table in tables]
     one.reorder_cache([1, 0, 2, 3, 4, 5])
@@ -207,11 +202,11 @@ def test_caches_in_one_state_have_tables_of_their_own() -> None:
 
 def test_a_copy_goes_its_own_way() -> None:
     cache = filled(flat_config(block_size=32))
-    run = ReplayableSteps(cache, None)
+    run = ReplayableSteps(cache)
     for _ in range(20):
         by_steps(run, new_tokens())
     twin, plain = copy.deepcopy(cache), copy.deepcopy(cache)
-    other = ReplayableSteps(twin, None)
+    other = ReplayableSteps(twin)
     assert not {id(x) for x in run.tensors()} & {id(x) for x in other.tensors() if isinstance(x, Tensor)}
     for _ in range(50):
         new = new_tokens()
@@ -224,7 +219,7 @@ def test_a_copy_goes_its_own_way() -> None:
 
 def test_a_token_whose_bucket_is_not_known_is_noted_as_such() -> None:
     cache = filled(flat_config(block_size=32, sparse=KMEANS))
-    run = ReplayableSteps(cache, None)
+    run = ReplayableSteps(cache)
     run.mark_unfinished()
     with run.running():
         for layer, (k, v) in zip(run.layers, new_tokens(), strict=True):
@@ -239,7 +234,7 @@ def test_a_token_whose_bucket_is_not_known_is_noted_as_such() -> None:
 @pytest.mark.parametrize("change", [TurboCache.reset, TurboCache.activate_past_recording])
 def test_a_reset_and_recording_end_the_steps(change: Callable[[TurboCache], None]) -> None:
     cache = filled(flat_config(block_size=32))
-    run = ReplayableSteps(cache, None)
+    run = ReplayableSteps(cache)
     assert run.intact()
     change(cache)
     assert not run.intact()
@@ -251,7 +246,7 @@ def test_a_step_of_others_ends_the_steps_even_where_one_was_taken_back(host: boo
     cache, new = filled(flat_config(block_size=32)), new_tokens()
     if recording:
         cache.activate_past_recording()
-    run = ReplayableSteps(cache, None)
+    run = ReplayableSteps(cache)
     by_steps(run, new)
     by_steps(run, new)
     for layer in cache.turbo_layers():
@@ -259,14 +254,14 @@ def test_a_step_of_others_ends_the_steps_even_where_one_was_taken_back(host: boo
     if host:
         by_host(cache, new)
     else:
-        by_steps(ReplayableSteps(cache, None), new)
+        by_steps(ReplayableSteps(cache), new)
     # the same tokens in as many columns, and other counts on the device
     assert not run.intact()
 
 
 def test_layers_that_hold_the_same_share_one_count() -> None:
     cache = filled(flat_config(block_size=32))
-    run = ReplayableSteps(cache, None)
+    run = ReplayableSteps(cache)
     by_steps(run, new_tokens())
     first, second = cache.turbo_layers()
     assert first.state.open is second.state.open
@@ -279,13 +274,13 @@ def test_layers_that_hold_the_same_share_one_count() -> None:
 @pytest.mark.parametrize("config", CONFIGS[3:])
 def test_new_steps_of_a_cache_replace_the_earlier_ones(config: TurboConfig) -> None:
     cache = filled(config)
-    earlier, plain = ReplayableSteps(cache, None), copy.deepcopy(cache)
+    earlier, plain = ReplayableSteps(cache), copy.deepcopy(cache)
     # its runner may be collected at any time: here between the layers of a step that seals
     while max(cache.turbo_layers()[0].state.open) < 32:
         new = new_tokens()
         by_steps(earlier, new)
         by_host(plain, new)
-    later, new = ReplayableSteps(cache, None), new_tokens()
+    later, new = ReplayableSteps(cache), new_tokens()
     later.mark_unfinished()
     later.begin()
     with later.running():
@@ -305,7 +300,7 @@ def test_new_steps_of_a_cache_replace_the_earlier_ones(config: TurboConfig) -> N
 
 def test_nan_is_told_by_the_layer_before_its_block_is_sealed() -> None:
     cache = filled(flat_config(block_size=32, recent_tokens=0), lengths=[FIRST + 30])
-    run = ReplayableSteps(cache, None)
+    run = ReplayableSteps(cache)
     new = new_tokens(1)
     new[1][0][0, 1, 0, 3] = torch.nan
     by_steps(run, new)
@@ -367,7 +362,7 @@ def test_kernels_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[-1]])
 def test_nothing_moves_between_two_reservations(config: TurboConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "AHEAD", 2)
-    run = ReplayableSteps(filled(config), None)
+    run = ReplayableSteps(filled(config))
     moved, seals = 0, 0
     for _ in range(200):
         asked, before = run.needs_pages(), run.tensors()
@@ -383,7 +378,7 @@ def test_nothing_moves_between_two_reservations(config: TurboConfig, monkeypatch
 
 def test_the_index_has_room_for_the_blocks_that_are_reserved() -> None:
     cache = filled(flat_config(block_size=32, sparse=KMEANS), lengths=[70, 33])
-    run = ReplayableSteps(cache, None)
+    run = ReplayableSteps(cache)
     room = [layer.bucket_index.buckets for layer in cache.turbo_layers()]
     # 2 blocks sealed, 8 reserved, one more that is open when those are sealed; a grain is 64
     assert [x.shape[-1] for x in room] == [384, 384]
@@ -395,7 +390,7 @@ def test_the_index_has_room_for_the_blocks_that_are_reserved() -> None:
     assert [layer.bucket_index.buckets.shape[-1] for layer in cache.turbo_layers()] == [384, 384]
     cache = filled(flat_config(block_size=32, sparse=KMEANS), lengths=[70, 33])
     plain = copy.deepcopy(cache)
-    ReplayableSteps(cache, None).close()
+    ReplayableSteps(cache).close()
     assert [layer.bucket_index.buckets.shape[-1] for layer in cache.turbo_layers()] == [128, 128]
     for layer in plain.turbo_layers():
         # steps begin with the prompt sealed
@@ -408,7 +403,7 @@ def test_the_index_has_room_for_the_blocks_that_are_reserved() -> None:
 )
 def test_what_launches_refer_to_is_told_when_it_is_replaced(name: str) -> None:
     cache = filled(flat_config(bits=2, block_size=32, sparse=KMEANS))
-    run = ReplayableSteps(cache, None)
+    run = ReplayableSteps(cache)
     before = run.tensors()
     assert all(map(operator.is_, before, run.tensors()))
     *path, last = name.split(".")
@@ -420,21 +415,16 @@ def test_what_launches_refer_to_is_told_when_it_is_replaced(name: str) -> None:
 def test_pages_reserved_beyond_need_are_bounded() -> None:
     rows, config = 64, flat_config(block_size=32, recent_tokens=0)
     cache = filled(config, lengths=[FIRST + 320] * rows)
-    ReplayableSteps(cache, None)
+    ReplayableSteps(cache)
     for layer in cache.turbo_layers():
         assert layer.pool.pages <= 640 + max(steps.SLACK, rows, 640 // 8)
-    cache = filled(config, lengths=[FIRST + 320] * rows)
-    ReplayableSteps(cache, FIRST + 330)
-    for layer in cache.turbo_layers():
-        assert layer.pool.pages == 640
-    # a limit that leaves out what the cache held before says nothing
     cache = filled(config, lengths=[FIRST + 320])
-    ReplayableSteps(cache, 100)
+    ReplayableSteps(cache)
     assert all(layer.pool.pages == 10 + steps.AHEAD for layer in cache.turbo_layers())
     # of many rows a twentieth of the pages in use, where that is more than a block a row
     rows, blocks = steps.SLACK + 1, 40
     cache = filled(config, lengths=[FIRST + 32 * blocks] * rows)
-    ReplayableSteps(cache, None)
+    ReplayableSteps(cache)
     assert all(layer.pool.pages == rows * (blocks + blocks // 20) for layer in cache.turbo_layers())
 
 

@@ -107,3 +107,20 @@ def test_rows_that_grow_move_the_plan_once_a_doubling() -> None:
         assert not live.words[4 * made.ctas : 4 * live.ctas].any()
         moves += [tile] if live.words is not words else []
     assert moves == [1, 2, 4, 8]
+
+
+def test_a_plan_with_room_for_parts_moves_for_more_alone() -> None:
+    def plan(sealed: tuple[int, ...]) -> Plan:
+        return stream_k(np.array(tiles_of(sealed, 4)), np.ones(1), min(64, tiles_of(sealed, 4)[0]))
+
+    live = LivePlan(plan, [0], 264, torch.device("cpu"), parts=16)
+    words = live.words
+    for sealed in (60, 0, 30, 60):
+        live.update([sealed])
+        assert live.words is words
+        assert live.parts == 16
+    live.update([200])
+    assert live.words is not words
+    words = live.words
+    live.update([0])
+    assert (live.words is words, live.parts) == (True, 64)

@@ -141,7 +141,7 @@ def replayed(
     def run(route: Any, cache: TurboCache) -> None:
         model = route.model
         forward = functools.partial(type(model).forward, model) if within else None
-        runner = StepRunner(model, None, device(cache), forward=forward)
+        runner = StepRunner(model, device(cache), forward=forward)
         step = functools.partial(model, **{generation.RUNNER: runner}) if within else runner
         for _ in range(steps):
             held = cache.get_seq_length()

@@ -125,6 +125,13 @@ class OpenBuffer:
         self.k, self.v = self.k[index], self.v[index]
         self.k_scale, self.v_scale = self.k_scale[index], self.v_scale[index]
 
+    def move(self, memory: tuple[torch.Tensor, ...], held: int) -> None:
+        """To other memory, of this shape but for its capacity, which suffices for the `held` tokens of a row."""
+        for old, new, dim in zip(self.tensors(), memory, (2, 3, 2, 2), strict=True):
+            if new is not old:
+                new.narrow(dim, 0, held).copy_(old.narrow(dim, 0, held))
+        self.k, self.v, self.k_scale, self.v_scale = memory
+
     def _resize(self, tokens: int, skip: list[int], left: list[int]) -> None:
         """Capacity for `tokens` per row, rounded up to the grain; row r keeps `left[r]`, those behind its first ones
         from place `first + skip[r]` on."""
@@ -185,9 +192,13 @@ class PageTable:
 
     @ordinary
     def _send(self, device: torch.device) -> torch.Tensor:
-        sent = torch.empty(self.numbers.shape, dtype=torch.int64, device=device)
-        self._sent[device] = sent.copy_(torch.from_numpy(self.numbers), non_blocking=True)
-        return sent
+        self.send_to(torch.empty(self.numbers.shape, dtype=torch.int64, device=device))
+        return self._sent[device]
+
+    def send_to(self, memory: torch.Tensor) -> None:
+        """Let this be the copy on its device."""
+        if self._sent.get(memory.device) is not memory:
+            self._sent[memory.device] = memory.copy_(torch.from_numpy(self.numbers), non_blocking=True)
 
     def _in_use(self, sealed: Sequence[int]) -> Any:
         """Which places name a sealed block, bool [B, blocks]."""
@@ -211,6 +222,18 @@ class PageTable:
         new = (column >= np.array(sealed)[:, None]) & (column < np.array(end)[:, None])
         numbers[new] = found[: sum(ahead)]
         return PageTable(numbers, end, pages)
+
+    def within(self, sealed: list[int], ahead: list[int], pages: int, blocks: int) -> "PageTable | None":
+        """In a pool of so many pages, with so many columns: it has what `reserve` has, and as many pages more as there
+        are. None: they are too few."""
+        spare = pages - len(np.unique(self.numbers[self._in_use(sealed)])) - sum(ahead)
+        if self.pages > pages or spare < 0 or any(x + y > blocks for x, y in zip(sealed, ahead, strict=True)):
+            return None
+        more = [min(blocks - held, n + spare // len(sealed)) for n, held in zip(ahead, sealed, strict=True)]
+        found = PageTable(self.numbers, (), pages).reserve(sealed, more)
+        numbers = np.zeros((len(sealed), blocks), dtype=np.int64)
+        numbers[:, : found.numbers.shape[1]] = found.numbers
+        return PageTable(numbers, found.reserved, pages)
 
     def compact(self, sealed: Sequence[int]) -> "PageTable":
         """Without the pages that hold none of the `sealed[row]` oldest blocks of each row."""
@@ -323,6 +346,14 @@ class PagePool:
         elif table.pages > self.pages:
             self._resize(range(self.pages), table.pages - self.pages)
         self.table = table
+
+    def move(self, paged: tuple[PagedHeads, ...], table: PageTable, sent: torch.Tensor) -> None:
+        """To the pages of another pool, at least as many, and a table `within` them. sent: memory for it."""
+        if paged is not self.paged:
+            for old, new in zip(self.paged, paged, strict=True):
+                self._keep(old[1:], new[1:], range(len(old.k)))
+        self.paged, self.table = paged, table
+        table.send_to(sent)
 
     def _resize(self, keep: torch.Tensor | range, extra: int) -> None:
         """Keep the pages `keep`, in that order, and add `extra` uninitialized ones. A range: all, from the first on."""

@@ -10,7 +10,7 @@ nothing. `crop` then takes tokens back, and seals blocks, in the same memory.
 
 import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,13 +63,14 @@ class _Group:
         return self.in_step and not self.state.recording
 
     def keep_counts(self) -> None:
-        """Give all layers counts that are changed together."""
+        """Give all layers one state, and counts that are changed together."""
         device, shape = self.layers[0].device, (len(self.layers), len(self.state.open))
         self.sealed = torch.empty(shape, dtype=torch.int64, device=device)
         self.open = torch.empty_like(self.sealed)
         self.sealed.copy_(shared(self.state.sealed, device))
         self.open.copy_(shared(self.state.open, device))
         for layer, sealed, opened in zip(self.layers, self.sealed, self.open, strict=True):
+            layer.state = self.state
             layer.device_counts.keep(self.state, sealed, opened)
 
     def become(self, state: RowState) -> None:
@@ -101,34 +102,37 @@ class ReplayableSteps:
 
     Args:
         cache: its layers are prepared at once.
-        limit: columns that the cache will hold at the end; None: not known. Pages are reserved for no more.
         depth: of the call that a step is: `STEP`, or that of the model, if its own call has begun (`PassMark.enter`).
+        move: takes the layers to the memory of earlier steps, as `KeptSteps.serve`; None: there are none.
+
+    Attributes:
+        moved: whether it did: steps are replayed as they were captured there.
     """
 
     name = "what decode steps prepare"
 
-    def __init__(self, cache: TurboCache, limit: int | None, depth: int = STEP):
+    def __init__(self, cache: TurboCache, depth: int = STEP, move: Callable[["ReplayableSteps"], bool] | None = None):
         # while steps run, nothing is read from the device
         cache.require_finite()
         self.mark = cache.mark
         self.mark.require_whole()
-        self.cache, self.layers, self._limit, self._depth = cache, cache.turbo_layers(), limit, depth
+        self.cache, self.layers, self._depth = cache, cache.turbo_layers(), depth
         # the objects that captured steps use, by tokens per row, as `tensors` returned them
         self.used: dict[int, list[Any]] = {}
         # how many passes had begun with the newest step and its tokens, if the next can be replayed like it (`steady`)
         self._steady: tuple[int, int] | None = None
-        self._prepare()
+        self._prepare(move)
         cache.captured = weakref.ref(self)
 
     @storing
-    def _prepare(self) -> None:
+    def _prepare(self, move: Callable[["ReplayableSteps"], bool] | None) -> None:
         # one tensor of flags for each device, so that one read tells of all its layers
         self.nonfinite: list[torch.Tensor] = []
         for own in self._by_device().values():
             self.nonfinite.append(torch.cat([layer.nonfinite for layer in own]))
             for index, layer in enumerate(own):
                 layer.nonfinite = self.nonfinite[-1][index : index + 1]
-        self._groups: list[_Group] = []
+        self.groups: list[_Group] = []
         for layer in self.layers:
             layer.forget_repeats()
             if max(layer.state.open) > layer.state.block + layer.state.staying:
@@ -137,9 +141,11 @@ class ReplayableSteps:
                 else:
                     layer.commit(whole_prompt=True)
             self._join(layer)
-        self._reserve()
-        for group in self._groups:
+        for group in self.groups:
             group.keep_counts()
+        self.moved = move is not None and move(self)
+        if not self.moved:
+            self._reserve()
 
     def _by_device(self) -> dict[torch.device, list[TurboLayer]]:
         found: dict[torch.device, list[TurboLayer]] = {}
@@ -151,13 +157,13 @@ class ReplayableSteps:
         """Add the layer to the group whose state equals its own, which it then shares."""
         in_step = layer.latent or layer.buffer.k.dtype == torch.int8
         known = (layer.window, layer.device, layer.state, in_step)
-        alike = (x for x in self._groups if (x.window, x.arrived.device, x.state, x.in_step) == known)
+        alike = (x for x in self.groups if (x.window, x.arrived.device, x.state, x.in_step) == known)
         group = next(alike, None)
         if group is None:
             arrived = torch.zeros(layer.rows, dtype=torch.int32, device=layer.device)
             # a new object: earlier `ReplayableSteps` of the cache are no longer intact, and their `close` does nothing
             group = _Group([], layer.window, layer.state._replace(), arrived, in_step)
-            self._groups.append(group)
+            self.groups.append(group)
         group.layers.append(layer)
 
     def _reserve(self, cropped: bool = False) -> None:
@@ -168,7 +174,7 @@ class ReplayableSteps:
         """
         # captures of the current pages are of no more use: they must not keep them in memory
         self.used.clear()
-        for group in self._groups:
+        for group in self.groups:
             self._reserve_for(group, cropped)
 
     def _reserve_for(self, group: _Group, cropped: bool) -> None:
@@ -198,25 +204,20 @@ class ReplayableSteps:
         state, rows = group.state, len(group.state.open)
         pages = group.layers[0].pool.pages
         most = min(AHEAD, max(1, SLACK // rows, pages // (20 * rows)))
-        left = 0 if self._limit is None else self._limit - group.state.seen
-        ahead = [most] * rows
-        if left > 0:
-            # else no limit, or one that leaves out earlier tokens of the cache
-            ahead = [min(most, max(0, tokens - state.staying + left - 1) // state.block) for tokens in state.open]
         # at least those that are whole
-        return [max(count, whole) for count, whole in zip(ahead, state.whole(), strict=True)]
+        return [max(most, whole) for whole in state.whole()]
 
     def intact(self) -> bool:
         """Whether nothing but these steps has changed the layers."""
-        return all(layer.state is group.state for group in self._groups for layer in group.layers)
+        return all(layer.state is group.state for group in self.groups for layer in group.layers)
 
     def seals(self) -> bool:
         """Whether the next step seals a block of some row."""
-        return any(group.seals() for group in self._groups)
+        return any(group.seals() for group in self.groups)
 
     def needs_pages(self) -> bool:
         """Whether the next step seals a block for which no page is reserved."""
-        return any(group.seals() and group.lacks_pages() for group in self._groups)
+        return any(group.seals() and group.lacks_pages() for group in self.groups)
 
     def steady(self, tokens: int) -> bool:
         """Whether this step only repeats the one before: no pass or operation came between, nothing is due, and `used`
@@ -237,7 +238,7 @@ class ReplayableSteps:
         """Make ready for a step of `tokens` tokens per row: pages or room where needed, and the plans of attention."""
         if self.needs_pages():
             self._reserve()
-        for group in self._groups:
+        for group in self.groups:
             if group.state.recording:
                 for layer in group.layers:
                     layer.buffer.reserve(max(group.state.open) + tokens, group.state.open)
@@ -262,7 +263,7 @@ class ReplayableSteps:
     @contextmanager
     def running(self, tokens: int = 1) -> Iterator[None]:
         """Inside, a pass over the cache is the step: layers do not count its tokens."""
-        for group in self._groups:
+        for group in self.groups:
             seals = group.seals_in_step
             sealed = group.state.with_sealed().sealed if seals else group.state.sealed
             plans = group.plans.setdefault(tokens, {})
@@ -304,7 +305,7 @@ class ReplayableSteps:
 
     def tensors(self, tokens: int = 1) -> list[Any]:
         """The objects that the launches of a step use. As long as they are the same, it can be replayed."""
-        plans = [plan for group in self._groups for plan in group.plans.get(tokens, {}).values()]
+        plans = [plan for group in self.groups for plan in group.plans.get(tokens, {}).values()]
         tensors: list[Any] = [plan.words for plan in plans]
         for layer in self.layers:
             pool, counts, state = layer.pool, layer.device_counts, layer.state
@@ -332,7 +333,7 @@ class ReplayableSteps:
 
     def finish(self, tokens: int = 1, surplus: int = 0) -> None:
         """Count what the step has stored: `tokens` per row. The newest `surplus` are taken back."""
-        for group in self._groups:
+        for group in self.groups:
             before = group.state.with_sealed() if group.seals_in_step else group.state
             group.become(before.stored(tokens - surplus, None, decoding=True))
             if surplus:
@@ -341,7 +342,7 @@ class ReplayableSteps:
                 if layer.selector is not None:
                     layer.selector.count(layer.lengths(), [1] * layer.rows, layer.heads)
         # looked up here, where the device is busy with the step, and not before the next one, which it waits for
-        rests = self._depth == STEP and not any(group.state.recording or group.seals() for group in self._groups)
+        rests = self._depth == STEP and not any(group.state.recording or group.seals() for group in self.groups)
         self._steady = (self.mark.begun, tokens) if rests and self.unmoved(tokens) else None
         self._end()
 
@@ -354,7 +355,7 @@ class ReplayableSteps:
         Raises:
             ValueError: a block that would be sealed may hold NaN or Inf. The cache is then broken.
         """
-        groups, first = self._groups, self.layers[0]
+        groups, first = self.groups, self.layers[0]
         if not (first.state.recording and self.intact()) or any(min(group.state.open) < columns for group in groups):
             return False
         after = [group.state.cropped(columns, [columns] * first.rows) for group in groups]
@@ -396,7 +397,7 @@ class ReplayableSteps:
 
         False: nothing has changed.
         """
-        unequal = any(group.state.selected(rows) != group.state for group in self._groups)
+        unequal = any(group.state.selected(rows) != group.state for group in self.groups)
         bucketed = any(layer.bucket_index.bucketed for layer in self.layers)
         if unequal or bucketed or not self.intact() or any(layer.given_mask is not None for layer in self.layers):
             return False

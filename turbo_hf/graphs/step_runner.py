@@ -22,6 +22,7 @@ from turbo_hf.cache.pass_mark import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import warn
 from turbo_hf.graphs.compiled_layers import CompiledLayers
+from turbo_hf.graphs.kept_steps import KeptSteps, model_now
 from turbo_hf.graphs.replayable_steps import ReplayableSteps
 from turbo_hf.graphs.runner import NotCaptured, Runner
 from turbo_hf.graphs.why_not import why_never_replayed, why_no_replay
@@ -38,16 +39,16 @@ LOOKED_AT = frozenset({CACHE, "input_ids", "position_ids", "attention_mask", *HA
 
 
 class StepRunner(Runner):
-    """The forward passes of one `generate` call: replayed where that is correct, the model's own elsewhere.
+    """The forward passes of a `generate` call: replayed where that is correct, the model's own elsewhere.
 
     The first steady step runs normally, the second is captured, later ones are replayed. This begins again whenever
     pages have been reserved or a plan has moved, every few hundred steps. An outside change between two steps (another
     pass, a crop, reordered rows) restarts it too, with one more normal step each time, so that a change in every step
-    costs little. A kind is a number of tokens per row.
+    costs little. A kind is a number of tokens per row. Captures outlive the call: they serve the next one from its
+    first step on, where its cache fits (`KeptSteps`).
 
     Args:
         model: the patched model.
-        limit: columns at the end of generation; None: not known.
         device: as in `Runner`.
         demanded: if True, a cache whose steps can never be replayed, and a step that cannot be captured, are errors;
             else the model runs normally, after a warning if a capture failed.
@@ -60,7 +61,6 @@ class StepRunner(Runner):
     def __init__(
         self,
         model: Any,
-        limit: int | None,
         device: Any,
         demanded: bool = False,
         compiled: CompiledLayers | None = None,
@@ -72,8 +72,11 @@ class StepRunner(Runner):
         self.warmups = 0
         self._pass: Callable[..., Any] = model if forward is None else forward
         self._depth = STEP if forward is None else STEP + 1
-        self._model, self._limit, self._compiled = model, limit, compiled
+        self._model, self.compiled = model, compiled
         self._steps: ReplayableSteps | None = None
+        # of the `generate` before, and what the model was when this one began
+        self._kept: KeptSteps | None = None
+        self._model_now: list[Any] = []
         # whether layers of the step over one token are the compiled ones
         self._fused = False
         # the mask that has been read, or what `generate` has made of it since, and the version of that tensor
@@ -84,8 +87,8 @@ class StepRunner(Runner):
         tokens = 0 if self.off else self._tokens_of(kwargs)
         # here and not before the prompt, which would wait for it
         reason = self.look_for_hooks() if tokens else None
-        if reason is not None and self._compiled is not None and self._compiled.asked != "auto":
-            self._compiled.refuse(reason, lasting=False)
+        if reason is not None and self.compiled is not None and self.compiled.asked != "auto":
+            self.compiled.refuse(reason, lasting=False)
         if not tokens or self.off:
             return self._pass(**kwargs)
         mask, steps = kwargs.get("attention_mask"), self._steps_over(kwargs)
@@ -97,7 +100,7 @@ class StepRunner(Runner):
         if not steady and steps.needs_pages():
             # captures use the current pages
             self.drop(*self.kinds)
-        compiled, fused = self._compiled if size == 1 else None, self._fused and self.captured(size)
+        compiled, fused = self.compiled if size == 1 else None, self._fused and self.captured(size)
         if compiled is not None and not fused and compiled.asks(len(inputs["input_ids"]), self.captured(size)):
             self._fused = self._compiles(compiled, steps, inputs, autocast)
             if self._fused and self.captured(size):
@@ -117,7 +120,7 @@ class StepRunner(Runner):
         if out is None:
             return self._pass(**kwargs)
         # a new object: a caller may remove entries from the output, which the next one must have
-        out = type(out)(**out)
+        out = type(out)(**{**out, CACHE: kwargs[CACHE]} if CACHE in out else out)
         if size > 1:
             kept = min(kwargs.get("logits_to_keep") or tokens, tokens)
             out["logits"] = out["logits"][:, tokens - kept : tokens]
@@ -144,25 +147,40 @@ class StepRunner(Runner):
         cache, known = kwargs[CACHE], self._steps
         if known is not None and known.cache is cache and known.intact():
             return known
+        kinds, kept, self._kept = self.kinds, self._kept, None
         self._forget()
         if self._demanded and (lasting := why_never_replayed(cache)) is not None:
             self.demand(lasting)
         if why_no_replay(cache) is not None:
             return None
-        self._steps = ReplayableSteps(cache, self._limit, self._depth)
-        self.warmups += 1
+        now = self._model_now = model_now(self._model) if self._depth == STEP else []
+        move = None if kept is None else functools.partial(kept.serve, model=now)
+        self._steps = ReplayableSteps(cache, self._depth, move)
+        if self._steps.moved:
+            self.kinds = kinds
+        else:
+            self.warmups += 1
         return self._steps
 
-    def __del__(self) -> None:
-        # the only sign that `generate` has ended
+    def end(self, keep: bool = True) -> bool:
+        """`generate` has ended. keep: its captures. Returns whether there are any."""
         steps: ReplayableSteps | None = getattr(self, "_steps", None)
         if steps is None:
-            return
+            return self._kept is not None and not self.off
+        # The end may also be that of the interpreter, where torch aborts over new tensors; it may come while another
+        # runner captures, where what is launched does not run; or in the midst of a later pass over the cache.
+        ends = steps.mark.now is None and not (sys.is_finalizing() or any(map(_capturing, steps.nonfinite)))
+        kinds = self.kinds
         self._forget()
-        # It may also come with the interpreter's end, where torch aborts over new tensors; while another runner
-        # captures, where what is launched does not run; or in the midst of a later pass over the cache.
-        if steps.mark.now is None and not (sys.is_finalizing() or any(map(_capturing, steps.nonfinite))):
+        if ends and keep and not self.off and steps.intact():
+            self._kept = KeptSteps.of(steps, self._model_now)
+            self.kinds = {} if self._kept is None else kinds
+        if ends:
             steps.close()
+        return self._kept is not None
+
+    def __del__(self) -> None:
+        self.end(keep=False)
 
     def _tokens_of(self, kwargs: dict[str, Any]) -> int:
         """How many tokens per row a call passes to a TurboCache; 0 if it is no step, or asks for anything else.
@@ -212,8 +230,9 @@ class StepRunner(Runner):
         return False
 
     def _take(self, kwargs: dict[str, Any], size: int) -> tuple[dict[str, Any], torch.dtype | None]:
-        """The inputs of this step where a replayed step over `size` tokens reads them, and the type of autocast."""
-        given = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+        """The inputs of this step where a replayed step over `size` tokens reads them, without a cache and a mask; and
+        the type of autocast."""
+        given = {name: value for name, value in kwargs.items() if name not in (CACHE, "attention_mask")}
         if size > 1 and given.get("logits_to_keep"):
             # those of all tokens; the newest may be fillers
             given["logits_to_keep"] = 0
@@ -228,29 +247,35 @@ class StepRunner(Runner):
         if autocast is not None:
             compiled.refuse("autocast is on", lasting=False)
             return False
+        whole = {**inputs, CACHE: steps.cache}
 
         def dry() -> None:
             steps.mark_unfinished()
             try:
                 with steps.running():
-                    self.device.warm(functools.partial(self._pass, attention_mask=None, **inputs))
+                    self.device.warm(functools.partial(self._pass, attention_mask=None, **whole))
             finally:
                 # nothing has been stored
                 steps.cancel()
 
-        return compiled.ready(self._model, inputs, dry)
+        return compiled.ready(self._model, whole, dry)
 
     def _step(self, inputs: dict[str, Any], size: int, autocast: torch.dtype | None) -> Any:
         """The step itself."""
         assert self._steps is not None
+        whole = {**inputs, CACHE: self._steps.cache}
         casts: AbstractContextManager[Any] = nullcontext()
         if autocast is not None:
             # weights that autocast keeps in another type are not kept for the graph: it casts them itself
             casts = torch.autocast(inputs["input_ids"].device.type, autocast, cache_enabled=False)
-        compiled = self._compiled if self._fused and size == 1 else None
-        with self._steps.running(size), casts, nullcontext() if compiled is None else compiled.steps(inputs):
+        compiled = self.compiled if self._fused and size == 1 else None
+        with self._steps.running(size), casts, nullcontext() if compiled is None else compiled.steps(whole):
             # no mask: no new token is padding, and the cache knows its own padding
-            return self._pass(attention_mask=None, **inputs)
+            out = self._pass(attention_mask=None, **whole)
+        if CACHE in out:
+            # a capture that is kept keeps no cache
+            out[CACHE] = None
+        return out
 
     def _not_captured(self, error: NotCaptured, fused: bool, speaks: bool) -> None:
         """Say that a capture has failed: not compiled, the step may still be captured; else all steps run normally.
@@ -259,8 +284,8 @@ class StepRunner(Runner):
             Unsupported: steps must be captured.
         """
         self._forget()
-        if fused and self._compiled is not None:
-            self._compiled.refuse(f"it cannot be captured in a CUDA graph: {error}")
+        if fused and self.compiled is not None:
+            self.compiled.refuse(f"it cannot be captured in a CUDA graph: {error}")
             return
         self.off = True
         reason = f"this model's decode step cannot be captured in a CUDA graph ({error})"
@@ -277,31 +302,55 @@ def _capturing(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+class Call:
+    """A runner in the hands of one `generate`, whose end is that of this object.
+
+    idle: where the runner is left for the next one, if it has captures.
+    """
+
+    def __init__(self, runner: StepRunner, idle: list[StepRunner]):
+        self.runner, self._idle = runner, idle
+
+    def __call__(self, **kwargs: Any) -> Any:
+        """`model(**kwargs)`."""
+        return self.runner(**kwargs)
+
+    def __del__(self) -> None:
+        if self.runner.end():
+            self._idle[:] = [self.runner]
+
+
 class HandOff(threading.local):
     """Passes a runner from where `generate` asks whether it may compile to where it asks for the compiled call. Each
     thread has its own.
 
     demanded, compiled: as in `StepRunner`. ranks: those that share the model, and capture its steps together.
+
+    Attributes:
+        idle: a runner of an earlier `generate`, whose captures may serve the next one; at most one.
     """
 
     def __init__(self, demanded: bool, compiled: CompiledLayers | None = None, ranks: Ranks = ALONE):
         self.demanded, self.compiled, self.ranks = demanded, compiled, ranks
+        self.idle: list[StepRunner] = []
         self._runner: StepRunner | None = None
-        self._taken: weakref.ref[StepRunner] | None = None
+        self._taken: weakref.ref[Call] | None = None
 
     def give(self, runner: StepRunner | None) -> None:
         """Set what this thread's next `take` returns."""
         self._runner = runner
 
-    def take(self) -> StepRunner | None:
+    def take(self) -> Call | None:
         """The runner that was given in this thread, once."""
         runner, self._runner = self._runner, None
-        self._taken = None if runner is None else weakref.ref(runner)
-        return runner
+        call = None if runner is None else Call(runner, self.idle)
+        self._taken = None if call is None else weakref.ref(call)
+        return call
 
     def taken(self) -> StepRunner | None:
         """The runner that this thread has taken last, as long as its `generate` lasts."""
-        return None if self._taken is None else self._taken()
+        call = None if self._taken is None else self._taken()
+        return None if call is None else call.runner
 
     def __reduce__(self) -> Any:
         return HandOff, (self.demanded, self.compiled, self.ranks)

@@ -377,10 +377,13 @@ def _new_runner(
     if reason is not None:
         return None
     forward = (before or functools.partial(type(model).forward, model)) if inside else None
-    # a draft's own limit is that of its few tokens
-    limit = None if generation_config.is_assistant else generation_config.max_length
+    place = _place(model)
+    if not inside and hand_off.idle:
+        idle = hand_off.idle.pop()
+        if idle.device is place and idle.compiled is compiled:
+            return idle
     why_not = functools.partial(why_no_replay_of, model)
-    return StepRunner(model, limit, _place(model), hand_off.demanded, compiled, forward, why_not)
+    return StepRunner(model, place, hand_off.demanded, compiled, forward, why_not)
 
 
 def _forward(before: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

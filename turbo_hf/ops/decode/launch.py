@@ -120,21 +120,25 @@ def _schedule(
 
     plans: as in `KVStore`. A captured launch keeps its workspace, whichever was used since.
     """
+    # as many as an output of rows that are alike has; others take longer to merge
+    alike = min(OUTPUT_PARTS, power_of_two(-(-shape.ctas // place.outputs) + 1))
+    # few rows get as many soon, and need one kernel; more rows have fewer, and merge no more than they have
+    least = alike if alike == OUTPUT_PARTS else 1
     if plans is None:
         tiles = tuple(tiles_of(sealed, shape.blocks))
         plan = _plan(tiles, shape)
         words = _words(tiles, shape, place.device, place.stream)
-        return words, plan.ctas, power_of_two(plan.parts), _workspace(place)
+        return words, plan.ctas, max(least, power_of_two(plan.parts)), _workspace(place)
     if (shape, place) not in plans:
-        # as many as an output of rows that are alike has; others take longer to merge
-        alike = min(OUTPUT_PARTS, power_of_two(-(-shape.ctas // place.outputs) + 1))
+        steady = isinstance(plans, SteadyPlans)
         plans[shape, place] = LivePlan(
             lambda n: _plan(tuple(tiles_of(n, shape.blocks)), shape),
             sealed,
             shape.ctas,
             place.device,
             _workspace(place),
-            alike if isinstance(plans, SteadyPlans) else None,
+            alike if steady else least,
+            steady,
         )
     live = plans[shape, place]
     return live.words, live.ctas, live.parts, live.workspace

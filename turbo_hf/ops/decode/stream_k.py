@@ -117,7 +117,8 @@ class LivePlan:
     """The plan of launches that are replayed, kept up to date in memory that keeps its address.
 
     words: as in `Plan`, for `ctas` CTAs, the last of which may have no tiles. parts: as in `Plan`, rounded up to a
-    power of two. A plan that needs more CTAs or other parts moves to other memory, and the graph is captured again.
+    power of two. A plan that needs more CTAs or parts moves to other memory, and the graph is captured again; one that
+    needs fewer stays.
 
     Args:
         make: the plan for given numbers of sealed blocks of each row.
@@ -125,8 +126,8 @@ class LivePlan:
         most: maximum number of CTAs of any plan.
         device: device of the words.
         workspace: other memory that the launches use; kept alive with the plan.
-        parts: parts that are merged at a time, whatever the plan: it then has `most` CTAs, and never moves. None: those
-            of the plan.
+        parts: parts for which there is room from the beginning.
+        steady: these parts are merged at a time, whatever the plan: it then has `most` CTAs, and never moves.
     """
 
     def __init__(
@@ -136,9 +137,10 @@ class LivePlan:
         most: int,
         device: torch.device,
         workspace: Any = None,
-        parts: int | None = None,
+        parts: int = 1,
+        steady: bool = False,
     ):
-        self.workspace, self.ctas, self.parts, self._given_parts = workspace, 0, 0, parts
+        self.workspace, self.ctas, self.parts, self._steady = workspace, 0, parts, steady
         self._make, self._most, self._device = make, most, device
         self._plan: Plan | None = None
         self.update(sealed)
@@ -148,10 +150,10 @@ class LivePlan:
         plan = self._make(tuple(sealed))
         if plan is self._plan:
             return
-        self._plan, parts, ctas = plan, power_of_two(plan.parts), plan.ctas
-        if self._given_parts is not None:
-            parts, ctas = self._given_parts, self._most
-        if ctas > self.ctas or parts != self.parts:
+        self._plan, parts, ctas = plan, max(self.parts, power_of_two(plan.parts)), plan.ctas
+        if self._steady:
+            parts, ctas = self.parts, self._most
+        if ctas > self.ctas or parts > self.parts:
             # with room for as many parts of each output, so that rows that grow do not soon need it
             room = max(power_of_two(ctas), plan.outputs * parts)
             self.ctas, self.parts = max(self.ctas, min(room, self._most)), parts

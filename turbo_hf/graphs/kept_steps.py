@@ -1,0 +1,165 @@
+"""Captured steps that outlive their `generate` call: the next one's cache moves into the memory that they read.
+
+A capture holds addresses. It serves another cache of the same kind once that cache's tokens lie at them: a copy takes
+milliseconds, a capture a tenth of a second. It also holds what the model was: one that has changed is captured anew.
+"""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.page_pool import PageTable
+
+MOST_BYTES = 256 << 20
+"""Pages and open tokens of all layers that are kept between calls."""
+
+_OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
+"""Attributes of every module that no pass reads, or whose hooks the runner looks for (`Runner.look_for_hooks`)."""
+
+
+class _Same:
+    """Compared by identity."""
+
+    def __init__(self, held: Any):
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.held is self.held
+
+    __hash__ = object.__hash__
+
+
+def _what(value: Any, deep: bool = True) -> Any:
+    """What a capture may hold of a module's attribute, compared by ==. Modules and weights are not kept alive."""
+    if isinstance(value, torch.Tensor):
+        version = None if value.is_inference() else value._version
+        return id(value), value.data_ptr(), version, value.dtype, value.shape, value.device
+    if isinstance(value, torch.nn.Module):
+        return id(value), type(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return type(value), value
+    if deep and isinstance(value, dict):
+        return [(key, _what(x, False)) for key, x in value.items()]
+    if deep and isinstance(value, (list, tuple, set)):
+        return [_what(x, False) for x in value]
+    return _Same(value)
+
+
+def model_now(model: Any) -> list[Any]:
+    """All that steps of a model depend on besides their inputs, as far as its modules and torch's switches tell."""
+    found: list[Any] = [
+        torch.is_inference_mode_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    ]
+    configs = {id(x): x for x in (model.config, model.config.get_text_config(decoder=True))}
+    for held in (*configs.values(), *model.modules()):
+        found.append(type(held))
+        found += [(name, _what(x)) for name, x in vars(held).items() if name not in _OF_TORCH]
+    return found
+
+
+class _KeptLayer(NamedTuple):
+    """What captured launches of a layer have the addresses of, and the layer."""
+
+    of: "weakref.ref[TurboLayer]"
+    kind: Any
+    paged: Any
+    table: torch.Tensor
+    buffer: tuple[torch.Tensor, ...]
+    nonfinite: torch.Tensor
+    order: torch.Tensor
+    sealed: torch.Tensor
+    open: torch.Tensor
+
+
+def _kind(layer: TurboLayer) -> Any:
+    """What must be equal, for launches over one layer to serve another."""
+    state = layer.state
+    shape = layer.rows, layer.heads, layer.dim, layer.rotary_dim, layer.dtype, layer.device, layer.latent
+    order = None if layer.head_order is None else tuple(layer.head_order)
+    return layer.config, layer.window, layer.index, order, id(layer.balance), shape, state.block, state.staying
+
+
+def _memory(layer: TurboLayer) -> _KeptLayer:
+    pool, counts, state = layer.pool, layer.device_counts, layer.state
+    places = pool.paged, pool.table.on(layer.device), layer.buffer.tensors(), layer.nonfinite, layer.order
+    return _KeptLayer(weakref.ref(layer), _kind(layer), *places, counts.sealed(state), counts.open(state))
+
+
+class KeptSteps:
+    """The memory of captured steps, once their `generate` has ended.
+
+    Args:
+        steps: the `ReplayableSteps` that were captured; they have not been closed yet.
+        model: `model_now` before the capture.
+    """
+
+    def __init__(self, steps: Any, model: list[Any]):
+        self._cache, self._model, self.used = weakref.ref(steps.cache), model, steps.used
+        self._nonfinite = steps.nonfinite
+        self._groups = [
+            (group.arrived, group.plans, group.sealed, group.open, [_memory(layer) for layer in group.layers])
+            for group in steps.groups
+        ]
+
+    @staticmethod
+    def of(steps: Any, model: list[Any]) -> "KeptSteps | None":
+        """None: not of sparse layers, ranks that must agree, blocks that wait for a `crop`, or too much memory."""
+        cache, size = steps.cache, 0
+        for layer in steps.layers:
+            if layer.selector is not None or layer.state.recording:
+                return None
+            size += sum(layer.pool.nbytes()) + layer.buffer.nbytes()
+        alone = cache.mark.ranks.count == 1 and len(steps.layers) == len(cache.layers)
+        return KeptSteps(steps, model) if alone and steps.used and size <= MOST_BYTES else None
+
+    def _pairs(self, steps: Any) -> Iterator[tuple[TurboLayer, _KeptLayer]]:
+        for group, kept in zip(steps.groups, self._groups, strict=True):
+            yield from zip(group.layers, kept[-1], strict=True)
+
+    def serve(self, steps: Any, model: list[Any]) -> bool:
+        """Move the cache of `steps`, which have reserved nothing yet, into this memory.
+
+        False: it does not fit, somebody still uses the memory, or the model has changed. Nothing has been done.
+
+        model: `model_now`.
+        """
+        other = self._cache()
+        if other not in (None, steps.cache) or model != self._model:
+            return False
+        shapes = [[len(group.layers) for group in steps.groups], [len(kept[-1]) for kept in self._groups]]
+        if shapes[0] != shapes[1] or len(steps.nonfinite) != len(self._nonfinite):
+            return False
+        # by present table and memory: layers may share either
+        tables: dict[tuple[PageTable, int], PageTable | None] = {}
+        for layer, kept in self._pairs(steps):
+            free = kept.of() in (None, layer) and layer.selector is None and not layer.state.recording
+            if not free or _kind(layer) != kept.kind or max(layer.state.open) > kept.buffer[0].shape[2]:
+                return False
+            state, key, blocks = layer.state, (layer.pool.table, id(kept.table)), kept.table.shape[1]
+            if key not in tables:
+                tables[key] = key[0].within(state.sealed, state.whole(), len(kept.paged[0].k), blocks)
+            if tables[key] is None:
+                return False
+        for new, memory in zip(steps.nonfinite, self._nonfinite, strict=True):
+            memory.copy_(new)
+        steps.nonfinite, steps.used = self._nonfinite, self.used
+        for group, (arrived, plans, sealed, opened, layers) in zip(steps.groups, self._groups, strict=True):
+            sealed.copy_(group.sealed)
+            opened.copy_(group.open)
+            group.arrived, group.plans, group.sealed, group.open = arrived, plans, sealed, opened
+            for layer, kept in zip(group.layers, layers, strict=True):
+                table = tables[layer.pool.table, id(kept.table)]
+                layer.pool.move(kept.paged, table, kept.table)
+                layer.buffer.move(kept.buffer, max(layer.state.open))
+                layer.nonfinite, layer.order = kept.nonfinite, kept.order
+                layer.device_counts.keep(layer.state, kept.sealed, kept.open)
+            group.reserved = list(group.layers[0].pool.table.reserved)
+            group.plan(group.state.sealed)
+        return True
