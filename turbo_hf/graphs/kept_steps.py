@@ -110,10 +110,10 @@ class KeptSteps:
 
     @staticmethod
     def of(steps: Any, model: list[Any]) -> "KeptSteps | None":
-        """None: not of sparse layers, ranks that must agree, blocks that wait for a `crop`, or too much memory."""
+        """None: not of sparse or indexed layers, ranks that must agree, blocks that wait for a `crop`, or too much memory."""
         cache, size = steps.cache, 0
         for layer in steps.layers:
-            if layer.selector is not None or layer.state.recording:
+            if layer.selector is not None or layer.index_keys is not None or layer.state.recording:
                 return None
             size += sum(layer.pool.nbytes()) + layer.buffer.nbytes()
         alone = cache.mark.ranks.count == 1 and len(steps.layers) == len(cache.layers)
