@@ -24,7 +24,7 @@ REFUSED = {
 }
 """Model types whose classes look supported but are not."""
 
-NO_INDICES = "its class hands their indices to no attention function, but a mask"
+NO_INDICES = "its indexer (DSA) masks tokens instead of naming them"
 
 
 def chooses_attention(kind: type) -> bool:
@@ -70,7 +70,7 @@ def is_latent(module: torch.nn.Module) -> bool:
 def _why_no_latents(module: Any) -> str | None:
     """Why the latents of this attention module cannot be compressed; None if they can."""
     if getattr(module, "indexer", None) is not None and not hands_indices(type(module)):
-        return f"its latent attention reads the tokens that an indexer chooses (DSA), and {NO_INDICES}"
+        return NO_INDICES
     if module.config.model_type not in LATENT_TYPES:
         return f"latent attention of {module.config.model_type} is not known here"
     reason = why_not_absorbed(module)

@@ -79,8 +79,7 @@ def _layer(index: int, kind: str, window: int | None, modules: list[Any], known:
         return AttentionLayer(index, module, window, shared or LEFT_ALONE[kind], by_design=True)
     if kind not in COMPRESSED_TYPES and not (kind == INDEXED and only is not None and hands_indices(type(only))):
         reason = f"{kind} is neither full nor sliding-window attention, nor anything that is known here"
-        if kind in DSA:
-            reason += f": an indexer chooses the tokens that it reads (DSA), and {NO_INDICES}"
+        reason = NO_INDICES if kind in DSA else reason
     elif not modules:
         reason = "it has no attention module that uses Transformers' AttentionInterface with a Cache"
     elif only is None:

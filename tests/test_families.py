@@ -162,9 +162,17 @@ ROUTED = {**cases.LATENT, **cases.EXPERTS, "num_key_value_heads": 4}
         ),
         # older versions of Transformers name no tokens to attention functions
         (
-            ("qwen4_exp_text", {**cases.QWEN4, "layer_types": ["indexed_attention"] * 3}, "indices to no attention fun")
+            (
+                "qwen4_exp_text",
+                {**cases.QWEN4, "layer_types": ["indexed_attention"] * 3},
+                "its indexer .DSA. masks tokens",
+            )
             if cases.INDEXERS
-            else ("deepseek_v32", {**ROUTED, "index_n_heads": 2, "index_head_dim": 16}, "known here: an indexer")
+            else (
+                "deepseek_v32",
+                {**ROUTED, "index_n_heads": 2, "index_head_dim": 16},
+                "its indexer .DSA. masks tokens",
+            )
         ),
         ("bart", {"d_model": 64, "decoder_layers": 2}, "cross-attention"),
         ("gpt2", {"n_embd": 64, "n_head": 4, "add_cross_attention": True}, "cross-attention"),

@@ -71,7 +71,7 @@ def test_every_class_is_here_or_hands_no_indices() -> None:
 def test_a_class_that_masks_what_is_not_named_is_refused() -> None:
     model = build_multimodal("glm5_next")
     for strict in ("raise", "warn"):
-        with pytest.raises(Unsupported, match="its class hands their indices to no attention function, but a mask"):
+        with pytest.raises(Unsupported, match=r"its indexer \(DSA\) masks tokens instead of naming them"):
             turbo_hf.patch(model, strict=strict)
 
 

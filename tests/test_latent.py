@@ -171,7 +171,7 @@ def test_latents_that_are_not_known_are_refused() -> None:
     module: Any = model.model.layers[0].self_attn
     cases: Any = (
         ("qk_rope_head_dim", 24, "qk_rope_head_dim 24 is no multiple of 16"),
-        ("indexer", torch.nn.Linear(2, 2), r"an indexer chooses \(DSA\)"),
+        ("indexer", torch.nn.Linear(2, 2), r"its indexer \(DSA\) masks tokens"),
         ("config", model.config.__class__(), "latent attention of another is not known here"),
     )
     for name, value, reason in cases:

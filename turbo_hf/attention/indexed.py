@@ -12,9 +12,11 @@ import torch
 from turbo_hf.attention.full_precision import full_precision_attention, hf_attention
 from turbo_hf.attention.latent import absorb, up_projections
 from turbo_hf.attention.masks import mask_4d
+from turbo_hf.cache.index_keys import newest_columns
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.rows import NewColumns, NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.errors import Unsupported
 from turbo_hf.layout import Scoring
 from turbo_hf.ops.latent.named import named_attention
 from turbo_hf.patches.latent import expanded
@@ -39,8 +41,17 @@ class Named(NamedTuple):
         return (mask | ~mask.any(-1, keepdim=True))[:, None]
 
 
-def named_by(indices: torch.Tensor, mask: torch.Tensor) -> Named:
-    """mask: the 4D mask that the model hands on, bool or added to scores."""
+def named_by(indices: torch.Tensor, mask: torch.Tensor | None) -> Named:
+    """What a call reads. mask: the 4D mask that the model hands on, bool or added to scores.
+
+    Raises:
+        Unsupported: indices without such a mask.
+    """
+    if mask is None or mask.dim() != 4:
+        raise Unsupported(
+            "this model names the tokens that it reads (DSA) without the 4D mask under which they were chosen. Call "
+            "the model as a whole."
+        )
     return Named(indices, mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
 
 
@@ -68,7 +79,7 @@ def indexer_mask(
     if now is not None and now.shown is not None and now.shown[0] is mask and now.shown[1] == like:
         return now.shown[2]
     if layer is not None and replayed:
-        shown = torch.arange(columns, device=x.device) <= layer.newest_columns(tokens)[:, None]
+        shown = torch.arange(columns, device=x.device) <= newest_columns(layer, tokens)[:, None]
         valid = _valid(layer, columns)
         shown = shown[None, None] if valid is None else shown & valid[:, None, None]
     else:

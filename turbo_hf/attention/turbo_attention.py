@@ -14,6 +14,7 @@ from turbo_hf.attention.indexed import Named, attend_named, named_by
 from turbo_hf.attention.latent import absorbed_attention, require_plain, up_projections
 from turbo_hf.attention.prompt import attend_prompt
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets_and_logits
+from turbo_hf.cache.index_keys import store_index_keys
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.pass_mark import untraced
 from turbo_hf.cache.rows import NewColumns, NewQKV
@@ -118,11 +119,11 @@ class ClaimedCache(TurboCache):
     @untraced
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Store the index keys [B, M, D] of the new tokens of a claimed layer, which attention stores later; returns
-        those that the indexer reads (`LayerStorage.store_index_keys`)."""
+        those that the indexer reads (`store_index_keys`)."""
         layer = self.all_layers[layer_idx]
         if getattr(self, "given", None) is None or not isinstance(layer, TurboLayer):
             return super().update_indexer(indexer_key_states, layer_idx)
-        return layer.store_index_keys(indexer_key_states, layer.seen)
+        return store_index_keys(layer, indexer_key_states, layer.seen)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # a view is pickled as what it shows
@@ -205,11 +206,6 @@ def turbo_attention(
     """
     named = None
     if indices is not None:
-        if attention_mask is None or attention_mask.dim() != 4:
-            raise Unsupported(
-                f"{type(module).__name__} names the tokens that it reads (DSA), and runs without a 4D mask for its "
-                "indexer. Patch the model."
-            )
         named, attention_mask = named_by(indices, attention_mask), None if turbo is None else turbo.mask
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

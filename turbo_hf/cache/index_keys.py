@@ -1,9 +1,11 @@
 """The keys by which an indexer (DSA) scores the columns of a layer: all of them are read in each step."""
 
+from typing import Any
+
 import torch
 
 from turbo_hf.cache.pass_mark import ordinary
-from turbo_hf.layout import E4M3_MAX
+from turbo_hf.layout import E4M3_MAX, UNQUANTIZED
 
 GRAIN = 64
 """Minimum number of columns by which they grow."""
@@ -62,3 +64,43 @@ class IndexKeys:
             return new.to(self.kept.dtype)
         # beyond its range FP8 has NaN alone
         return new.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def store_index_keys(layer: Any, new: torch.Tensor, past: int) -> torch.Tensor:
+    """Store the index keys [B, M, D] of a layer's columns behind the first `past`; returns what the indexer reads.
+
+    In steps, all as they are stored, in a replayed one those of columns to come, too; in prompts the new ones
+    themselves behind those of the past.
+
+    Args:
+        layer: a `LayerStorage`.
+
+    Raises:
+        ValueError: other rows than the cache holds.
+    """
+    rows, tokens, channels = new.shape
+    if not past:
+        dtype = new.dtype if layer.config.bits == UNQUANTIZED else torch.uint8
+        layer.index_keys = IndexKeys(torch.empty(rows, 0, channels, dtype=dtype, device=new.device))
+    held: IndexKeys | None = layer.index_keys
+    if held is None or len(held.kept) != rows:
+        raise ValueError(
+            f"layer {layer.index}: the cache holds the index keys of {0 if held is None else len(held.kept)} rows; "
+            f"this pass brings {rows}. Use a new TurboCache, or reset() this one."
+        )
+    if layer.replay is not None:
+        held.put_at(new, newest_columns(layer, tokens))
+        return held.read()
+    held.put(new, past)
+    if past and layer.is_decoding(tokens):
+        return held.read(past + tokens)
+    return torch.cat((held.read(past).to(new.dtype), new), 1) if past else new
+
+
+def newest_columns(layer: Any, tokens: int) -> torch.Tensor:
+    """int64 [tokens], the columns that a replayed step stores: they are counted on the device."""
+    state, counts = layer.state, layer.device_counts
+    padding = state.seen - state.lengths()[0]
+    first = counts.sealed(state)[0] * state.block + counts.open(state)[0] + padding
+    newest: torch.Tensor = first + torch.arange(tokens, device=layer.device)
+    return newest

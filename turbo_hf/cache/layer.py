@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 import torch
 
 from turbo_hf.cache.dequantized import DequantizedLayer
+from turbo_hf.cache.index_keys import store_index_keys
 from turbo_hf.cache.pass_mark import ordinary, storing, untraced
 from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.errors import Unsupported
@@ -53,7 +54,7 @@ class TurboLayer(DequantizedLayer):
         """
         if not self.latent:
             raise ValueError(f"layer {self.index} keeps no index keys: its attention reads all tokens.")
-        return self.store_index_keys(indexer_key_states, self.seen - indexer_key_states.shape[1])
+        return store_index_keys(self, indexer_key_states, self.seen - indexer_key_states.shape[1])
 
     def get_seq_length(self) -> int:
         """Columns seen, including padding."""

@@ -259,40 +259,6 @@ class LayerStorage:
         self.commit(check_later=True)
         return out
 
-    def store_index_keys(self, new: torch.Tensor, past: int) -> torch.Tensor:
-        """Store the index keys [B, M, D] of the columns behind the first `past`; returns those that the indexer reads.
-
-        In steps, all as they are stored, in a replayed one those of columns to come, too; in prompts the new ones
-        themselves behind those of the past.
-
-        Raises:
-            ValueError: other rows than the cache holds.
-        """
-        rows, tokens, channels = new.shape
-        if not past:
-            dtype = new.dtype if self.config.bits == UNQUANTIZED else torch.uint8
-            self.index_keys = IndexKeys(torch.empty(rows, 0, channels, dtype=dtype, device=new.device))
-        held = self.index_keys
-        if held is None or len(held.kept) != rows:
-            raise ValueError(
-                f"layer {self.index}: the cache holds the index keys of {0 if held is None else len(held.kept)} rows; "
-                f"this pass brings {rows}. Use a new TurboCache, or reset() this one."
-            )
-        if self.replay is not None:
-            held.put_at(new, self.newest_columns(tokens))
-            return held.read()
-        held.put(new, past)
-        if past and tokens <= DECODE_TOKENS:
-            return held.read(past + tokens)
-        return torch.cat((held.read(past).to(new.dtype), new), 1) if past else new
-
-    def newest_columns(self, tokens: int) -> torch.Tensor:
-        """int64 [tokens], the columns that a replayed step stores: they are counted on the device."""
-        state, counts = self.state, self.device_counts
-        padding = state.seen - state.lengths()[0]
-        first = counts.sealed(state)[0] * state.block + counts.open(state)[0] + padding
-        return first + torch.arange(tokens, device=self.device)
-
     def forget_repeats(self) -> None:
         """Before tensors are replaced: nothing keeps the old ones alive."""
         self._repeats = _Repeats()

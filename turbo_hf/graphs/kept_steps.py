@@ -110,7 +110,7 @@ class KeptSteps:
 
     @staticmethod
     def of(steps: Any, model: list[Any]) -> "KeptSteps | None":
-        """None: not of sparse or indexed layers, ranks that must agree, blocks that wait for a `crop`, or too much memory."""
+        """None: not of sparse or indexed layers, ranks that must agree, blocks that wait for a `crop`, much memory."""
         cache, size = steps.cache, 0
         for layer in steps.layers:
             if layer.selector is not None or layer.index_keys is not None or layer.state.recording:
