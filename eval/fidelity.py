@@ -3,6 +3,7 @@ measures. Caches are the real ones, read by the paths that `generate` takes."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -29,8 +30,12 @@ from turbo_hf.patching.divergence import (
     verdict,
 )
 
-AGAIN, PAGES = "16 bit again", "16-bit pages"
-"""The noise rows: the unpatched model in other passes, and our pages with unrounded numbers."""
+AGAIN, EAGER, PAGES = "16 bit again", "16 bit, eager", "16-bit pages"
+"""The noise rows: the unpatched model in other passes, and by Transformers' plainest attention; our pages with
+unrounded numbers."""
+
+EAGER_TOKENS = 4096
+"""Longest prompt of the eager row: that attention keeps all scores of a prompt."""
 
 STEP = 16
 """Tokens of a pass on the path of decode steps, which take as many."""
@@ -122,7 +127,7 @@ def measure(
         cases: what to read of them.
         methods: what to compare with the unpatched model.
         tail: tokens after the prompt, whose distributions are compared.
-        noise: begin with the two noise rows.
+        noise: begin with the noise rows.
         calibration: as `applied` takes it.
         advance: called with the name of each method as it has read a text.
 
@@ -130,7 +135,8 @@ def measure(
         torch.OutOfMemoryError: the unpatched model itself does not fit.
     """
     rows: list[Fidelity] = []
-    every = [*([Method(AGAIN), Method(PAGES, TurboConfig(bits=16))] if noise else []), *methods]
+    noisy = [Method(AGAIN), Method(EAGER), Method(PAGES, TurboConfig(bits=16))]
+    every = [*(noisy if noise else []), *methods]
     for case in cases:
         found: dict[str, list[Positions]] = {method.name: [] for method in every}
         sizes: dict[str, float] = {}
@@ -139,6 +145,8 @@ def measure(
             for at in every
             if at.config is not None and at.config.begins > case.tokens
         }
+        if case.tokens > EAGER_TOKENS:
+            failed[EAGER] = f"eager attention keeps all scores: not read above {EAGER_TOKENS} tokens"
         for window in windows:
             reading = _reading(model, window, case, tail)
             base = DynamicCache(config=model.config)
@@ -167,7 +175,7 @@ def _read(
     model: Any, method: Method, reading: Reading, tokens: int, calibration: Calibration | str | None
 ) -> tuple[torch.Tensor, float]:
     """Log-probabilities of one method, and bytes per token of its cache."""
-    with applied(model, method, calibration) as handle:
+    with applied(model, method, calibration) as handle, _eager(model, method.name == EAGER):
         if handle is not None:
             cache: Any = handle.new_cache()
         elif method.make is not None:
@@ -177,6 +185,19 @@ def _read(
         got = log_probabilities(model, reading, cache)
         size, _ = cache_size(cache, 1, handle)
     return got, size / tokens
+
+
+@contextmanager
+def _eager(model: Any, wanted: bool) -> Iterator[None]:
+    """Inside, if wanted, the model computes eager attention."""
+    before = model.config._attn_implementation
+    if wanted:
+        model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        if wanted:
+            model.set_attn_implementation(before)
 
 
 def _judged(
@@ -193,7 +214,7 @@ def _judged(
             yield Fidelity(name, case, None, None, failed.get(name, "not read"))
             continue
         figures = summarize(found[name])
-        of_noise = name in (AGAIN, PAGES)
+        of_noise = name in (AGAIN, EAGER, PAGES)
         noise = max(noise, figures.kl) if name == AGAIN else noise
         yield Fidelity(name, case, figures, sizes[name], "noise" if of_noise else verdict(figures.kl, noise))
 

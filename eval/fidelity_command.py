@@ -182,7 +182,7 @@ def _measured(
     options: dict[str, Any],
     calibration: Calibration | str,
 ) -> list[Fidelity]:
-    extra = 2 if options.get("noise", True) else 0
+    extra = 3 if options.get("noise", True) else 0
     with counting(name, len(windows) * len(cases) * (len(methods) + extra)) as advance, without_plans():
         try:
             return measure(

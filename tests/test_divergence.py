@@ -17,8 +17,22 @@ from tiny_families import build
 from transformers import AutoTokenizer, DynamicCache, ProcessorMixin
 
 import turbo_hf
+from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.config.turbo_config import SparseConfig, TurboConfig
-from turbo_hf.eval.fidelity import AGAIN, PAGES, Case, Fidelity, grid, layer_map, measure, named, suggestion, unsteady
+from turbo_hf.eval import fidelity as fidelity_rows
+from turbo_hf.eval.fidelity import (
+    AGAIN,
+    EAGER,
+    PAGES,
+    Case,
+    Fidelity,
+    grid,
+    layer_map,
+    measure,
+    named,
+    suggestion,
+    unsteady,
+)
 from turbo_hf.eval.methods import Method
 from turbo_hf.eval.plots import _kl as shown
 from turbo_hf.eval.plots import draw
@@ -121,15 +135,34 @@ def test_methods_are_read_through_their_caches() -> None:
     cases = [Case(200, "steps"), Case(200, "chunk"), Case(64, "answer")]
     rows = measure(model, windows, cases, named(["int8", "turbo2", "kivi4"]), tail=32)
     by: dict[Any, Any] = {(row.method, row.case.path): row for row in rows}
-    assert len(by) == len(rows) == 15
+    assert len(by) == len(rows) == 18
     for path in ("steps", "chunk"):
         again, pages, int8, turbo2 = (by[name, path].figures for name in (AGAIN, PAGES, "int8", "turbo2"))
         assert again.kl < 1e-6
+        eager = by[EAGER, path]
+        assert (eager.figures.kl < 1e-6, eager.verdict) == (True, "noise")
         assert pages.kl < int8.kl < turbo2.kl
         assert (int8.positions, int8.texts) == (64, 2)
         assert by[AGAIN, path].verdict == "noise"
         sizes = [by[name, path].bytes_per_token or 0 for name in (AGAIN, "int8", "turbo2")]
         assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_eager_row_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, windows, seen = tiny_llama(), torch.randint(90, (1, 60)), []
+    model.set_attn_implementation("sdpa")
+
+    def noted(model: Any, *rest: Any) -> torch.Tensor:
+        seen.append(model.config._attn_implementation)
+        return log_probabilities(model, *rest)
+
+    monkeypatch.setattr(fidelity_rows, "log_probabilities", noted)
+    measure(model, windows, [Case(40, "steps")], named(["int8"]), tail=16)
+    assert seen == ["sdpa", "sdpa", "eager", NAME, NAME]
+    assert model.config._attn_implementation == "sdpa"
+    monkeypatch.setattr(fidelity_rows, "EAGER_TOKENS", 30)
+    by = {row.method: row for row in measure(model, windows, [Case(40, "steps")], [], tail=16)}
+    assert by[EAGER].verdict == "eager attention keeps all scores: not read above 30 tokens"
 
 
 def test_a_method_that_is_refused_is_a_row_with_the_reason() -> None:
@@ -320,7 +353,7 @@ def test_the_table_of_the_carried_model(tmp_path: Path) -> None:
     assert found["suggestion"] in said
     cases = {(row["tokens"], row["path"]) for row in found["table"]}
     assert cases == {(160, "steps"), (160, "chunk")}
-    assert [row["method"] for row in found["table"]][:4] == ["16 bit again", "16-bit pages", "int8", "turbo4"]
+    assert [row["method"] for row in found["table"]][:4] == ["16 bit again", "16 bit, eager", "16-bit pages", "int8"]
     assert {row["path"] for row in found["answers"]} == {"answer"}
     assert len(found["grid"]) == 16
     assert len(found["map"]) == 2 * found["layers"] == 12

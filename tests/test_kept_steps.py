@@ -10,6 +10,7 @@ import torch
 from choices import flat_config
 from graphs_support import NEW, PLAIN, SMALL, Again, answer, ragged, watch_runners
 from models import prompts, tiny_llama, tiny_mistral
+from patching_support import biased
 from tiny_families import build
 from torch import Tensor
 
@@ -125,6 +126,17 @@ def test_latents(made: list[StepRunner], device: torch.device) -> None:
             assert torch.equal(greedy(model, **inputs), tokens)
     # these sizes have no kernels
     assert len(made) == 1 or torch.cuda.is_available()
+
+
+def test_balanced_keys(made: list[StepRunner], device: torch.device) -> None:
+    model: Any = biased().to(device)
+    asked = [{"input_ids": prompts(1, length, seed=length)} for length in (60, 40)]
+    want = [answer(model, PLAIN, **inputs) for inputs in asked]
+    with turbo_hf.patch(model, SMALL) as handle:
+        assert any(layer.balance is not None for layer in handle.new_cache().turbo_layers())
+        for inputs, tokens in zip(asked, want, strict=True):
+            assert torch.equal(greedy(model, **inputs), tokens)
+    assert captures(made) == 1
 
 
 def test_what_does_not_fit_is_captured_anew(made: list[StepRunner], device: torch.device) -> None:

@@ -23,6 +23,8 @@ _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training", "_parameters", "_b
 class _Same:
     """Compared by identity."""
 
+    __slots__ = ("held",)
+
     def __init__(self, held: Any):
         self.held = held
 
@@ -32,20 +34,31 @@ class _Same:
     __hash__ = object.__hash__
 
 
-def _what(value: Any, deep: bool = True) -> Any:
-    """What a capture may hold of a module's attribute, compared by ==. Modules and weights are not kept alive."""
-    if isinstance(value, torch.Tensor):
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+def _note(found: list[Any], value: Any, deep: bool = True) -> None:
+    """Add what a capture may hold of a module's attribute, compared by ==. Modules and weights are not kept alive.
+
+    To one flat list: thousands of small objects would have Python collect garbage at each call.
+    """
+    kind = type(value)
+    # tensors last: asking whether something is one takes torch microseconds
+    if kind in _PLAIN:
+        found += (kind, value)
+    elif deep and kind in (dict, list, tuple, set):
+        found += (kind, len(value))
+        if kind is dict:
+            found += value
+        for x in value.values() if kind is dict else value:
+            _note(found, x, False)
+    elif isinstance(value, torch.nn.Module):
+        found += (kind, id(value))
+    elif isinstance(value, torch.Tensor):
         version = None if value.is_inference() else value._version
-        return id(value), value.data_ptr(), version, value.dtype, value.shape, value.device
-    if isinstance(value, torch.nn.Module):
-        return id(value), type(value)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return type(value), value
-    if deep and isinstance(value, dict):
-        return [(key, _what(x, False)) for key, x in value.items()]
-    if deep and isinstance(value, (list, tuple, set)):
-        return [_what(x, False) for x in value]
-    return _Same(value)
+        found += (id(value), value.data_ptr(), version, value.dtype, value.shape)
+    else:
+        found.append(_Same(value))
 
 
 def model_now(model: Any) -> list[Any]:
@@ -60,7 +73,10 @@ def model_now(model: Any) -> list[Any]:
     configs = {id(x): x for x in (model.config, model.config.get_text_config(decoder=True))}
     for held in (*configs.values(), *model.modules()):
         found.append(type(held))
-        found += [(name, _what(x)) for name, x in vars(held).items() if name not in _OF_TORCH]
+        for name, value in vars(held).items():
+            if name not in _OF_TORCH:
+                found.append(name)
+                _note(found, value)
     return found
 
 
@@ -83,7 +99,7 @@ def _kind(layer: TurboLayer) -> Any:
     state = layer.state
     shape = layer.rows, layer.heads, layer.dim, layer.rotary_dim, layer.dtype, layer.device, layer.latent
     order = None if layer.head_order is None else tuple(layer.head_order)
-    return layer.config, layer.window, layer.index, order, id(layer.balance), shape, state.block, state.staying
+    return layer.config, layer.window, layer.index, order, _Same(layer.balance), shape, state.block, state.staying
 
 
 def _memory(layer: TurboLayer) -> _KeptLayer:
