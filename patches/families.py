@@ -65,7 +65,7 @@ FAMILIES = (
         "DeepSeek V3.2, GLM-5",
         INDEXED_TYPES,
         "Also A.X K2, HY-V4, Mistral Large 4, Dots 3 Note: steps attend to the latents that an indexer names (DSA), "
-        "whose keys are FP8 below 16 bit.",
+        "whose keys have 8 bit, or 16.",
         {EXPAND: keep_latent},
     ),
 )

@@ -66,6 +66,8 @@ A layer of latent attention (MLA) stores one "head": its latent in the place of 
 and the rotary part that all its heads share in the place of values (`Dv` channels, fewer). The latent has the config's
 width; the rotary part has 8 bit, or 16 beside a 16-bit latent. In all other layers `Dv` is `D`.
 
+Where an indexer names the tokens that are read (DSA), its keys lie beside the pages (`cache.index_keys`).
+
 At 16 bit nothing is rounded: `k` [b, D] and `v` [D, b] hold the model's own numbers, tokens in time order. A layer
 with a 16-bit head also keeps the open tokens of all its heads unquantized: a full-precision window.
 """

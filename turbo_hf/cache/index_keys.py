@@ -5,24 +5,31 @@ from typing import Any
 import torch
 
 from turbo_hf.cache.pass_mark import ordinary
-from turbo_hf.layout import E4M3_MAX, UNQUANTIZED
+from turbo_hf.layout import CODE_MAX, LEAST, UNQUANTIZED
 
 GRAIN = 64
 """Minimum number of columns by which they grow."""
+
+SIZE_BYTES = 4
+"""Bytes of the size of a key, behind its codes."""
 
 
 class IndexKeys:
     """One key per column of each row, padding included, as the model's own cache has them.
 
-    Below 16 bit they are FP8 (e4m3), a byte per channel: a norm has given all of them one length, so that no size per
-    token is needed, and the model's own code scores them as they are. What lies past the last column is overwritten.
+    Below 16 bit they are INT8 codes with a size for each key. What lies past the last column is overwritten.
 
     Args:
-        kept: [B, cap, D], the model's numbers, or uint8, the bytes of FP8.
+        kept: [B, cap, D], the model's numbers; or uint8 [B, cap, D + 4], codes, and a size in float32.
     """
 
     def __init__(self, kept: torch.Tensor):
         self.kept = kept
+
+    @property
+    def channels(self) -> int:
+        """Of a key."""
+        return self.kept.shape[2] - SIZE_BYTES * (self.kept.dtype == torch.uint8)
 
     def reserve(self, columns: int) -> None:
         """Grow to a capacity of so many columns."""
@@ -50,9 +57,13 @@ class IndexKeys:
         self.kept.index_copy_(1, columns, self._stored(new))
 
     def read(self, columns: int | None = None) -> torch.Tensor:
-        """The first `columns` keys, in FP8 or the model's dtype; None: all that there is room for."""
+        """The first `columns` keys [B, columns, D], float32 if they are rounded; None: all that there is room for."""
         kept = self.kept if columns is None else self.kept[:, :columns]
-        return kept.view(torch.float8_e4m3fn) if kept.dtype == torch.uint8 else kept
+        if kept.dtype != torch.uint8:
+            return kept
+        codes, size = kept[..., :-SIZE_BYTES].view(torch.int8), kept[..., -SIZE_BYTES:].view(torch.float32)
+        # one launch: an indexer scores in float32 in any case
+        return codes * size
 
     def select_rows(self, index: torch.Tensor, in_place: bool = False) -> None:
         """Row i becomes what row `index[i]` was. in_place: at its address."""
@@ -62,8 +73,9 @@ class IndexKeys:
     def _stored(self, new: torch.Tensor) -> torch.Tensor:
         if self.kept.dtype != torch.uint8:
             return new.to(self.kept.dtype)
-        # beyond its range FP8 has NaN alone
-        return new.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+        size = new.float().abs().amax(-1, keepdim=True).clamp(min=LEAST) / CODE_MAX
+        codes = (new / size).round().to(torch.int8)
+        return torch.cat((codes.view(torch.uint8), size.view(torch.uint8)), -1)
 
 
 def store_index_keys(layer: Any, new: torch.Tensor, past: int) -> torch.Tensor:
@@ -80,8 +92,9 @@ def store_index_keys(layer: Any, new: torch.Tensor, past: int) -> torch.Tensor:
     """
     rows, tokens, channels = new.shape
     if not past:
-        dtype = new.dtype if layer.config.bits == UNQUANTIZED else torch.uint8
-        layer.index_keys = IndexKeys(torch.empty(rows, 0, channels, dtype=dtype, device=new.device))
+        wide = layer.config.bits == UNQUANTIZED
+        shape, dtype = (rows, 0, channels + SIZE_BYTES * (not wide)), new.dtype if wide else torch.uint8
+        layer.index_keys = IndexKeys(torch.empty(shape, dtype=dtype, device=new.device))
     held: IndexKeys | None = layer.index_keys
     if held is None or len(held.kept) != rows:
         raise ValueError(

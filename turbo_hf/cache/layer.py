@@ -192,7 +192,7 @@ class TurboLayer(DequantizedLayer):
             return 0
         channels = self.dim + (self.dim if self.rotary_dim is None else self.rotary_dim)
         if self.index_keys is not None:
-            channels += self.index_keys.kept.shape[2]
+            channels += self.index_keys.channels
         tokens = self.config.expert.block_size * sum(self.state.sealed) + sum(self.state.open)
         return self.heads * channels * self.dtype.itemsize * tokens
 

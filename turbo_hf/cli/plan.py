@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from turbo_hf.cache.index_keys import SIZE_BYTES
 from turbo_hf.cache.memory import LayerCost, cache_bytes, turbo_cost
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, SparseConfig, at_8_bit, of_layer
 from turbo_hf.eval.bench.shapes import largest
@@ -147,8 +148,8 @@ def layer_costs(
         own = at_8_bit(own) if at.kept_int8 else own
         groups = own.head_groups(layer.heads)
         rotary_dim = (layer.value_dim or HEAD_DIM_MULTIPLE) if at.latent else None
-        # an indexer's keys are FP8 beside codes
-        index_bytes += layer.index_dim * (2 if own.bits == UNQUANTIZED else 1)
+        if layer.index_dim:
+            index_bytes += 2 * layer.index_dim if own.bits == UNQUANTIZED else layer.index_dim + SIZE_BYTES
         cost = turbo_cost(own, groups, layer.head_dim, at.window, index_bytes, rotary_dim)
         costs.append(replace(cost, constant=cost.constant + layer.cost.constant))
     return costs
