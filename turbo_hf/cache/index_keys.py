@@ -70,6 +70,11 @@ class IndexKeys:
         chosen = self.kept[index]
         self.kept = self.kept.copy_(chosen) if in_place else chosen
 
+    def move(self, memory: Any, columns: int) -> None:
+        """Keep the first `columns` keys in this memory, of the same kind, from now on."""
+        memory[:, :columns] = self.kept[:, :columns]
+        self.kept = memory
+
     def _stored(self, new: torch.Tensor) -> torch.Tensor:
         if self.kept.dtype != torch.uint8:
             return new.to(self.kept.dtype)
