@@ -251,7 +251,7 @@ def test_other_rows_are_refused() -> None:
     with turbo_hf.patch(model) as handle, torch.no_grad():
         cache = handle.new_cache()
         model(ids, **{CACHE: cache})
-        with pytest.raises(ValueError, match="holds the index keys of 2 rows; this pass brings 1"):
+        with pytest.raises(ValueError, match="holds index keys of 2 rows and 16 channels; this pass brings 1 and 16"):
             model(ids[:1, :1], **{CACHE: cache})
         cache = TurboCache(transformers.LlamaConfig(num_hidden_layers=1))
         with pytest.raises(ValueError, match="layer 0 keeps no index keys"):

@@ -93,7 +93,7 @@ def store_index_keys(layer: Any, new: torch.Tensor, past: int) -> torch.Tensor:
         layer: a `LayerStorage`.
 
     Raises:
-        ValueError: other rows than the cache holds.
+        ValueError: other rows or channels than the cache holds.
     """
     rows, tokens, channels = new.shape
     if not past:
@@ -101,10 +101,11 @@ def store_index_keys(layer: Any, new: torch.Tensor, past: int) -> torch.Tensor:
         shape, dtype = (rows, 0, channels + SIZE_BYTES * (not wide)), new.dtype if wide else torch.uint8
         layer.index_keys = IndexKeys(torch.empty(shape, dtype=dtype, device=new.device))
     held: IndexKeys | None = layer.index_keys
-    if held is None or len(held.kept) != rows:
+    known = (0, 0) if held is None else (len(held.kept), held.channels)
+    if held is None or known != (rows, channels):
         raise ValueError(
-            f"layer {layer.index}: the cache holds the index keys of {0 if held is None else len(held.kept)} rows; "
-            f"this pass brings {rows}. Use a new TurboCache, or reset() this one."
+            f"layer {layer.index}: the cache holds index keys of {known[0]} rows and {known[1]} channels; this pass "
+            f"brings {rows} and {channels}. Use a new TurboCache, or reset() this one."
         )
     if layer.replay is not None:
         held.put_at(new, newest_columns(layer, tokens))
