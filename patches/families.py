@@ -6,7 +6,7 @@ All of them use the generic path (`generic.py`, `layers.py`). A family that need
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from turbo_hf.models.model_layers import LATENT_TYPES
+from turbo_hf.models.model_layers import INDEXED_TYPES, LATENT_TYPES
 from turbo_hf.patches.gemma4 import slice_queries
 from turbo_hf.patches.latent import EXPAND, keep_latent
 
@@ -65,10 +65,17 @@ FAMILIES = (
     ),
     Family(
         "DeepSeek V2 and V3",
-        LATENT_TYPES,
+        tuple(x for x in LATENT_TYPES if x not in INDEXED_TYPES),
         "Also Kimi, GLM-4.7-Flash, Mistral 4 and others with latent attention (MLA): steps attend to the latents "
         "themselves, prompts expand them. 8 bit kept the accuracy of a small trained model, and so did 4 with one "
         "layer at 8.",
+        {EXPAND: keep_latent},
+    ),
+    Family(
+        "DeepSeek V3.2, GLM-5",
+        INDEXED_TYPES,
+        "Also A.X K2, HY-V4, Mistral Large 4, Dots 3 Note: steps attend to the latents that an indexer names (DSA), "
+        "whose keys have 8 bit, or 16.",
         {EXPAND: keep_latent},
     ),
 )

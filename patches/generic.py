@@ -7,6 +7,7 @@ import torch
 
 from turbo_hf.layout import HEAD_DIM_MULTIPLE
 from turbo_hf.models.model_layers import CACHE_KEYWORDS, LATENT_TYPES, module_head_dim
+from turbo_hf.models.sources import hands_indices
 from turbo_hf.patches.latent import why_not_absorbed
 
 REFUSED = {
@@ -22,6 +23,8 @@ REFUSED = {
     "zamba2": "one attention module serves several of its layers",
 }
 """Model types whose classes look supported but are not."""
+
+NO_INDICES = "its indexer (DSA) masks tokens instead of naming them"
 
 
 def chooses_attention(kind: type) -> bool:
@@ -66,8 +69,8 @@ def is_latent(module: torch.nn.Module) -> bool:
 
 def _why_no_latents(module: Any) -> str | None:
     """Why the latents of this attention module cannot be compressed; None if they can."""
-    if getattr(module, "indexer", None) is not None:
-        return "its latent attention reads the tokens that an indexer chooses (DSA), and the patch knows no indexer"
+    if getattr(module, "indexer", None) is not None and not hands_indices(type(module)):
+        return NO_INDICES
     if module.config.model_type not in LATENT_TYPES:
         return f"latent attention of {module.config.model_type} is not known here"
     reason = why_not_absorbed(module)
@@ -76,6 +79,8 @@ def _why_no_latents(module: Any) -> str | None:
     for name in ("kv_lora_rank", "qk_rope_head_dim"):
         if getattr(module, name) % HEAD_DIM_MULTIPLE:
             return f"{name} {getattr(module, name)} is no multiple of {HEAD_DIM_MULTIPLE}"
+    if not module.qk_rope_head_dim and not hands_indices(type(module)):
+        return "its latents have no rotary part"
     return None
 
 

@@ -38,7 +38,7 @@ def expanded(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[t
     up = module.kv_b_proj
     # autocast, under which latents are narrower than weights, is off here
     given = latent if is_fp8(up) else latent.to(up.weight.dtype)
-    keys, values = getattr(type(module), EXPAND)(module, given, rotary)
+    keys, values = getattr(type(module), EXPAND)(module, given, rotary[..., : module.qk_rope_head_dim])
     return keys.to(latent.dtype), values.to(latent.dtype)
 
 
@@ -70,16 +70,22 @@ def score_error(module: Any) -> float:
     Raises:
         Unsupported: weights of a kind that does not run on such inputs.
     """
-    norm, narrow = module.kv_a_layernorm.weight, getattr(module, "q_b_proj", None)
-    whole, nope = module.q_proj if narrow is None else narrow, module.qk_nope_head_dim
+    norm, narrow, nope = module.kv_a_layernorm.weight, getattr(module, "q_b_proj", None), module.qk_nope_head_dim
+    # A.X K2 makes queries and gates in one
+    gated = getattr(module, "q_gate_proj", None)
+    whole = gated or narrow or module.q_proj
     if norm.is_meta or module.kv_b_proj.weight.is_meta:
         return 0.0
-    width: Any = getattr(whole, "in_features", None) or module.config.hidden_size
+    width: Any = module.config.hidden_size if gated else getattr(whole, "in_features", None)
+    width = width or module.config.hidden_size
     try:
         x = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(0), device="cpu")
         x = x.to(norm.device, norm.dtype)
+        if gated is not None:
+            x = module.q_a_proj(x)
+            x = torch.cat((module.q_a_layernorm(x), x), -1)
         queries = whole(x if narrow is None else x * module.q_a_layernorm.weight).float()
-        q = queries.unflatten(-1, (-1, nope + module.qk_rope_head_dim))[..., :nope]
+        q = queries.unflatten(-1, (module.num_heads, -1))[..., :nope]
         keys = up_weight(module.kv_b_proj, norm.dtype).float().unflatten(0, (-1, nope + module.v_head_dim))[:, :nope]
         absorbed = torch.einsum("nhd,hdc->hnc", q, keys)
     except Exception as error:  # a library's layer may raise anything
@@ -89,8 +95,9 @@ def score_error(module: Any) -> float:
             "be kept at 8 bit, or none (TurboConfig(int8_layers=())), and evaluate."
         ) from error
     spread = norm.float().square().mean().sqrt()
-    scale = getattr(module, "mla_scale_q_lora", None) or 1.0
-    scale *= (getattr(module, "mla_scale_kv_lora", None) or 1.0) * module.scaling * ROUNDED_4
+    scale = module.scaling * ROUNDED_4
+    for name in ("mla_scale_q_lora", "mla_scale_kv_lora", "q_lora_scale", "kv_lora_scale"):
+        scale *= getattr(module, name, None) or 1.0
     return float(absorbed.square().sum(-1).mean(-1).amax().sqrt() * spread * scale)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from turbo_hf.models.model_layers import COMPRESSED_TYPES, layer_windows
-from turbo_hf.patches.generic import REFUSED, is_attention, shares_keys, why_not_compressible
+from turbo_hf.models.model_layers import COMPRESSED_TYPES, INDEXED, layer_windows
+from turbo_hf.models.sources import hands_indices
+from turbo_hf.patches.generic import NO_INDICES, REFUSED, is_attention, shares_keys, why_not_compressible
 
 NO_KEYS = "it keeps no keys and values"
 BESIDES = "one layer of the cache holds its keys and values and a recurrent state"
@@ -30,7 +31,7 @@ WITHOUT_KEYS = frozenset(LEFT_ALONE[kind] for kind in ("linear_attention", "conv
 """Why layers are not compressed whose steps are captured all the same: a state of fixed size, or nothing at all."""
 
 
-INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
+DSA = (INDEXED, "deepseek_sparse_attention", "qwen_sparse_attention")
 """Kinds of layers that read the tokens that an indexer chooses; up to transformers 5.17, the last two."""
 
 
@@ -80,10 +81,9 @@ def _layer(index: int, kind: str, window: int | None, modules: list[Any], known:
         # for these layers, the window in the cache is the layer's own
         module = only if LEFT_ALONE[kind] is BESIDES else None
         return AttentionLayer(index, module, window, shared or LEFT_ALONE[kind], by_design=True)
-    if kind not in COMPRESSED_TYPES:
+    if kind not in COMPRESSED_TYPES and not (kind == INDEXED and only is not None and hands_indices(type(only))):
         reason = f"{kind} is neither full nor sliding-window attention, nor anything that is known here"
-        if kind in INDEXED:
-            reason += ": an indexer chooses the tokens that it reads (DSA)"
+        reason = NO_INDICES if kind in DSA else reason
     elif not modules:
         reason = "it has no attention module that uses Transformers' AttentionInterface with a Cache"
     elif only is None:

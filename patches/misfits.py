@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from turbo_hf.models.sources import functions_of, hands_on_mask, question
+from turbo_hf.models.sources import functions_of, hands_indices, hands_on_mask, question
 from turbo_hf.patches.generic import is_attention
 
 HARMLESS = {
@@ -27,7 +27,7 @@ def misfit(model: PreTrainedModel, replaced: Collection[str] = ()) -> str | None
         attention = is_attention(kind)
         for function in functions_of(kind):
             known = function.__module__.startswith("transformers.models.") and function.__qualname__ in HARMLESS
-            if function.__name__ in replaced or known:
+            if function.__name__ in replaced or known or (function.__name__ == "forward" and hands_indices(kind)):
                 continue
             line = question(function)
             if line is not None:

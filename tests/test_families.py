@@ -24,7 +24,7 @@ from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.attention import masks
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.errors import Unsupported
-from turbo_hf.models.model_layers import layer_windows
+from turbo_hf.models.model_layers import INDEXED_TYPES, LATENT_TYPES, layer_windows
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.families import FAMILIES, family_of
 from turbo_hf.patches.generic import REFUSED, why_not_compressible
@@ -79,10 +79,11 @@ def test_every_family_of_the_table_is_tested_here() -> None:
     known = [kind for family in FAMILIES for kind in family.model_types]
     assert len(set(known)) == len(known)
     assert len({family.name for family in FAMILIES}) == len(FAMILIES)
-    # Bailing's hybrid came after the oldest version
-    assert set(known) - set(CONFIG_MAPPING.keys()) <= {"bailing_hybrid"}
+    # these came after the oldest version
+    assert set(known) - set(CONFIG_MAPPING.keys()) <= {"bailing_hybrid", *INDEXED_TYPES}
     assert all(family.notes for family in FAMILIES)
     tested = {case.model_type for case in cases.FAMILY_CASES}
+    tested |= set() if cases.INDEXERS else set(INDEXED_TYPES)
     assert all(tested & set(family.model_types) for family in FAMILIES)
     assert all(family_of(kind) is not None for kind in tested)
     assert all(family_of(case.model_type) is None for case in cases.GENERIC_CASES)
@@ -97,7 +98,7 @@ def relative(x: Tensor, y: Tensor) -> float:
 
 
 # prompts of latent attention are not rounded; layers of linear attention sum the errors of a whole prompt
-@pytest.mark.parametrize("case", [case for case in cases.CASES if case.id not in ("deepseek_v3", "qwen3_next")])
+@pytest.mark.parametrize("case", [x for x in cases.CASES if x.id not in (*LATENT_TYPES, "qwen3_next")])
 def test_turbo_mode_adds_no_more_than_int8_does(case: cases.Case) -> None:
     """Q and P in INT8 cost what K and V in INT8 cost, which attention mode "native" at 8 bit measures."""
     model, batch = cases.build(case.model_type, **case.options), cases.padded()
@@ -159,7 +160,20 @@ ROUTED = {**cases.LATENT, **cases.EXPERTS, "num_key_value_heads": 4}
             {**cases.MAMBA, "mamba_d_ssm": 128},
             "one layer of the cache holds its keys and values and",
         ),
-        ("deepseek_v32", {**ROUTED, "index_n_heads": 2, "index_head_dim": 16}, "known here: an indexer"),
+        # older versions of Transformers name no tokens to attention functions
+        (
+            (
+                "qwen4_exp_text",
+                {**cases.QWEN4, "layer_types": ["indexed_attention"] * 3},
+                "its indexer .DSA. masks tokens",
+            )
+            if cases.INDEXERS
+            else (
+                "deepseek_v32",
+                {**ROUTED, "index_n_heads": 2, "index_head_dim": 16},
+                "its indexer .DSA. masks tokens",
+            )
+        ),
         ("bart", {"d_model": 64, "decoder_layers": 2}, "cross-attention"),
         ("gpt2", {"n_embd": 64, "n_head": 4, "add_cross_attention": True}, "cross-attention"),
         ("diffllama", {}, "changes values"),

@@ -17,7 +17,7 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 import turbo_hf
 from turbo_hf import TurboConfig, Unsupported
 from turbo_hf.layout import page_bytes
-from turbo_hf.models.model_layers import LATENT_TYPES
+from turbo_hf.models.model_layers import INDEXED_TYPES, LATENT_TYPES
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.generic import why_not_compressible
 from turbo_hf.patches.latent import up_weight
@@ -49,8 +49,8 @@ def generated(model: Any, given: dict[str, Any], **options: Any) -> torch.Tensor
 
 def test_every_type_is_one_that_transformers_has() -> None:
     known = set(transformers.CONFIG_MAPPING)
-    # Bailing's hybrid came with a later version than the oldest
-    assert set(LATENT_TYPES) - known <= {"bailing_hybrid"}
+    # what came with a later version than the oldest
+    assert set(LATENT_TYPES) - known <= {"bailing_hybrid", *INDEXED_TYPES}
 
 
 @pytest.mark.parametrize("mode", ["plain", "beams", "chunks", "sampled", "assisted"])
@@ -171,7 +171,7 @@ def test_latents_that_are_not_known_are_refused() -> None:
     module: Any = model.model.layers[0].self_attn
     cases: Any = (
         ("qk_rope_head_dim", 24, "qk_rope_head_dim 24 is no multiple of 16"),
-        ("indexer", torch.nn.Linear(2, 2), r"an indexer chooses \(DSA\)"),
+        ("indexer", torch.nn.Linear(2, 2), r"its indexer \(DSA\) masks tokens"),
         ("config", model.config.__class__(), "latent attention of another is not known here"),
     )
     for name, value, reason in cases:

@@ -50,7 +50,7 @@ def folder_of(tmp_path: Path, fields: Any) -> str:
 MEASURED = [
     case for case in FAMILY_CASES + GENERIC_CASES
     if case.model_type in ("llama", "mistral", "qwen2", "phi3", "gemma3_text", "gemma4_text", "gpt_oss", "gpt2")
-    or case.model_type in ("qwen3_next", "bamba", "llama4_text", "gemma3n_text")
+    or case.model_type in ("qwen3_next", "bamba", "llama4_text", "gemma3n_text", "deepseek_v32")
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from choices import flat_config
+from families_support import INDEXERS
 from graphs_support import watch_runners
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,6 +35,7 @@ KINDS: list[Any] = [
     pytest.param(family("lfm2"), id="convolution"),
     pytest.param(family("qwen3_next"), id="recurrent"),
     pytest.param(family("deepseek_v3"), id="latent"),
+    *[pytest.param(family("deepseek_v32"), id="indexed")] * INDEXERS,
 ]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from calibration_support import lab
+from families_support import INDEXERS
 from models import lab_model, prompts
 from saved_support import Make, by_bucket, family, llama, windows, written
 
@@ -110,9 +111,10 @@ def read_or_refused(read: Callable[[], Any], what: Any) -> Any:
 
 
 KINDS = [llama(low_bits=2, low_heads=0.5), windows, by_bucket, family("lfm2"), family("deepseek_v3")]
+KINDS += [family("deepseek_v32")] * INDEXERS
 
 
-NAMES = ["llama", "windows", "by_bucket", "states", "latent"]
+NAMES = ["llama", "windows", "by_bucket", "states", "latent", *["indexed"] * INDEXERS]
 
 
 def saved(make: Make, folder: Path) -> tuple[Any, TurboCache, dict[str, Any], dict[str, torch.Tensor]]:

@@ -66,6 +66,8 @@ A layer of latent attention (MLA) stores one "head": its latent in the place of 
 and the rotary part that all its heads share in the place of values (`Dv` channels, fewer). The latent has the config's
 width; the rotary part has 8 bit, or 16 beside a 16-bit latent. In all other layers `Dv` is `D`.
 
+Where an indexer names the tokens that are read (DSA), its keys lie beside the pages (`cache.index_keys`).
+
 At 16 bit nothing is rounded: `k` [b, D] and `v` [D, b] hold the model's own numbers, tokens in time order. A layer
 with a 16-bit head also keeps the open tokens of all its heads unquantized: a full-precision window.
 """
@@ -401,6 +403,11 @@ def in_time_order(x: torch.Tensor) -> torch.Tensor:
     """The inverse of `in_value_order`."""
     tokens: torch.Tensor = x.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)
     return tokens
+
+
+def rotary_part(x: torch.Tensor) -> torch.Tensor:
+    """What is stored beside latents: the rotary part [..., R], or zeros where a layer has none."""
+    return x if x.shape[-1] else x.new_zeros(*x.shape[:-1], HEAD_DIM_MULTIPLE)
 
 
 def half_type(dtype: torch.dtype) -> torch.dtype:

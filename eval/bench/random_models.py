@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_model
 from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from turbo_hf.console import load_model, processes, remark
 from turbo_hf.eval.bench.runner import require_choice
 from turbo_hf.eval.bench.timing import free_memory
+from turbo_hf.models.versions import CACHE
 
 
 def _sizes(*sizes: int) -> dict[str, int]:
@@ -41,6 +43,22 @@ KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] 
     ),
 }
 """Config class, sizes, and those at which `tiny` differs: the same ratio of heads."""
+
+if CACHE == "cache":
+    # older versions of Transformers name no tokens to attention functions; the class has the sizes of DeepSeek-V3.2
+    KINDS["deepseek-v3.2"] = (
+        transformers.DeepseekV32Config,
+        {},
+        KINDS["deepseek-v2-lite"][2]
+        | {
+            "q_lora_rank": 32,
+            "index_topk": 64,
+            "index_n_heads": 8,
+            "index_head_dim": 32,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    )
 
 TINY = {"num_hidden_layers": 2, "vocab_size": 512}
 

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from choices import flat_config
 from models import SHAPE, VOCABULARY, left_padded, prompts
+from packaging.version import Version
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -35,6 +37,11 @@ DELTA_NET |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16)
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
 LATENT = {"kv_lora_rank": 32, "v_head_dim": 32, "first_k_dense_replace": 1}
 LATENT |= dict.fromkeys(("q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"), 16)
+INDEXERS = Version(transformers.__version__).release >= (5, 24)
+"""Whether this Transformers lets indexers name tokens to other attention functions than its own."""
+INDEXED = {**LATENT, **EXPERTS, "num_key_value_heads": 4, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 24}
+QWEN4 = {f"indexer_{name}": n for name, n in (("n_heads", 2), ("kv_heads", 1), ("head_dim", 16), ("budget", 16))}
+QWEN4 |= {"indexer_compress_ratio": 4, **DELTA_NET, **EXPERTS}
 CHUNKS = {"num_hidden_layers": 4, "layer_types": [*[CHUNKED] * 3, FULL]}
 CHUNKS |= {"attention_chunk_size": 48, "intermediate_size_mlp": 96}
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4}
@@ -79,6 +86,7 @@ FAMILY_CASES = (
     Case("qwen3_next", {"layer_types": [LINEAR, FULL, LINEAR], **DELTA_NET, **EXPERTS}, dense=(0, 2)),
     Case("bamba", {"attn_layer_indices": [1], **MAMBA}, dense=(0, 2)),
     Case("deepseek_v3", {**LATENT, **EXPERTS, "num_key_value_heads": 4}),
+    *(Case(name, INDEXED) for name in ("deepseek_v32", "glm_moe_dsa") if INDEXERS),
 )
 GENERIC_CASES = (
     Case("stablelm", {}),

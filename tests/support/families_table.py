@@ -510,11 +510,10 @@ INTRODUCTION = """# Models
 
 Every decoder-only family of Transformers {transformers}, tried with `turbo_hf.patch` on tiny random models
 ({tried} configs, torch {torch}, on a CPU). A script writes this page, and
-[families.json](../eval/results/families.json) with each config, mode and whole sentence:
+[families.json](../eval/results/families.json) with each whole sentence:
 
 ```bash
 python tests/support/families_table.py --out eval/results/families.json --page docs/models.md
-python tests/support/families_table.py --only llama,gemma3_text
 ```
 
 "Works" means that attention and cache are right; how accurate few bits are, `turbo-hf eval` says. Over 16-bit pages the
@@ -534,7 +533,7 @@ Not decoder-only by themselves: {others}. Tried under the name of another family
 MULTIMODAL = """## Multimodal classes
 
 Of the {tried} classes of `AutoModelForMultimodalLM`, {works} work, {refused} are refused, and {rest} were not tried (no
-tiny config or input was found by rule). The patch is on the language model alone.
+tiny config or input was found by rule).
 """
 
 

@@ -35,7 +35,9 @@ def costs(
 
 
 def sealed_bytes(layer: Any) -> int:
-    """Bytes of a layer's sealed blocks, of dense keys and values, and of states: what a plan counts."""
+    """Bytes of a layer's sealed blocks and index keys, of dense keys and values, and of states: what a plan counts."""
     if not isinstance(layer, TurboLayer):
         return sum(layer_bytes(layer).values())
-    return sum(x.nbytes for heads in layer.pool.paged for x in heads[1:])
+    keys, tokens = layer.index_keys, layer.state.block * max(layer.state.sealed)
+    index = 0 if keys is None else keys.kept[:, :tokens].nbytes
+    return index + sum(x.nbytes for heads in layer.pool.paged for x in heads[1:])

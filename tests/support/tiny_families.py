@@ -34,14 +34,15 @@ SIZES: dict[Any, tuple[str, ...]] = {
         *("index_head_dim", "index_topk", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"),
         *("mamba_d_state", "state_size", "ssm_state_size"),
     ),
-    8: ("laurel_rank",),
+    # else many scores of an indexer are 0, and which of them are chosen depends on where they stand
+    8: ("laurel_rank", "index_n_heads"),
     4: (
         *("num_attention_heads", "n_head", "swa_num_attention_heads", "linear_num_value_heads", "linear_num_heads"),
         *("mamba_n_heads", "mamba_num_heads"),
     ),
     # as many experts as are chosen: a router that changes its mind would hide what attention does
     2: (
-        *("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "index_n_heads", "linear_num_key_heads"),
+        *("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "linear_num_key_heads"),
         *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok"),
         *("num_experts_per_token", "moe_topk", "moe_k", "altup_num_inputs"),
     ),
@@ -150,6 +151,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "shared keys": SHARED,
         "keys as values": {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
     },
+    "glm_moe_dsa": {"shared indices": {"indexer_types": ["full", "shared"] * 2}},
     "gpt2": {"upcast and scaled": {"reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True}},
     "gpt_bigcode": {"many KV heads": {"multi_query": False}},
     "gpt_neox": {"one residual": {"use_parallel_residual": False}},
@@ -158,7 +160,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {"dynamic rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}},
     "mellum": {"windows": WINDOWS},
     "minimax_m3_vl_text": {
-        "sparse layers": {"layer_types": [FULL, "minimax_m3_sparse"] * 2, "index_block_size": 8, "index_topk_blocks": 2}
+        "sparse layers": {
+            "layer_types": [FULL, "minimax_m3_sparse"] * 2,
+            "index_n_heads": 2,
+            "index_block_size": 8,
+            "index_topk_blocks": 2,
+        }
     },
     "mistral": {"no window": {"sliding_window": None}},
     "olmo": {"clipped": {"clip_qkv": 1.0}},

@@ -54,6 +54,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "vision_config": {"pooling_kernel_size": 2},
     },
     "gemma4_unified": {"text_config": {"pad_token_id": 0}, "vision_config": {"pooling_kernel_size": 1}},
+    "glm5_next": {"text_config": {"qk_rope_head_dim": 0}},
     "granite_speech": {"encoder_config": {"input_dim": 16}},
     "granite_speech_plus": {"encoder_config": {"input_dim": 16}},
     "llama4": {"vision_config": {"intermediate_size": 256, **dict.fromkeys(LLAMA4, 64)}},
@@ -69,6 +70,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "voxtral": MEDIA,
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "glm46v", "glm_ocr", "paddleocr_vl"), MROPE),
     "hunyuan_vl": MROPE,
+    "hy_v4_vl": MROPE,
     "cosmos3_edge": MROPE,
 }
 """By family: what its config needs on top."""

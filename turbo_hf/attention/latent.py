@@ -6,6 +6,7 @@ steps then attend to the latents (`absorbed_attention`); prompts expand their ow
 without a patch (`expanded_attention`).
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +62,19 @@ def absorbed_attention(
 
     q: [B, H, M, nope + R]. starts: as in `LatentOps.latent_decode`.
     """
-    q_nope, q_rotary = q.split((up.keys.shape[1], store.v_open.shape[2]), -1)
-    absorbed = _by_head(q_nope, up.keys)
-    out = ops.latent_decode(absorbed, q_rotary, store, scoring.scaling, starts=starts).out
+    return absorb(up, q, lambda x, rotary: ops.latent_decode(x, rotary, store, scoring.scaling, starts=starts).out)
+
+
+def absorb(
+    up: UpProjections, q: torch.Tensor, attend: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Attention [B, H, M, Dv] of queries [B, H, M, nope + R] by `attend`, over latents.
+
+    attend: takes the queries multiplied by the up-projection of keys [B, H, M, rank], and their rotary part; returns
+    weighted means of latents [B, H, M, rank].
+    """
+    nope = up.keys.shape[1]
+    out = attend(_by_head(q[..., :nope], up.keys), q[..., nope:])
     return _by_head(out, up.values.mT)
 
 

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from turbo_hf.attention.full_precision import decompressed, full_precision_attention, hf_attention
+from turbo_hf.attention.indexed import Named, attend_named, named_by
 from turbo_hf.attention.latent import absorbed_attention, require_plain, up_projections
 from turbo_hf.attention.prompt import attend_prompt
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets_and_logits
+from turbo_hf.cache.index_keys import store_index_keys
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.pass_mark import untraced
 from turbo_hf.cache.rows import NewColumns, NewQKV
@@ -20,7 +22,7 @@ from turbo_hf.cache.storage import repeat_key
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
-from turbo_hf.layout import Rotary, Scoring, power_of_two
+from turbo_hf.layout import Rotary, Scoring, power_of_two, rotary_part
 from turbo_hf.patches.latent import expanded, keeps_latent
 
 NAME = "turbo_hf"
@@ -110,9 +112,18 @@ class ClaimedCache(TurboCache):
         """The new keys and values themselves, once; for other layers, and from then on, as in `TurboCache`."""
         # a copy of a view claims nothing
         if layer_idx == getattr(self, "claims", None):
-            self.claims, self.given = None, (key_states, value_states)
+            self.claims, self.given = None, (key_states, rotary_part(value_states))
             return self.given
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @untraced
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Store the index keys [B, M, D] of the new tokens of a claimed layer, which attention stores later; returns
+        those that the indexer reads (`store_index_keys`)."""
+        layer = self.all_layers[layer_idx]
+        if getattr(self, "given", None) is None or not isinstance(layer, TurboLayer):
+            return super().update_indexer(indexer_key_states, layer_idx)
+        return store_index_keys(layer, indexer_key_states, layer.seen)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # a view is pickled as what it shows
@@ -156,6 +167,7 @@ class TurboCall(NamedTuple):
         window: tokens that a query sees; None: all.
         strict: as in `patch`.
         rotary: this call's (cos, sin), for sparse layers.
+        mask: of a layer with an indexer, the attention mask in whose place the module was given one for the indexer.
     """
 
     cache: ClaimedCache | None
@@ -163,6 +175,7 @@ class TurboCall(NamedTuple):
     window: int | None
     strict: Strict
     rotary: Rotary | None = None
+    mask: torch.Tensor | None = None
 
 
 @untraced
@@ -179,6 +192,7 @@ def turbo_attention(
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     turbo: TurboCall | None = None,
+    indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention over the compressed cache; over full-precision keys and values if there is none.
@@ -190,6 +204,9 @@ def turbo_attention(
         Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
             "raise", a call that the compressed cache cannot serve.
     """
+    named = None
+    if indices is not None:
+        named, attention_mask = named_by(indices, attention_mask), None if turbo is None else turbo.mask
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if turbo is None:
@@ -219,12 +236,13 @@ def turbo_attention(
         if reason is None:
             qkv, scoring = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux)
             to = (call.cache, call.layer, Source(module, call.rotary))
-            done = _without_autocast(query.device, compressed, *to, qkv, attention_mask, scoring)
+            done = _without_autocast(query.device, compressed, *to, qkv, attention_mask, scoring, named)
             return done.transpose(1, 2).contiguous(), None
         key, value = decompressed(call.cache, call.layer, query, key, value, attention_mask)
     if keeps_latent(module):
         key, value = expanded(module, key, value)
     function = hf_attention(module, options, unknown)
+    attention_mask = attention_mask if named is None else named.mask()
     given = (query, key, value, attention_mask, call.window, causal)
     return full_precision_attention(function, module, *given, options, kwargs), None
 
@@ -300,8 +318,9 @@ def compressed(
     qkv: NewQKV,
     mask: torch.Tensor | None,
     scoring: Scoring,
+    named: Named | None = None,
 ) -> torch.Tensor:
-    """Attention over the compressed cache, which the new tokens join."""
+    """Attention over the compressed cache, which the new tokens join. named: the columns that they read; None: all."""
     rows, _, tokens, _ = qkv.query.shape
     if layer.mark.now is None or not layer.mark.now.stored:
         # the first layer of a pass: before its mask is read
@@ -312,14 +331,20 @@ def compressed(
     if layer.config.expert.sas:
         scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + tokens))
     if not torch.is_grad_enabled():
-        return _attend(cache, layer, source, qkv, new, scoring)
+        return _attend(cache, layer, source, qkv, new, scoring, named)
     with torch.no_grad():
-        out = _attend(cache, layer, source, qkv, new, scoring)
+        out = _attend(cache, layer, source, qkv, new, scoring, named)
     return _NoGradient.apply(qkv.query, out) if qkv.query.requires_grad else out
 
 
 def _attend(
-    cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
+    cache: TurboCache,
+    layer: TurboLayer,
+    source: Source,
+    qkv: NewQKV,
+    new: NewColumns,
+    scoring: Scoring,
+    named: Named | None,
 ) -> torch.Tensor:
     """A step or a prompt, over keys and values or over latents."""
     again = layer.repeat_step(*qkv, scoring) if new.valid is None else None
@@ -328,7 +353,9 @@ def _attend(
     layer.prepare_for(qkv.key, qkv.value)
     layer.seal_leftovers(new.tokens, check_later=True)
     if layer.latent:
-        require_plain(layer.index, scoring)
+        require_plain(layer.index, scoring if named is None else scoring._replace(sinks=None))
+    if named is not None:
+        return attend_named(cache, layer, source.module, qkv, new, scoring, named)
     if layer.is_decoding(new.tokens):
         out = _step(layer, source, qkv, new, scoring)
     else:

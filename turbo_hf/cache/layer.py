@@ -6,9 +6,11 @@ from typing import Any, NoReturn
 import torch
 
 from turbo_hf.cache.dequantized import DequantizedLayer
+from turbo_hf.cache.index_keys import store_index_keys
 from turbo_hf.cache.pass_mark import ordinary, storing, untraced
 from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.errors import Unsupported
+from turbo_hf.layout import rotary_part
 from turbo_hf.ops.host_device import shared
 
 
@@ -40,7 +42,19 @@ class TurboLayer(DequantizedLayer):
 
         The attention modules of a patched model do not come here (`ClaimedCache.update`).
         """
-        return self.append_and_dequantize(key_states, value_states, self.given_mask)
+        keys, values = self.append_and_dequantize(key_states, rotary_part(value_states), self.given_mask)
+        return keys, values[..., : value_states.shape[-1]]
+
+    @untraced
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Store the index keys [B, M, D] of the columns that `update` has stored last; returns those of all columns.
+
+        Raises:
+            ValueError: no indexer serves this layer.
+        """
+        if not self.latent:
+            raise ValueError(f"layer {self.index} keeps no index keys: its attention reads all tokens.")
+        return store_index_keys(self, indexer_key_states, self.seen - indexer_key_states.shape[1])
 
     def get_seq_length(self) -> int:
         """Columns seen, including padding."""
@@ -163,6 +177,8 @@ class TurboLayer(DequantizedLayer):
         self.pool.follow(self.pool.table.select_rows(self.state.sealed, rows))
         self.buffer.select_rows(index)
         self.bucket_index.select_rows(rows, index)
+        if self.index_keys is not None:
+            self.index_keys.select_rows(index)
         self.order = self.order[index]
         self.valid_prefix = None if self.valid_prefix is None else self.valid_prefix[index]
         self.given_mask = None if self.given_mask is None else self.given_mask[index.to(self.given_mask.device)]
@@ -175,6 +191,8 @@ class TurboLayer(DequantizedLayer):
         if not self.is_initialized:
             return 0
         channels = self.dim + (self.dim if self.rotary_dim is None else self.rotary_dim)
+        if self.index_keys is not None:
+            channels += self.index_keys.channels
         tokens = self.config.expert.block_size * sum(self.state.sealed) + sum(self.state.open)
         return self.heads * channels * self.dtype.itemsize * tokens
 
@@ -187,6 +205,8 @@ class TurboLayer(DequantizedLayer):
         # and the open tokens of each row, int64
         scales += sum(x.nbytes for x in explain if x is not None) + 8 * self.rows
         index = {"index": self.bucket_index.nbytes()} if self.bucket_index.bucketed else {}
+        if self.index_keys is not None:
+            index = {"index": self.index_keys.kept.nbytes}
         return {"codes": codes, "scales": scales, "open": self.buffer.nbytes(), **index}
 
     def offload(self) -> NoReturn:

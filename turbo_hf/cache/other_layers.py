@@ -119,9 +119,12 @@ class MarkedUpdates(Cache):
         return self._marked(update, layer_idx, f"recurrent_states {state_idx}")
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """As in `Cache`; refused as `update_conv_state` is."""
+        """As in `Cache`; of Transformers' own layers refused as `update_conv_state` is."""
         update = functools.partial(super().update_indexer, indexer_key_states, layer_idx)
-        return self._marked(update, layer_idx, "indexer")
+        # a TurboLayer overwrites nothing that it held before the pass
+        return (
+            update() if isinstance(self.layers[layer_idx], TurboLayer) else self._marked(update, layer_idx, "indexer")
+        )
 
     def _marked(self, update: Callable[[], R], layer: int, kind: str = "") -> R:
         """The result of an update of one of Transformers' own layers."""

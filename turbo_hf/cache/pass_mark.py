@@ -84,12 +84,14 @@ class Pass:
     depth: of the outermost module of the pass whose hooks tell its beginning and end; None: no hooks tell them.
     stored: which layers have begun to store; not empty once the cache may have changed.
     config: the model config that was found to name our attention, which is slow to ask.
+    shown: the newest mask for an indexer, behind the 2D mask and the sizes that it was made of; None: none was made.
     """
 
     def __init__(self, what: str, depth: int | None):
         self.what, self.depth, self.thread = what, depth, get_ident()
         self.stored: set[Hashable] = set() if what == PASS else {what}
         self.config: Any = None
+        self.shown: tuple[torch.Tensor | None, tuple[Any, ...], torch.Tensor] | None = None
 
 
 class PassMark:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
+from turbo_hf.cache.index_keys import IndexKeys
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.page_pool import OpenBuffer
 from turbo_hf.cache.rows import RowState
@@ -57,6 +58,7 @@ def held_by(layer: Any) -> Any:
         "table": table,
         "open": opened,
         "index": index | {"buckets": _until(index["buckets"], layer.lengths(), 2, 0)},
+        "index_keys": None if layer.index_keys is None else layer.index_keys.kept[:, : layer.seen].clone(),
     }
 
 
@@ -96,6 +98,7 @@ def _counts(layer: TurboLayer, rows: int, columns: int) -> dict[str, Any]:
         "table": torch.Tensor,
         "open": [opened, opened, torch.Tensor, torch.Tensor],
         "index": dict,
+        "index_keys": object,
     }
 
 
@@ -121,6 +124,8 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int) -> dict[str, A
     buffer = OpenBuffer(rows, heads, dim, META, half if wide else torch.int8, max(state.open), rotary)
     in_open: list[Ends] = [(None, None) if wide else CODES] * 2 + [(1, 1) if wide else (0, largest)] * 2
     by_head = (rows, heads)
+    shape = (rows, state.seen, None)
+    keys = Stored(shape, None, *FINITE) if wide else Stored(shape, torch.uint8)
     return {
         "dtype": dtype,
         "state": held["state"],
@@ -129,6 +134,7 @@ def _of_turbo(layer: TurboLayer, held: dict[str, Any], rows: int) -> dict[str, A
         "table": Stored((rows, max(state.sealed)), torch.int64, 0, max(0, count - 1)),
         "open": [like(x, ends) for x, ends in zip(buffer.tensors(), in_open, strict=True)],
         "index": _of_index(layer.selector, held["index"], by_head, lengths, block),
+        "index_keys": OneOf((None, keys)) if layer.latent else None,
     }
 
 
@@ -244,3 +250,4 @@ def hold(layer: Any, held: dict[str, Any], device: torch.device) -> None:
     layer.buffer.k, layer.buffer.v, layer.buffer.k_scale, layer.buffer.v_scale = opened
     layer.pool.hold(pages, held["table"].cpu(), state.sealed)
     layer.bucket_index.hold(held["index"])
+    layer.index_keys = None if held["index_keys"] is None else IndexKeys(held["index_keys"])

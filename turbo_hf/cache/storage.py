@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from turbo_hf.cache.index_keys import IndexKeys
 from turbo_hf.cache.page_pool import OpenBuffer, PagePool, PageTable
 from turbo_hf.cache.pass_mark import PassMark, ordinary, storing
 from turbo_hf.cache.rows import DeviceCounts, NewColumns, RowState
@@ -123,6 +124,8 @@ class LayerStorage:
         # set while the pass is a step that may be replayed
         self.replay: ReplayState | None = None
         self._repeats = _Repeats()
+        # of layers with an indexer, from their first keys on
+        self.index_keys: IndexKeys | None = None
         # what `ops` were chosen for
         self.chosen_for: tuple[torch.dtype, torch.device] | None = None
 

@@ -19,7 +19,7 @@ from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.cache.saved_cache import load, save
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, of_layer, resolve_config
 from turbo_hf.errors import Unsupported
-from turbo_hf.models.model_layers import COMPRESSED_TYPES, LATENT_TYPES, layer_types
+from turbo_hf.models.model_layers import LATENT_TYPES, is_compressed, layer_types
 from turbo_hf.sparse.selectors import Selector
 
 P = ParamSpec("P")
@@ -105,7 +105,7 @@ class TurboCache(CachePasses):
         # what makes each of Transformers' own layers
         self.others: dict[int, Callable[[], Any]] = {}
         for index, (kind, kwargs) in enumerate(types):
-            if kind in COMPRESSED_TYPES and index not in uncompressed:
+            if is_compressed(kind, text_config.model_type) and index not in uncompressed:
                 own = self.turbo_config
                 chosen_config = at_8_bit(own) if index in int8 - dense else of_layer(own, index, len(types))
                 window, own_order = kwargs.get("sliding_window"), orders.get(index)

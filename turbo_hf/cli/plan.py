@@ -7,9 +7,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from turbo_hf.cache.index_keys import SIZE_BYTES
 from turbo_hf.cache.memory import LayerCost, cache_bytes, turbo_cost
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, SparseConfig, at_8_bit, of_layer
 from turbo_hf.eval.bench.shapes import largest
+from turbo_hf.layout import HEAD_DIM_MULTIPLE, UNQUANTIZED
 from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.meta_model import UncompressedLayer, key_bias_note, patch_report, uncompressed_layers
@@ -145,7 +147,9 @@ def layer_costs(
         own = of_layer(report.config, at.index, count)
         own = at_8_bit(own) if at.kept_int8 else own
         groups = own.head_groups(layer.heads)
-        rotary_dim = layer.value_dim if at.latent else None
+        rotary_dim = (layer.value_dim or HEAD_DIM_MULTIPLE) if at.latent else None
+        if layer.index_dim:
+            index_bytes += 2 * layer.index_dim if own.bits == UNQUANTIZED else layer.index_dim + SIZE_BYTES
         cost = turbo_cost(own, groups, layer.head_dim, at.window, index_bytes, rotary_dim)
         costs.append(replace(cost, constant=cost.constant + layer.cost.constant))
     return costs

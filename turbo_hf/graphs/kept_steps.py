@@ -92,6 +92,7 @@ class _KeptLayer(NamedTuple):
     order: torch.Tensor
     sealed: torch.Tensor
     open: torch.Tensor
+    index_keys: torch.Tensor | None
 
 
 def _states(layer: Any) -> list[tuple[dict[int, Any], int, torch.Tensor]]:
@@ -108,14 +109,17 @@ def _kind(layer: TurboLayer) -> Any:
     """What must be equal, for launches over one layer to serve another."""
     state = layer.state
     shape = layer.rows, layer.heads, layer.dim, layer.rotary_dim, layer.dtype, layer.device, layer.latent
-    order = None if layer.head_order is None else tuple(layer.head_order)
-    return layer.config, layer.window, layer.index, order, _Same(layer.balance), shape, state.block, state.staying
+    order, keys = None if layer.head_order is None else tuple(layer.head_order), layer.index_keys
+    indexed = None if keys is None else (keys.kept.dtype, keys.channels, layer.valid_prefix is None)
+    own = layer.config, layer.window, layer.index, order, _Same(layer.balance), indexed
+    return *own, shape, state.block, state.staying
 
 
 def _memory(layer: TurboLayer) -> _KeptLayer:
     pool, counts, state = layer.pool, layer.device_counts, layer.state
     places = pool.paged, pool.table.on(layer.device), layer.buffer.tensors(), layer.nonfinite, layer.order
-    return _KeptLayer(weakref.ref(layer), _kind(layer), *places, counts.sealed(state), counts.open(state))
+    index = None if layer.index_keys is None else layer.index_keys.kept
+    return _KeptLayer(weakref.ref(layer), _kind(layer), *places, counts.sealed(state), counts.open(state), index)
 
 
 class KeptSteps:
@@ -137,12 +141,14 @@ class KeptSteps:
 
     @staticmethod
     def of(steps: Any, model: list[Any]) -> "KeptSteps | None":
-        """None: not of sparse layers, ranks that must agree, blocks that wait for a `crop`, or too much memory."""
+        """None: not of sparse layers, ranks that must agree, blocks that wait for a `crop`, or too much memory; nor of
+        padded rows with an indexer, whose steps know where they begin."""
         cache, size = steps.cache, 0
         for layer in steps.layers:
-            if layer.selector is not None or layer.state.recording:
+            padded = layer.index_keys is not None and layer.valid_prefix is not None
+            if layer.selector is not None or padded or layer.state.recording:
                 return None
-            size += sum(layer.pool.nbytes()) + layer.buffer.nbytes()
+            size += sum(layer.pool.nbytes()) + layer.buffer.nbytes() + layer.nbytes().get("index", 0)
         size += sum(state.nbytes for layer in steps.linear for *_, state in _states(layer))
         alone = cache.mark.ranks.count == 1
         return KeptSteps(steps, model) if alone and steps.used and size <= MOST_BYTES else None
@@ -173,6 +179,8 @@ class KeptSteps:
             if not free or _kind(layer) != kept.kind or max(layer.state.open) > kept.buffer[0].shape[2]:
                 return False
             state, key, blocks = layer.state, (layer.pool.table, id(kept.table)), kept.table.shape[1]
+            if kept.index_keys is not None and kept.index_keys.shape[1] < (blocks + 1) * state.block:
+                return False
             if key not in tables:
                 tables[key] = key[0].within(state.sealed, state.whole(), len(kept.paged[0].k), blocks)
             if tables[key] is None:
@@ -197,6 +205,8 @@ class KeptSteps:
                 layer.pool.move(kept.paged, table, kept.table)
                 layer.buffer.move(kept.buffer, max(layer.state.open))
                 layer.nonfinite, layer.order = kept.nonfinite, kept.order
+                if layer.index_keys is not None:
+                    layer.index_keys.move(kept.index_keys, layer.seen)
                 layer.device_counts.keep(layer.state, kept.sealed, kept.open)
             group.reserved = list(group.layers[0].pool.table.reserved)
             group.plan(group.state.sealed)

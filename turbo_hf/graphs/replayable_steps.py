@@ -197,6 +197,9 @@ class ReplayableSteps:
         for layer in group.layers:
             # capacity for the tokens of all reserved blocks, and of one open block after them
             layer.bucket_index.reserve((max(group.reserved) + 1) * block)
+            if layer.index_keys is not None:
+                padding = after.seen - max(after.lengths())
+                layer.index_keys.reserve(padding + (max(group.reserved) + 1) * block)
 
     def _ahead(self, group: _Group) -> list[int]:
         state, rows = group.state, len(group.state.open)
@@ -240,6 +243,8 @@ class ReplayableSteps:
             if group.state.recording:
                 for layer in group.layers:
                     layer.buffer.reserve(max(group.state.open) + tokens, group.state.open)
+                    if layer.index_keys is not None:
+                        layer.index_keys.reserve(group.state.seen + tokens)
             if group.seals() and group.seals_in_step:
                 group.plan(group.state.with_sealed().sealed)
             elif group.seals():
@@ -309,6 +314,8 @@ class ReplayableSteps:
             tensors += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
             tensors.append(layer.bucket_index.spans)
             tensors += [] if layer.selector is None else layer.selector.tensors()
+            # steps look for the columns of tokens, named by an indexer
+            tensors += [] if layer.index_keys is None else [layer.index_keys.kept, layer.valid_prefix]
             # of the next step; the threshold is cached, so `is` tells whether it changed
             tensors.append(sas_threshold(layer.config, layer.seen + tokens))
         for state in self.linear:
@@ -324,6 +331,8 @@ class ReplayableSteps:
                 layer.commit(check_later=True)
                 layer.pool.follow(layer.pool.table.trim(layer.state.sealed))
                 layer.bucket_index.trim(max(layer.lengths()))
+                if layer.index_keys is not None:
+                    layer.index_keys.trim(layer.seen)
 
     def finish(self, tokens: int = 1, surplus: int = 0) -> None:
         """Count what the step has stored: `tokens` per row. The newest `surplus` are taken back."""
@@ -402,11 +411,15 @@ class ReplayableSteps:
         for layer in self.layers:
             layer.forget_repeats()
             layer.pool.follow(layer.pool.table.select_rows_in_place(layer.state.sealed, rows))
-            mask = layer.valid_prefix
+            mask, keys = layer.valid_prefix, layer.index_keys
             if mask is not None:
                 if id(mask) not in masks:
-                    masks[id(mask)] = mask, mask[shared(rows, mask.device)]
+                    chosen = mask[shared(rows, mask.device)]
+                    # captured steps read it
+                    masks[id(mask)] = mask, chosen if keys is None else mask.copy_(chosen)
                 layer.valid_prefix = masks[id(mask)][1]
+            if keys is not None:
+                keys.select_rows(shared(rows, layer.device), in_place=True)
         for own in self._by_device().values():
             own[0].ops.select_rows([x for layer in own for x in layer.buffer.tensors()], rows)
         return True

@@ -15,7 +15,22 @@ from turbo_hf.models.versions import CACHE
 
 COMPRESSED_TYPES = ("full_attention", "sliding_attention")
 
+INDEXED = "indexed_attention"
+"""Layers that read the tokens that an indexer names (DSA)."""
+
+INDEXED_TYPES = (
+    "axk2",
+    "deepseek_v32",
+    "dots3_note_text",
+    "glm_moe_dsa",
+    "hy_v4",
+    "hy_v4_vl_text",
+    "mistral_large4_text",
+)
+"""Types of text models whose indexed layers keep a latent and a rotary part (MLA)."""
+
 LATENT_TYPES = (
+    *INDEXED_TYPES,
     "axk1",
     "bailing_hybrid",
     "deepseek_v2",
@@ -28,7 +43,7 @@ LATENT_TYPES = (
     "sarvam_mla",
     "youtu",
 )
-"""Types of text models whose full-attention layers keep a latent and a rotary part (MLA), and read all of them."""
+"""Types of text models whose layers keep a latent and a rotary part (MLA); all but indexed ones read all of them."""
 
 CACHE_KEYWORDS = tuple(dict.fromkeys((CACHE, "past_key_values", "layer_past")))
 """Names under which attention modules are given the cache."""
@@ -47,6 +62,11 @@ def require_model(model: object) -> None:
             f"model must be a transformers.PreTrainedModel; got {type(model).__name__}. If another "
             "library wrapped the model, pass the one inside (PEFT: model.get_base_model(), a pipeline: pipe.model)."
         )
+
+
+def is_compressed(kind: str, model_type: str) -> bool:
+    """Whether a TurboCache compresses layers of this kind; those that an indexer serves if they keep latents."""
+    return kind in COMPRESSED_TYPES or (kind == INDEXED and model_type in LATENT_TYPES)
 
 
 def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:

@@ -111,6 +111,15 @@ def _only_looks_up(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and ast.unparse(node).startswith("logger.")
 
 
+def hands_indices(kind: type) -> bool:
+    """Whether an attention class of Transformers hands the `indices` of the tokens that it reads to other attention
+    functions than "eager" and "sdpa", which get them as a mask."""
+    function = _unwrapped(getattr(kind, "forward", None))
+    tree = None if function is None or not function.__module__.startswith("transformers.models.") else tree_of(function)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)] if tree else []
+    return any(keyword.arg == "indices" for node in calls for keyword in node.keywords)
+
+
 @functools.cache
 def hands_on_mask(function: FunctionType) -> bool:
     """Whether the `forward` of an attention class passes its mask unchanged to the attention function, and does nothing

@@ -12,7 +12,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs.why_not import why_no_replay_of
 from turbo_hf.layout import UNQUANTIZED, type_16bit
-from turbo_hf.models.model_layers import layer_windows
+from turbo_hf.models.model_layers import INDEXED, layer_windows
 from turbo_hf.patching.handle import CacheMaker, HeadSizes, LayerReport
 
 SINCE = Version("5.19")
@@ -48,6 +48,8 @@ def why_not_served(
             "its layers have heads of several sizes or numbers, or 16-bit pages beside others, and the pool's are "
             f"alike (layer {odd.index}: {odd.storage}). Use generate"
         )
+    if any(kind == INDEXED for kind, _ in layer_windows(model.config.get_text_config(decoder=True))):
+        return "its layers read the tokens that an indexer names (DSA), which the pool does not keep. Use generate"
     if len({x.device for x in model.parameters()}) > 1:
         return "the model is spread over several devices. Use generate"
     for reason, found in (

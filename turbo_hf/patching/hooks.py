@@ -13,13 +13,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
+from turbo_hf.attention.indexed import indexer_mask
 from turbo_hf.attention.masks import forget_windows, require_window
 from turbo_hf.attention.turbo_attention import NAME, TurboCall, claimed, left_alone
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.pass_mark import STEP, untraced
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported, complain, warn
-from turbo_hf.models.model_layers import CACHE_KEYWORDS
+from turbo_hf.models.model_layers import CACHE_KEYWORDS, INDEXED, layer_windows
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.generic import chooses_attention
 from turbo_hf.patching.handle import CacheMaker, LayerReport
@@ -37,6 +38,7 @@ class _Spec(NamedTuple):
         window: tokens that a query sees; None: all.
         compress: whether the layer is compressed.
         strict: as in `patch`.
+        indexed: whether an indexer names the tokens that it reads.
     """
 
     layer: int
@@ -44,6 +46,7 @@ class _Spec(NamedTuple):
     window: int | None
     compress: bool
     strict: Strict
+    indexed: bool
 
 
 def add_hooks(
@@ -80,9 +83,11 @@ def add_hooks(
         hooks.append(module.register_forward_hook(dropped, with_kwargs=True, always_call=True))
         # runs last and only on success, so it marks the pass as complete
         hooks.append(module.register_forward_hook(functools.partial(_finish_pass, depth), with_kwargs=True))
+    kinds = [kind for kind, _ in layer_windows(model.config.get_text_config(decoder=True))]
     for index, module in modules.items():
         at = layers[index]
-        hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, bool(at.groups), strict))
+        spec = _Spec(index, len(layers), at.window, bool(at.groups), strict, kinds[index] == INDEXED)
+        hook = functools.partial(_bring_layer, spec)
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     hooks.append(modules[max(modules)].register_forward_hook(_report_nonfinite, with_kwargs=True))
     hooked = set(modules.values())
@@ -265,7 +270,11 @@ def _bring_layer(
             if kwargs.get(name) is cache:
                 kwargs[name] = view
     rotary = kwargs.get("position_embeddings") if layer is not None and layer.selector is not None else None
-    kwargs["turbo"] = TurboCall(view, layer, spec.window, spec.strict, rotary)
+    mask = kwargs.get("attention_mask")
+    if spec.indexed:
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        kwargs["attention_mask"] = indexer_mask(cache, layer, spec.layer, mask, x)
+    kwargs["turbo"] = TurboCall(view, layer, spec.window, spec.strict, rotary, mask)
     return args, kwargs
 
 

@@ -160,12 +160,14 @@ class UncompressedLayer(NamedTuple):
         heads: KV heads; 0: it keeps no keys.
         head_dim: channels of a key; 0: it keeps none.
         value_dim: channels of a value.
+        index_dim: channels of an indexer's key; 0: none is kept.
     """
 
     cost: LayerCost
     heads: int
     head_dim: int
     value_dim: int
+    index_dim: int
 
 
 @torch.no_grad()
@@ -198,5 +200,7 @@ def uncompressed_layers(model: PreTrainedModel) -> list[UncompressedLayer]:
         values = getattr(few, "values", None)
         heads, head_dim = (keys.shape[1], keys.shape[3]) if isinstance(keys, torch.Tensor) else (0, 0)
         value_dim = values.shape[3] if isinstance(values, torch.Tensor) else 0
-        layers.append(UncompressedLayer(cost, heads, head_dim, value_dim))
+        indexed = getattr(few, "indexer_keys", None)
+        index_dim = indexed.shape[-1] if isinstance(indexed, torch.Tensor) else 0
+        layers.append(UncompressedLayer(cost, heads, head_dim, value_dim, index_dim))
     return layers

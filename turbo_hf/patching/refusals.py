@@ -11,7 +11,7 @@ from turbo_hf.attention.registration import text_key
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.config.turbo_config import TurboConfig, of_layer
 from turbo_hf.errors import Notices, Unsupported
-from turbo_hf.layout import UNQUANTIZED, type_16bit
+from turbo_hf.layout import HEAD_DIM_MULTIPLE, UNQUANTIZED, type_16bit
 from turbo_hf.models.model_layers import kv_heads, stray_window
 from turbo_hf.models.quantized_weights import refuse_fused_attention
 from turbo_hf.models.sources import generates_by
@@ -168,7 +168,7 @@ def _choose(
         return uncompressed(at.reason, refused=not at.by_design)
     latent = is_latent(at.module)
     if latent and at.window is not None:
-        return uncompressed("latent attention with a sliding window is not known here", refused=True)
+        return uncompressed("latents of a sliding window stay in full precision")
     # one latent for all heads
     heads = 1 if latent else kv_heads(at.module.config, at.index) // ranks
     balanced = bias is not None and bias.balance is not None
@@ -327,7 +327,7 @@ def _lines(
         for part, why in (("prompts", prompts), ("decode steps", steps)):
             if why is not None:
                 yield f"{part} run in plain torch, which is slow: {why}."
-    for sizes in sorted({(module.kv_lora_rank, module.qk_rope_head_dim) for module in latents}):
+    for sizes in sorted({(at.kv_lora_rank, at.qk_rope_head_dim or HEAD_DIM_MULTIPLE) for at in latents}):
         shape = (device, dtype, *sizes, config.expert.block_size, config.bits)
         why = Choice(config.expert.backend, *shape).why_no_latent_kernel()
         if why is not None:

@@ -68,14 +68,14 @@ def reference_unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tens
     if pages.bits == UNQUANTIZED:
         return pages.k, pages.v.mT
     k, v = _codes(pages.k, pages.bits), in_time_order(_codes(pages.v, pages.value_bits)).mT
-    return _numbers(k, pages.meta[..., :2, :], pages.bits), _numbers(v, pages.meta[..., -2:, :], pages.value_bits)
+    return numbers_of(k, pages.meta[..., :2, :], pages.bits), numbers_of(v, pages.meta[..., -2:, :], pages.value_bits)
 
 
 def _codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return packed if bits == 8 else half_merge(packed, bits)
 
 
-def _numbers(codes: torch.Tensor, lines: torch.Tensor, bits: int) -> torch.Tensor:
+def numbers_of(codes: torch.Tensor, lines: torch.Tensor, bits: int) -> torch.Tensor:
     """What codes [..., b, D] stand for, in units of their token's size. lines: zeros and spans [..., 2, D]."""
     if bits == 8:
         return codes.float()
