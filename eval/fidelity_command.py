@@ -12,8 +12,19 @@ from rich.box import SIMPLE
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.calibration.texts import token_windows
-from turbo_hf.config.whole_files import write_whole
-from turbo_hf.console import Device, GgufFile, Json, counting, fail, load, out, remark, show_table
+from turbo_hf.config.whole_files import require_writable, write_whole
+from turbo_hf.console import (
+    Device,
+    GgufFile,
+    Json,
+    counting,
+    fail,
+    load,
+    mistakes_end_the_command,
+    out,
+    remark,
+    show_table,
+)
 from turbo_hf.errors import out_of_memory
 from turbo_hf.eval.bench.runner import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
@@ -108,6 +119,8 @@ def fidelity_command(
         chosen = named(wanted)
         if not chosen:
             raise ValueError(f"--methods names none; {known_methods()}.")
+        if folder is not None:
+            require_writable(folder)
         loaded, tokenizer = load(model, device, gguf_file=gguf_file)
         windows = _windows(loaded, tokenizer, texts, sizes[-1] + max(tail, generate) + 1, count)
         made: Calibration | str = calibration
@@ -142,7 +155,8 @@ def fidelity_command(
     _show(rows, told, facts)
     found = {**facts, "suggestion": told, **{name: [row.to_dict() for row in part] for name, part in rows.items()}}
     if folder is not None:
-        _write(folder, rows, told, facts, found)
+        with mistakes_end_the_command():
+            _write(folder, rows, told, facts, found)
     if json_line:
         print(as_json(found))  # noqa: T201
 
@@ -263,7 +277,6 @@ def _write(
 ) -> None:
     from turbo_hf.eval.plots import draw  # noqa: PLC0415  matplotlib is an extra
 
-    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "fidelity.json", as_json(found, indent=1) + "\n")
     title = f"{facts['model']} ({facts['dtype']}, {facts['device']}): distance to 16 bit"
     pictures = draw(rows, title, folder)

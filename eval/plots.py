@@ -21,6 +21,9 @@ def draw(rows: dict[str, list[Fidelity]], title: str, folder: Path) -> list[Path
     """Write a PNG for each part that was measured; their paths."""
     makers = {"table": _methods, "answers": _methods, "grid": _grid, "map": _map}
     paths = []
+    for part in makers:
+        # of an earlier run, which the report beside it does not tell of
+        (folder / f"fidelity-{part}.png").unlink(missing_ok=True)
     for part, own in rows.items():
         found = [row for row in own if row.figures is not None]
         if found:

@@ -22,6 +22,7 @@ from turbo_hf.calibration.run import on_cpu_by_default, read_windows, refuse_fol
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.widths import ChosenWidths, Widths, choices
 from turbo_hf.config.turbo_config import BY_CALIBRATION, TurboConfig, resolve_config
+from turbo_hf.config.whole_files import require_writable
 from turbo_hf.errors import Strict
 from turbo_hf.eval.fidelity import Case, Fidelity, measure
 from turbo_hf.eval.methods import Method
@@ -332,7 +333,7 @@ def calibrate_widths(
         carried = held.enter_context(resources.as_file(resources.files("turbo_hf").joinpath("texts")))
         windows = read_windows(model, tokenizer, carried if texts is None else texts, settings, checkpoint)
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            require_writable(folder)
         learned = len(windows) - max(1, len(windows) // 4)
         measured = measure_widths(model, windows[:learned], advance=advance)
         if kept is None:

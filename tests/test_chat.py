@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from models import lab_model, tiny_mistral
+from transformers import GenerationConfig
 
 import turbo_hf
 from turbo_hf import Chat, TurboConfig
+from turbo_hf.models.versions import CACHE
 
 TEMPLATE = """{%- for message in messages -%}
 {{ '\n' + message.role + ': ' + message.content.split('</think>')[-1] }}
@@ -123,6 +125,22 @@ def test_mistakes_are_told(parts: Any) -> None:
         Chat(model, tokenizer, num_beams=2).say("One.")
     with pytest.raises(ValueError, match="got num_return_sequences=3"):
         Chat(model, tokenizer).say("One.", num_return_sequences=3)
+    for options in ({"cache_implementation": "static"}, {"use_cache": False}):
+        # from a generation config, too
+        for given in (options, {"generation_config": GenerationConfig(**options)}):
+            with pytest.raises(ValueError, match=f"over its own cache; got {next(iter(options))}="):
+                Chat(model, tokenizer).say("One.", **given)
+    own: dict[str, Any]
+    for own in ({CACHE: None}, {"return_dict_in_generate": True}, {"attention_mask": torch.ones(1, 3)}):
+        with pytest.raises(ValueError, match=f"a chat sets {next(iter(own))} itself"):
+            Chat(model, tokenizer, **own).say("One.")
+    for messages in ("One.", None, ["One."], {"role": "user", "content": "One."}, [{"content": "One."}]):
+        with pytest.raises(ValueError, match="messages must be a list of dicts"):
+            Chat(model, tokenizer, messages)
+    chat = Chat(model, tokenizer)
+    chat.messages.append("One.")
+    with pytest.raises(ValueError, match="messages must be a list of dicts"):
+        chat.say("Two.")
     with pytest.raises(ValueError, match="text must be a string; got 5"):
         Chat(model, tokenizer).say(5)  # type: ignore[arg-type]
     tokenizer.chat_template = None

@@ -363,6 +363,20 @@ def test_the_table_of_the_carried_model(tmp_path: Path) -> None:
     assert written == {"fidelity.json", "report.md", "report.html", *pictures}
     assert json.loads((tmp_path / "fidelity.json").read_text()) == found
     assert "| 99.9 % |" in (tmp_path / "report.md").read_text()
+    # a run of less leaves no picture of this one
+    again = draw({"table": []}, "", tmp_path)
+    assert not again
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_a_folder_that_cannot_be_written_is_told_first(tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("turbo_hf.eval.fidelity_command.load", None)
+        check_refused(
+            f"cannot be made, or not be written: File exists: '{taken}'", "fidelity", LAB, "--out", str(taken)
+        )
 
 
 def test_texts_of_ones_own(tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ from typing import Any, NoReturn
 
 import pytest
 
-from turbo_hf.config.whole_files import InUse, append_line, one_writer, read_lines, read_object, write_whole
+from turbo_hf.config.whole_files import (
+    InUse,
+    append_line,
+    one_writer,
+    read_lines,
+    read_object,
+    require_writable,
+    write_whole,
+)
 
 
 def full(*_: Any, **__: Any) -> NoReturn:
@@ -89,6 +97,19 @@ def test_a_second_writer_is_told(tmp_path: Path) -> None:
     with one_writer(folder, "lock"), one_writer(folder, "another"):
         pass
     assert not list(folder.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_writable(tmp_path / "new" / "folder")
+    assert not list((tmp_path / "new" / "folder").iterdir())
+
+    def denied(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", denied)
+    for made in (tmp_path, tmp_path / "another"):
+        with pytest.raises(PermissionError, match=f"cannot be made, or not be written: Permission denied: '{made}'"):
+            require_writable(made)
 
 
 def test_a_killed_writer_leaves_the_folder_free(tmp_path: Path) -> None:

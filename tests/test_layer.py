@@ -274,5 +274,11 @@ def test_keys_and_values_of_unlike_shape_are_refused() -> None:
     layer = TurboLayer(TurboConfig(), index=4)
     with pytest.raises(ValueError, match=r"layer 4: keys \(1, 3, 3, 32\) and values \(1, 3, 3, 16\) differ"):
         layer.update(support.random_kv(1, 3, 32)[0], support.random_kv(1, 3, 16)[1])
+    k, v = support.random_kv(1, 3, 32)
+    for wrong in ((k[0], v), (k, v[0]), (k[None], v)):
+        with pytest.raises(ValueError, match=r"layer 4: (key|value)_states must be \[B, H, M, D\]; got shape"):
+            layer.update(*wrong)
+    with pytest.raises(ValueError, match=r"layer 4: key_states must be float16.* got torch\.int32"):
+        layer.update(k.int(), v)
     with pytest.raises(ValueError, match="head dim 24"):
         layer.update(*support.random_kv(1, 3, 24))

@@ -87,6 +87,20 @@ def test_another_file_is_refused(content: str, said: str, tmp_path: Path) -> Non
     assert str(refused.value).endswith("Delete it, or measure again: turbo-hf doctor --measure.")
 
 
+def test_a_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "tiles.json"
+    path.write_text("{}")
+
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.open", denied)
+    with pytest.raises(
+        ValueError, match=r"tiles\.json' cannot be read: Permission denied\. Delete it, or measure again"
+    ):
+        read_tiles(path)
+
+
 def test_files_are_of_one_gpu_and_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     here = tiles_file("NVIDIA H200")

@@ -1,11 +1,20 @@
 """A chat over one cache that is kept from turn to turn."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from turbo_hf.errors import logger
 from turbo_hf.models.versions import CACHE
+
+OWN = (
+    "inputs", "input_ids", "inputs_embeds", "attention_mask", "cache", "past_key_values", "return_dict_in_generate"
+)  # fmt: skip
+"""Options of `generate` that a chat sets."""
+
+NEEDED = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True, "cache_implementation": None}
+"""What others must be; None is as good."""
 
 
 class Chat:
@@ -27,13 +36,13 @@ class Chat:
             message to the logger `turbo_hf.errors` (INFO) says so, too.
 
     Raises:
-        ValueError: no chat template, or options for several answers or beams.
+        ValueError: no chat template, or messages that are none.
     """
 
     def __init__(self, model: Any, tokenizer: Any, messages: Any = (), **options: Any):
         if not tokenizer.chat_template:
             raise ValueError("a chat needs a tokenizer with a chat template; this one has none. Set chat_template.")
-        self.messages, self.reused, self.dropped = list(messages), 0, 0
+        self.messages, self.reused, self.dropped = _checked(messages), 0, 0
         self._model, self._tokenizer, self._options = model, tokenizer, options
         self._cache: Any = None
         # the tokens that it holds
@@ -45,16 +54,20 @@ class Chat:
         options: of `generate`, for this turn.
 
         Raises:
-            ValueError: no string, or options for several answers or beams.
+            ValueError: no string, messages that are none, or options for several answers, beams, or another cache.
         """
         if not isinstance(text, str):
             raise ValueError(f"text must be a string; got {text!r}. Other messages go into chat.messages.")
         chosen = {**self._options, **options}
-        for name in ("num_beams", "num_return_sequences"):
-            most = chosen.get(name, getattr(chosen.get("generation_config") or self._model.generation_config, name))
-            if (most or 1) != 1:
-                raise ValueError(f"a chat has one answer, in one row; got {name}={most}. Pass {name}=1.")
-        turn = [*self.messages, {"role": "user", "content": text}]
+        if taken := [name for name in OWN if name in chosen]:
+            raise ValueError(f"a chat sets {', '.join(taken)} itself. Leave that out.")
+        for name, needed in NEEDED.items():
+            given = chosen.get(name, getattr(chosen.get("generation_config") or self._model.generation_config, name))
+            if given not in (None, needed):
+                raise ValueError(
+                    f"a chat has one answer, in one row over its own cache; got {name}={given!r}. Set it to {needed}."
+                )
+        turn = [*_checked(self.messages), {"role": "user", "content": text}]
         ids = self._tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
         cache = self._prefix_of(ids)
         # an error in the pass leaves it in no known state
@@ -85,3 +98,15 @@ class Chat:
                 same, self.dropped, self.reused,
             )  # fmt: skip
         return cache
+
+
+def _checked(messages: Any) -> list[Any]:
+    """The messages as a list. ValueError: they are none."""
+    found = list(messages) if isinstance(messages, Iterable) else [messages]
+    for one in found:
+        # other kinds of messages are Transformers' to judge
+        if one is None or isinstance(one, str) or (isinstance(one, Mapping) and "role" not in one):
+            raise ValueError(
+                f'messages must be a list of dicts with "role" and "content"; got {str(one)[:80]!r} there.'
+            )
+    return found

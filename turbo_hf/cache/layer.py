@@ -11,6 +11,7 @@ from turbo_hf.cache.pass_mark import ordinary, storing, untraced
 from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import rotary_part
+from turbo_hf.ops.checks import check_float
 from turbo_hf.ops.host_device import shared
 
 
@@ -41,7 +42,12 @@ class TurboLayer(DequantizedLayer):
         """Store the new tokens, and return full-precision keys and values of every column: always correct, but slower.
 
         The attention modules of a patched model do not come here (`ClaimedCache.update`).
+
+        Raises:
+            ValueError: no float tensors [B, Hkv, M, D], or others than the cache holds.
         """
+        check_float(f"layer {self.index}: key_states", key_states)
+        check_float(f"layer {self.index}: value_states", value_states)
         keys, values = self.append_and_dequantize(key_states, rotary_part(value_states), self.given_mask)
         return keys, values[..., : value_states.shape[-1]]
 

@@ -22,6 +22,7 @@ from turbo_hf.calibration.samples import Samples
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.calibration.widths import Widths
+from turbo_hf.config.whole_files import require_writable
 from turbo_hf.errors import warn
 from turbo_hf.models.model_layers import require_model
 from turbo_hf.patches.generic import is_latent
@@ -168,7 +169,7 @@ def calibrate(
         if folder is not None:
             refuse_folder(folder, overwrite)
             # what cannot be written is told before the run
-            folder.mkdir(parents=True, exist_ok=True)
+            require_writable(folder)
         checkpoint = checkpoint_of(model)
         windows = read_windows(model, tokenizer, texts, chosen, checkpoint)
         if any(group.indexed for group in plan.groups):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -114,6 +115,19 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
     return _parsed(read_file(path, MOST_JSON), repr(str(path)), remedy)
 
 
+def require_writable(folder: Path) -> None:
+    """Make a folder, before the run whose result is to be written there.
+
+    Raises:
+        OSError: the folder cannot be made or written; the message names it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(error.errno, f"cannot be made, or not be written: {error.strerror}", str(folder)) from error
+
+
 @contextlib.contextmanager
 def one_writer(folder: Path, name: str) -> Iterator[None]:
     """Keep other processes that write the same thing out of a folder, which is made if it is missing.
@@ -124,17 +138,15 @@ def one_writer(folder: Path, name: str) -> Iterator[None]:
         InUse: another process has it.
         OSError: the folder cannot be made or written.
     """
+    require_writable(folder)
     lock = FileLock(folder / name)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
         raise InUse(
             f"{str(folder)!r} is in use: another process is writing there. Wait until it is done, or choose another "
             "folder."
         ) from error
-    except OSError as error:
-        raise OSError(error.errno, f"cannot be made, or not be written: {error.strerror}", str(folder)) from error
     try:
         yield
     finally:

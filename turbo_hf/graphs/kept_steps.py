@@ -157,6 +157,36 @@ class KeptSteps:
         for group, kept in zip(steps.groups, self._groups, strict=True):
             yield from zip(group.layers, kept[-1], strict=True)
 
+    def _tables(self, steps: Any) -> dict[tuple[PageTable, int], PageTable] | None:
+        """The table of each layer within this memory, by its present one and the memory for it, which layers may share.
+
+        None: some layer does not fit, or somebody still uses its memory.
+        """
+        tables: dict[tuple[PageTable, int], PageTable] = {}
+        for layer, kept in self._pairs(steps):
+            free = kept.of() in (None, layer) and layer.selector is None and not layer.state.recording
+            if not free or _kind(layer) != kept.kind or max(layer.state.open) > kept.buffer[0].shape[2]:
+                return None
+            state, key, blocks = layer.state, (layer.pool.table, id(kept.table)), kept.table.shape[1]
+            if kept.index_keys is not None and kept.index_keys.shape[1] < (blocks + 1) * state.block:
+                return None
+            if key not in tables:
+                table = key[0].within(state.sealed, state.whole(), len(kept.paged[0].k), blocks)
+                if table is None:
+                    return None
+                tables[key] = table
+        return tables
+
+    def _linear_moves(self, steps: Any) -> list[Any] | None:
+        """(where a state is held, that state), memory for it, of each layer of linear attention; None: as `_tables`."""
+        moves: list[Any] = []
+        for layer, (of, states) in zip(steps.linear, self._linear, strict=True):
+            present = _states(layer)
+            if of() not in (None, layer) or [_like(x) for *_, x in present] != list(map(_like, states)):
+                return None
+            moves += zip(present, states, strict=True)
+        return moves
+
     def serve(self, steps: Any, model: list[Any]) -> bool:
         """Move the cache of `steps`, which have reserved nothing yet, into this memory.
 
@@ -167,30 +197,14 @@ class KeptSteps:
         other = self._cache()
         if other not in (None, steps.cache) or model != self._model:
             return False
-        shapes = [[len(group.layers) for group in steps.groups], [len(kept[-1]) for kept in self._groups]]
-        shapes[0] += [len(steps.nonfinite), len(steps.linear)]
-        shapes[1] += [len(self._nonfinite), len(self._linear)]
-        if shapes[0] != shapes[1]:
+        counts = [[len(group.layers) for group in steps.groups], [len(kept[-1]) for kept in self._groups]]
+        counts[0] += [len(steps.nonfinite), len(steps.linear)]
+        counts[1] += [len(self._nonfinite), len(self._linear)]
+        if counts[0] != counts[1]:
             return False
-        # by present table and memory: layers may share either
-        tables: dict[tuple[PageTable, int], PageTable | None] = {}
-        for layer, kept in self._pairs(steps):
-            free = kept.of() in (None, layer) and layer.selector is None and not layer.state.recording
-            if not free or _kind(layer) != kept.kind or max(layer.state.open) > kept.buffer[0].shape[2]:
-                return False
-            state, key, blocks = layer.state, (layer.pool.table, id(kept.table)), kept.table.shape[1]
-            if kept.index_keys is not None and kept.index_keys.shape[1] < (blocks + 1) * state.block:
-                return False
-            if key not in tables:
-                tables[key] = key[0].within(state.sealed, state.whole(), len(kept.paged[0].k), blocks)
-            if tables[key] is None:
-                return False
-        moves: list[Any] = []
-        for linear, (of, states) in zip(steps.linear, self._linear, strict=True):
-            present = _states(linear)
-            if of() not in (None, linear) or [_like(x) for *_, x in present] != list(map(_like, states)):
-                return False
-            moves += zip(present, states, strict=True)
+        tables, moves = self._tables(steps), self._linear_moves(steps)
+        if tables is None or moves is None:
+            return False
         for (held, at, present), memory in moves:
             held[at] = memory if memory is present else memory.copy_(present)
         for new, memory in zip(steps.nonfinite, self._nonfinite, strict=True):

@@ -311,7 +311,7 @@ def measured_tiles(device: torch.device) -> Mapping[str, DecodeTiles]:
     """Tiles by `tuning.tile_kind`, read once per process; empty if nothing was measured there.
 
     Raises:
-        ValueError: the file holds anything else.
+        ValueError: the file holds anything else, or cannot be read.
     """
     if device not in _measured:
         _measured[device] = read_tiles(tiles_file(torch.cuda.get_device_name(device))) if device.type == "cuda" else {}
@@ -335,7 +335,11 @@ def read_tiles(path: Path) -> dict[str, DecodeTiles]:
     if not os.path.isfile(path):
         return {}
     remedy = "Delete it, or measure again: turbo-hf doctor --measure."
-    found = read_object(path, remedy)
+    try:
+        found = read_object(path, remedy)
+    except OSError as error:
+        # another user's, for example
+        raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}. {remedy}") from error
     try:
         require(found, {"tiles": dict}, "")
         for kind, numbers in found["tiles"].items():
