@@ -99,7 +99,6 @@ def test_the_oracle_is_a_loop_over_keys(options: dict[str, Any], monkeypatch: py
         ("prefill --mode int4", "unknown mode int4; choose from turbo, int8, half, fp8, native."),
         ("prefill --size 1k", "expected a size like 16x1k (rows x tokens); got '1k'."),
         ("prefill --backend cuda", "unknown backend cuda; choose from auto, triton, reference."),
-        ("prefill --dtype float32", "unknown dtype float32; choose from float16, bfloat16."),
         ("decode --shape llama9", "unknown shape llama9; shapes are llama3-8b, phi3-medium, qwen2.5-0.5b, qwen"),
         ("generate --mode fast", "unknown mode fast; choose from auto, turbo, int8, half, fp8, native."),
         ("prefill --device nowhere", "no device 'nowhere'"),
