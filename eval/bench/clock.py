@@ -24,16 +24,13 @@ class Clock(LogitsProcessor):
     logits [1, V]) for the first CHECKED new tokens, if `record`.
     """
 
-    def __init__(self, device: torch.device, record: bool = False, looks_up: bool = False) -> None:
-        self.device, self.record, self._looks_up = device, record, looks_up
+    def __init__(self, device: torch.device, record: bool = False) -> None:
+        self.device, self.record = device, record
         self.marks: list[Any] = []
         self.first_logits: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """`scores`, unchanged."""
-        if self._looks_up and bool(((scores[0] == 1) | (scores[0] == -torch.inf)).all()):
-            # prompt lookup asks with ones which tokens are allowed: all but ends, here
-            return scores
         self.mark()
         if self.record and len(self.first_logits) < CHECKED:
             self.first_logits.append((input_ids[:1].clone(), scores[:1].clone().float()))
@@ -96,7 +93,7 @@ def clocked(
 
     record: also the first logits. options: further ones of `generate`.
     """
-    clock = Clock(model.device, record, looks_up="prompt_lookup_num_tokens" in options)
+    clock = Clock(model.device, record)
     clock.mark()
     made = model.generate(
         ids,
