@@ -22,8 +22,6 @@ from turbo_hf.console import Device, GgufFile, Json, choose_device, err, fail, l
 from turbo_hf.eval import methods as known
 from turbo_hf.eval.bench.runner import as_json, facts
 from turbo_hf.eval.output import EvalReport, markdown, show
-from turbo_hf.eval.reading import NO_PLANS
-from turbo_hf.eval.run_identity import identity
 from turbo_hf.eval.suites import SUITES, Limits, build
 from turbo_hf.ranks import Ranks, ranks_of
 
@@ -163,6 +161,7 @@ def _run(
 ) -> dict[str, Any]:
     """asked: without the model's context."""
     # the harness takes seconds to import, and is an extra
+    from turbo_hf.eval.answers import identity  # noqa: PLC0415
     from turbo_hf.eval.evaluate import SEED, answers_of, load_tasks, quiet, run_method  # noqa: PLC0415
     from turbo_hf.eval.report import report  # noqa: PLC0415
 
@@ -180,7 +179,7 @@ def _run(
             raise ValueError(" ".join([str(error), *notes])) from error
     notes += skipped
     if str(loaded.device).startswith("cuda"):
-        notes.append(NO_PLANS)
+        notes.append(known.NO_PLANS)
     if any(method.name in known.SIMULATED for method in wanted):
         notes.append(SIMULATION)
     batch, batch_tokens = sizes

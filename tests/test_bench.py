@@ -16,8 +16,7 @@ from models import LAB_MODEL
 from stores import tokens
 
 from turbo_hf import TurboConfig
-from turbo_hf.eval.bench import clock, generate
-from turbo_hf.eval.bench.clock import attempt
+from turbo_hf.eval.bench import generate, timing
 from turbo_hf.eval.bench.generate import GenerateMethod, Work, compare
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_models import KINDS, random_model
@@ -179,12 +178,12 @@ def test_a_model_of_ones_own() -> None:
 
 
 def test_logits_that_are_not_the_model_s_get_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = clock.Clock.__call__
+    right = timing.Clock.__call__
 
     def wrong(self: Any, input_ids: Any, scores: Any) -> Any:
         return right(self, input_ids, scores.flip(-1))
 
-    monkeypatch.setattr(clock.Clock, "__call__", wrong)
+    monkeypatch.setattr(timing.Clock, "__call__", wrong)
     result = run(*TINY, "--context", "20", "--json", code=1)
     assert "SDPA on llama3-8b, 20 tokens: failed: its logits are off by" in " ".join(result.stderr.split())
     assert not any(row["tokens_s"] for row in last_json(result)["rows"])
@@ -194,11 +193,11 @@ def test_memory_that_runs_out_is_no_error_and_all_else_is() -> None:
     def fail(error: Exception) -> None:
         raise error
 
-    assert attempt(lambda: 5) == 5
-    assert attempt(partial(fail, torch.OutOfMemoryError("CUDA out of memory."))) is None
-    assert attempt(partial(fail, RuntimeError("Triton Error [CUDA]: out of memory"))) is None
+    assert timing.attempt(lambda: 5) == 5
+    assert timing.attempt(partial(fail, torch.OutOfMemoryError("CUDA out of memory."))) is None
+    assert timing.attempt(partial(fail, RuntimeError("Triton Error [CUDA]: out of memory"))) is None
     with pytest.raises(RuntimeError, match="illegal"):
-        attempt(partial(fail, RuntimeError("an illegal memory access")))
+        timing.attempt(partial(fail, RuntimeError("an illegal memory access")))
 
 
 def test_a_batch_that_does_not_fit_gets_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

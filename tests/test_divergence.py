@@ -361,8 +361,6 @@ def test_a_short_run_takes_what_is_given() -> None:
         (("--lengths", "much"), "error: expected a number of tokens like 4096 or 4k; got 'much'"),
         (("--lengths", "1M"), "this model has positions for 32768. Pass shorter --lengths."),
         (("--texts", "nowhere"), "error: texts: there is no file or folder 'nowhere'"),
-        (("--map-bits", "5"), "error: --map-bits must be one of"),
-        (("--map-bits", "2"), "error: --map-bits 2 is for --map"),
         (("--methods", "turbo4", "--lengths", "32"), "error: turbo4: a prompt of 32 tokens shows nothing of it"),
         (("--methods", "saap"), "error: saap: "),
     ],

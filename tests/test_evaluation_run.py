@@ -29,7 +29,7 @@ from lm_eval.api.model import hash_args
 from turbo_hf import TurboConfig
 from turbo_hf.calibration.widths import Widths
 from turbo_hf.config.whole_files import InUse, one_writer
-from turbo_hf.eval.answers import AnsweredLM, Answers, Batch
+from turbo_hf.eval.answers import AnsweredLM, Answers, Batch, identity
 from turbo_hf.eval.eval_command import LOCK, _calibration
 from turbo_hf.eval.evaluate import Outcome, answers_of, load_tasks, quiet, run_method
 from turbo_hf.eval.methods import AGAIN, BASELINE, method_named
@@ -37,7 +37,6 @@ from turbo_hf.eval.model import TurboLM
 from turbo_hf.eval.output import EvalReport, markdown
 from turbo_hf.eval.plots import accuracy_plot, needle_map
 from turbo_hf.eval.report import length_class, noise, report, stamps, tables
-from turbo_hf.eval.run_identity import identity
 from turbo_hf.eval.scorers import OWN, Scorer, needle_cells, worst
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec, carried_prose, needle_task, prose_task

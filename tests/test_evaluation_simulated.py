@@ -7,8 +7,7 @@ import torch
 from models import lab_model, left_padded, prompts, tiny_llama, tiny_mistral
 
 from turbo_hf.eval import published
-from turbo_hf.eval.methods import method_named
-from turbo_hf.eval.reading import cache_size
+from turbo_hf.eval.methods import cache_size, method_named
 from turbo_hf.models.versions import CACHE
 
 HEADS, DIM, GROUP = 2, 64, 32

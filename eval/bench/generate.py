@@ -18,11 +18,10 @@ from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, TurboC
 from turbo_hf.console import Device, Json, err, mistakes_end_the_command, processes, remark, show_table
 from turbo_hf.eval.bench import runner
 from turbo_hf.eval.bench.checked import print_notes
-from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, speed
 from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_model
 from turbo_hf.eval.bench.runner import figure
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
-from turbo_hf.eval.bench.timing import free_memory
+from turbo_hf.eval.bench.timing import Clock, attempt, clocked, free_memory, random_prompts, speed
 from turbo_hf.eval.methods import BACKENDS, installed, reproducible
 from turbo_hf.patching.patch_model import patch
 from turbo_hf.ranks import ranks_of
@@ -56,7 +55,7 @@ class GenerateRow:
     context: tokens of each prompt.
     batch: prompts.
     new: tokens generated in each row.
-    tokens_s, first_ms, first_spread, step_ms: as `clock.speed` says.
+    tokens_s, first_ms, first_spread, step_ms: as `timing.speed` says.
     peak_bytes: the most memory allocated, weights included; None where it is not counted.
     speedup: tokens_s over that of SDPA at the same context, each at its own batch.
     patched: whether the model was.
