@@ -10,8 +10,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from turbo_hf.layout import PROMPT_TILE as TILE
 from turbo_hf.layout import AttentionOutput, Operands, Scoring
 from turbo_hf.ops import gpu
-from turbo_hf.ops.prefill.kernel_arguments import Past, TiledPast
 from turbo_hf.ops.prefill.kernel_hopper import hopper_prefill_kernel
+from turbo_hf.ops.prefill.launch import Past, TiledPast
 
 L2_BYTES = 24e6
 """K and V of the heads that run together: they should stay in the 50 MB of L2, along with streaming data."""
