@@ -93,20 +93,6 @@ class Past(NamedTuple):
     open_room: int
 
 
-class TiledPast(NamedTuple):
-    """The past as the kernel for Hopper reads it, beside its codes (`unpack_tiles`).
-
-    scale: float32 [B, Hkv, room/64, 2], of each block of 64 tokens: the scale of keys, log2 of that of values.
-    sealed, open_len: int64 [B], sealed blocks of 64 tokens, and the tokens behind them.
-    room: capacity in tokens, whole tiles of 128.
-    """
-
-    scale: Any
-    sealed: Any
-    open_len: Any
-    room: int
-
-
 class PrefillResult(NamedTuple):
     """Where results go: out [B, Hq, M, D], lse float32 [B, Hq, M], broken as `prefill_kernel` has it."""
 
