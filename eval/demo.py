@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from turbo_hf.eval.methods import cache_size, until, without_plans
 from turbo_hf.eval.needle import Needle
-from turbo_hf.eval.reading import cache_size, until, without_plans
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.handle import Handle
 from turbo_hf.patching.patch_model import patch

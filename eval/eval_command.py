@@ -21,9 +21,7 @@ from turbo_hf.config.whole_files import one_writer, write_whole
 from turbo_hf.console import Device, GgufFile, Json, choose_device, err, fail, load, out
 from turbo_hf.eval import methods as known
 from turbo_hf.eval.bench.runner import as_json, facts
-from turbo_hf.eval.output import EvalReport, show, write_report
-from turbo_hf.eval.reading import NO_PLANS
-from turbo_hf.eval.run_identity import identity
+from turbo_hf.eval.output import EvalReport, markdown, show
 from turbo_hf.eval.suites import SUITES, Limits, build
 from turbo_hf.ranks import Ranks, ranks_of
 
@@ -163,6 +161,7 @@ def _run(
 ) -> dict[str, Any]:
     """asked: without the model's context."""
     # the harness takes seconds to import, and is an extra
+    from turbo_hf.eval.answers import identity  # noqa: PLC0415
     from turbo_hf.eval.evaluate import SEED, answers_of, load_tasks, quiet, run_method  # noqa: PLC0415
     from turbo_hf.eval.report import report  # noqa: PLC0415
 
@@ -180,7 +179,7 @@ def _run(
             raise ValueError(" ".join([str(error), *notes])) from error
     notes += skipped
     if str(loaded.device).startswith("cuda"):
-        notes.append(NO_PLANS)
+        notes.append(known.NO_PLANS)
     if any(method.name in known.SIMULATED for method in wanted):
         notes.append(SIMULATION)
     batch, batch_tokens = sizes
@@ -218,7 +217,7 @@ def _run(
             result = {"meta": meta, "notes": [*unfinished, *notes], **found}
             _write(folder, result, {name: outcome.samples for name, outcome in outcomes.items()}, shown=not left)
         out.print(
-            f"Kept in {folder}: report.html, report.md, report.json, answers, samples and results by method.",
+            f"Kept in {folder}: report.md, report.json, pictures, answers, samples and results by method.",
             style="dim",
         )
         return result
@@ -267,7 +266,7 @@ def _write(
             pictures.append(folder / f"needle-{known.folder_of(label)}.png")
             needle_map(cells[known.BASELINE], cells[label], label, pictures[-1])
     notes = [noise(result), *result["notes"]]
-    whole = EvalReport(f"turbo-hf eval: {title}", lines, tables(result), notes, result["meta"], pictures)
+    whole = EvalReport(f"turbo-hf eval: {title}", lines, tables(result), notes, pictures)
     if shown:
         show(whole)
-    write_report(folder, whole)
+    write_whole(folder / "report.md", markdown(whole))

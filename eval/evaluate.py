@@ -14,9 +14,8 @@ from lm_eval.tasks import TaskManager
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config.whole_files import write_whole
 from turbo_hf.eval.answers import AnsweredLM, Answers, Batch
-from turbo_hf.eval.methods import AGAIN, BASELINE, Method, folder_of
+from turbo_hf.eval.methods import AGAIN, BASELINE, Method, folder_of, without_plans
 from turbo_hf.eval.model import TurboLM
-from turbo_hf.eval.reading import without_plans
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec
 

@@ -14,8 +14,7 @@ from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import out_of_memory, shortened
 from turbo_hf.eval.bench.timing import free_memory
-from turbo_hf.eval.methods import BASELINE, Method, applied, method_named
-from turbo_hf.eval.reading import cache_size
+from turbo_hf.eval.methods import BASELINE, Method, applied, cache_size, method_named
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.host_device import input_device
 from turbo_hf.patching.divergence import (

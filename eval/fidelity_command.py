@@ -29,9 +29,8 @@ from turbo_hf.errors import out_of_memory
 from turbo_hf.eval.bench.runner import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.fidelity import STEP, Case, Fidelity, grid, layer_map, measure, named, suggestion, unsteady
-from turbo_hf.eval.methods import BACKENDS, installed, known_methods
-from turbo_hf.eval.output import EvalReport, Table, write_report
-from turbo_hf.eval.reading import without_plans
+from turbo_hf.eval.methods import BACKENDS, installed, known_methods, without_plans
+from turbo_hf.eval.output import EvalReport, Table, markdown
 from turbo_hf.layout import BITS
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import version_of
@@ -87,15 +86,14 @@ def fidelity_command(
         int, typer.Option(min=0, help="Also read the model's own greedy answer of so many tokens to each prompt.")
     ] = 0,
     with_grid: Annotated[bool, typer.Option("--grid", help="Also widths of keys by widths of values.")] = False,
-    with_map: Annotated[bool, typer.Option("--map", help="Also each layer's keys and values alone.")] = False,
-    map_bits: Annotated[int, typer.Option(help="Bits of the layer that --map rounds.")] = 4,
+    with_map: Annotated[bool, typer.Option("--map", help="Also each layer's keys and values alone, at 4 bit.")] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Two texts of 512 tokens by default, in seconds on a GPU.")
     ] = False,
     calibration: Annotated[
         str, typer.Option(help="For methods that need one: a folder or Hub id; auto: beside the checkpoint.")
     ] = "auto",
-    folder: Annotated[Path | None, typer.Option("--out", help="Folder for JSON, Markdown, HTML and plots.")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Folder for JSON, Markdown and plots.")] = None,
     device: Device = "auto",
     gguf_file: GgufFile = None,
     json_line: Json = False,
@@ -110,10 +108,6 @@ def fidelity_command(
     lengths = usual[0] if lengths is None else lengths
     count, tail = count or usual[1], tail or usual[2]
     try:
-        if map_bits not in BITS:
-            raise ValueError(f"--map-bits must be one of {', '.join(map(str, BITS))}; got {map_bits}.")
-        if map_bits != 4 and not with_map:
-            raise ValueError(f"--map-bits {map_bits} is for --map. Pass both, or leave it out.")
         sizes = sorted({parse_tokens(text.strip()) for text in lengths.split(",")})
         wanted = [name.strip() for words in methods or [",".join(_default())] for name in words.split(",") if name]
         chosen = named(wanted)
@@ -137,7 +131,7 @@ def fidelity_command(
             "table": (cases, chosen, {"tail": tail}),
             "answers": (answers, chosen, {"tail": generate}),
             "grid": (first if with_grid else [], grid(sorted(BITS, reverse=True), latent), bare),
-            "map": (first if with_map else [], layer_map(layers, map_bits, latent), bare),
+            "map": (first if with_map else [], layer_map(layers, 4, latent), bare),
         }
         rows = {
             name: _measured(name, loaded, windows[: FEW if name in ("grid", "map") else None], *part, made)
@@ -280,5 +274,5 @@ def _write(
     write_whole(folder / "fidelity.json", as_json(found, indent=1) + "\n")
     title = f"{facts['model']} ({facts['dtype']}, {facts['device']}): distance to 16 bit"
     pictures = draw(rows, title, folder)
-    write_report(folder, EvalReport(title, [told], _tables(rows), WHAT, facts, pictures))
-    remark(f"Kept in {folder}: fidelity.json, report.html, report.md, pictures.")
+    write_whole(folder / "report.md", markdown(EvalReport(title, [told], _tables(rows), WHAT, pictures)))
+    remark(f"Kept in {folder}: fidelity.json, report.md, pictures.")

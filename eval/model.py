@@ -14,8 +14,7 @@ from tqdm import tqdm
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET
 from turbo_hf.eval.answers import Batch
-from turbo_hf.eval.methods import Method, applied, method_named
-from turbo_hf.eval.reading import cache_size, until
+from turbo_hf.eval.methods import Method, applied, cache_size, method_named, until
 from turbo_hf.models.versions import CACHE
 
 Request = tuple[Any, list[int], list[int]]

@@ -28,7 +28,7 @@ from turbo_hf.ops.store.quantize import dequantize
 CPU = torch.device("cpu")
 STEP = ["bench", "decode", "--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "2x150", "--seconds", "0"]
 PROMPT = ["bench", "prefill", "--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "1x70", "--seconds", "0"]
-SPARSE = [*STEP, "--buckets", "16", "--hidden", "8", "--window", "20", "--share", "0.25", "--selector", "saap"]
+SPARSE = [*STEP[:-3], "1x4300", *STEP[-2:], "--share", "0.25", "--selector", "saap"]
 SMALL = Choice("saap", (0.25,), buckets=16, hidden=8, always=AlwaysRead(1, 20))
 
 
@@ -121,7 +121,7 @@ def test_the_budget_of_a_step_is_what_the_roundings_cost_and_little_more() -> No
 def test_the_budget_of_a_prompt_is_what_the_mode_costs_and_little_more(mode: str) -> None:
     """A result right in itself passes, and would not if its error were three times as large."""
     case = shapes.PromptCase("", shapes.SHAPES["qwen2.5-0.5b"], 2, 150)
-    q, k, v = inputs(case, torch.float16, CPU, 0)
+    q, k, v = inputs(case, CPU, 0)
     options: dict[str, Any] = {"scoring": Scoring(0.125), "rounding": Rounding(mode)}
     sample = Sample(q, k, v, scaling=0.125, seed=0)
     got = ops_like(q).prefill(q, k, v, **options)
@@ -254,9 +254,9 @@ def test_prefill_prints_tables_json_and_files(tmp_path: Path) -> None:
 def test_sparse_steps_stand_beside_dense_ones(tmp_path: Path) -> None:
     _, rows = written(tmp_path, "decode", *SPARSE, "--share", "0.5", "--selector", "kmeans")
     steps = [f"4 bit, {name}, {share}" for name in ("saap", "kmeans") for share in ("25.00%", "50.00%")]
-    assert list(rows) == [f"{name}, 2x150" for name in ("SDPA math", "4 bit", *steps)]
-    few, more, by_centroids, _ = (rows[f"{name}, 2x150"] for name in steps)
-    assert "4 of 16 buckets" in few["note"]
+    assert list(rows) == [f"{name}, 1x4300" for name in ("SDPA math", "4 bit", *steps)]
+    few, more, by_centroids, _ = (rows[f"{name}, 1x4300"] for name in steps)
+    assert "256 of 1024 buckets" in few["note"]
     assert by_centroids["bytes"] < few["bytes"] < more["bytes"]
 
 

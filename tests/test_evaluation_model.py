@@ -28,9 +28,8 @@ from models import LAB_MODEL
 
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.eval.answers import Batch
-from turbo_hf.eval.methods import method_named
+from turbo_hf.eval.methods import method_named, without_plans
 from turbo_hf.eval.model import TurboLM
-from turbo_hf.eval.reading import without_plans
 from turbo_hf.eval.tasks import carried_prose
 from turbo_hf.models.versions import CACHE
 

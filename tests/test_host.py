@@ -28,7 +28,7 @@ from turbo_hf.attention import prompt as attention
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.rows import NewColumns, columns_of
 from turbo_hf.cache.storage import DECODE_TOKENS
-from turbo_hf.eval.reading import without_plans
+from turbo_hf.eval.methods import without_plans
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.prefill.launch import unpack_tiles
 

@@ -21,7 +21,7 @@ from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
 from turbo_hf.eval.bench.shapes import DECODE_SHAPES, LATENT_SHAPES, WIDTHS, Case, choose_cases, groups_of
 from turbo_hf.eval.bench.sparse import SELECTORS, SHARES, SPARSE_SIZES, Choice, bucket_steps
 from turbo_hf.eval.bench.timing import Call, Conditions, Rotation, Stopwatch, cold_copies, copy_bandwidth, side_by_side
-from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Scoring, in_words
+from turbo_hf.layout import AttentionOutput, KVStore, Scoring, in_words
 from turbo_hf.ops.decode.reference import reference_decode
 
 BURST_MS = 40.0
@@ -165,9 +165,6 @@ def decode_command(
     share: Annotated[
         list[float] | None, typer.Option(help="Sparse: share of buckets that are read; may be repeated.")
     ] = None,
-    buckets: Annotated[int, typer.Option(min=2, max=8192, help="Sparse: buckets per KV head.")] = 1024,
-    hidden: Annotated[int, typer.Option(min=1, help="Sparse: units of the query classifier.")] = 1024,
-    window: Annotated[int, typer.Option(min=1, help="Sparse: newest tokens, which are always read.")] = 2047,
     backend: runner.Backend = "auto",
     seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 1.0,
     seed: runner.Seed = 0,
@@ -201,7 +198,7 @@ def decode_command(
         stopwatch = Stopwatch(runner.find_device(device))
         runner.require_choice(stopwatch.device, size not in (None, list(SPARSE_SIZES)), "--size 1x1k, or less")
         runner.prepare_folder(folder)
-    sparse = [Choice(name, shares, buckets, hidden, AlwaysRead(1, window)) for name in selectors]
+    sparse = [Choice(name, shares) for name in selectors]
     bench = runner.BenchRun[checked.Row]("decode", stopwatch.device, folder)
     copy = copy_bandwidth(stopwatch)
     out.print(f"Copy bandwidth measured now: {copy:.3g} TB/s.", highlight=False)

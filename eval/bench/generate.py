@@ -1,8 +1,7 @@
 """`turbo-hf bench generate`: tokens per second, first token and peak memory of `generate`, patched and unpatched.
 
 Beside the unpatched model with its DynamicCache stand the fastest ways of Transformers itself: a static cache, for
-which `generate` compiles, and its quantized caches. Beams and prompt-lookup decoding are compared with the same,
-unpatched.
+which `generate` compiles, and its quantized caches.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,25 +18,15 @@ from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, TurboC
 from turbo_hf.console import Device, Json, err, mistakes_end_the_command, processes, remark, show_table
 from turbo_hf.eval.bench import runner
 from turbo_hf.eval.bench.checked import print_notes
-from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, speed
 from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_model
 from turbo_hf.eval.bench.runner import figure
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
-from turbo_hf.eval.bench.timing import free_memory
+from turbo_hf.eval.bench.timing import Clock, attempt, clocked, free_memory, random_prompts, speed
 from turbo_hf.eval.methods import BACKENDS, installed, reproducible
 from turbo_hf.patching.patch_model import patch
 from turbo_hf.ranks import ranks_of
 
 SDPA, STATIC = "SDPA", "static"
-
-DECODINGS = ("greedy", "beams", "prompt-lookup")
-"""Ways to decode, each compared with itself unpatched: one token per step, BEAMS beams, drafts of DRAFTED tokens taken
-from the prompt."""
-
-BEAMS, DRAFTED = 4, 5
-
-REPEATED = 64
-"""Tokens that a prompt for prompt lookup consists of, over and over."""
 
 OFF = 1.0
 """Relative error of a row's first logits from which they are wrong. Those that have nothing to do with the right ones
@@ -50,14 +39,12 @@ class GenerateMethod:
 
     config: what the model is patched with; None: it is not.
     options: further ones of `generate`.
-    decoding: one of DECODINGS.
     missing: why it cannot run here; "" if it can.
     """
 
     name: str
     config: TurboConfig | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    decoding: str = DECODINGS[0]
     missing: str = ""
 
 
@@ -68,13 +55,12 @@ class GenerateRow:
     context: tokens of each prompt.
     batch: prompts.
     new: tokens generated in each row.
-    tokens_s, first_ms, first_spread, step_ms: as `clock.speed` says.
+    tokens_s, first_ms, first_spread, step_ms: as `timing.speed` says.
     peak_bytes: the most memory allocated, weights included; None where it is not counted.
-    speedup: tokens_s over that of SDPA at the same context and decoding, each at its own batch.
+    speedup: tokens_s over that of SDPA at the same context, each at its own batch.
     patched: whether the model was.
-    decoding: one of DECODINGS.
     error: relative distance of the first logits from the unpatched model's, in one pass without a cache.
-    best: tokens_s, first_ms and step_ms as times as fast as the best unpatched row of the same context and decoding.
+    best: tokens_s, first_ms and step_ms as times as fast as the best unpatched row of the same context.
     """
 
     shape: str
@@ -89,7 +75,6 @@ class GenerateRow:
     speedup: float | None = None
     note: str = ""
     patched: bool = False
-    decoding: str = DECODINGS[0]
     first_spread: float | None = None
     error: float | None = None
     best: dict[str, float] = field(default_factory=dict)
@@ -97,21 +82,16 @@ class GenerateRow:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is generated: `new` tokens after `context` random ones, in `rounds` timed rounds.
-
-    chunk: tokens of a prompt that run at a time, None for all of them.
-    """
+    """What is generated: `new` tokens after `context` random ones, in `rounds` timed rounds."""
 
     context: int
     new: int
     rounds: int
-    chunk: int | None
     seed: int
 
 
-def methods(configs: dict[str, TurboConfig], decodings: Sequence[str]) -> list[GenerateMethod]:
-    """SDPA with its DynamicCache, a static cache, the configs, and 4 bit of Transformers' QuantizedCache; then SDPA and
-    the configs with beams and with prompt lookup."""
+def methods(configs: dict[str, TurboConfig]) -> list[GenerateMethod]:
+    """SDPA with its DynamicCache, a static cache, the configs, and 4 bit of Transformers' QuantizedCache."""
     quantized = [
         GenerateMethod(
             f"{name} 4 bit",
@@ -121,18 +101,7 @@ def methods(configs: dict[str, TurboConfig], decodings: Sequence[str]) -> list[G
         for name, (package, _, axes) in BACKENDS.items()
     ]
     static = GenerateMethod(STATIC, options={"cache_implementation": "static"})
-    how: dict[str, tuple[str, dict[str, Any]]] = {
-        "greedy": ("", {}),
-        "beams": (f", {BEAMS} beams", {"num_beams": BEAMS}),
-        "prompt-lookup": (", prompt lookup", {"prompt_lookup_num_tokens": DRAFTED}),
-    }
-    found = []
-    for decoding in decodings:
-        name, options = how[decoding]
-        ours = [GenerateMethod(own + name, config, options, decoding) for own, config in configs.items()]
-        others = ([static], quantized) if decoding == DECODINGS[0] else ([], [])
-        found += [GenerateMethod(SDPA + name, None, options, decoding), *others[0], *ours, *others[1]]
-    return found
+    return [GenerateMethod(SDPA), static, *(GenerateMethod(*own) for own in configs.items()), *quantized]
 
 
 def compare(
@@ -148,8 +117,8 @@ def compare(
     for method in chosen:
         tell(f"{shape}, {work.context} tokens: {method.name}")
         row = GenerateRow(shape, method.name, work.context, batch, work.new)
-        row = replace(row, patched=method.config is not None, decoding=method.decoding)
-        missing = method.missing or _unable(model, method, work, batch)
+        row = replace(row, patched=method.config is not None)
+        missing = method.missing or _unable(model, method)
         if missing:
             rows.append(replace(row, note=missing))
             continue
@@ -159,24 +128,22 @@ def compare(
         except Exception as error:  # a failing method must not cost the others their figures
             rows.append(replace(row, note=f"failed: {type(error).__name__}: {str(error).strip()}"))
         free_memory()
-    return [_compared(row, [other for other in rows if other.decoding == row.decoding]) for row in rows]
+    return [_compared(row, rows) for row in rows]
 
 
-def _unable(model: Any, method: GenerateMethod, work: Work, batch: int) -> str:
+def _unable(model: Any, method: GenerateMethod) -> str:
     """Why Transformers cannot decode so; "" if it can."""
     if method.name == STATIC and ranks_of(model):
         return "its compiled steps are not run under tensor parallel"
     if method.name == STATIC and model.device.type != "cuda":
         return "generate compiles for a static cache on a GPU only"
-    if method.decoding in DECODINGS[2:] and (batch != 1 or work.chunk is not None):
-        return f"{method.decoding} decoding takes one prompt at a time, in one pass"
     return ""
 
 
 def _compared(row: GenerateRow, rows: list[GenerateRow]) -> GenerateRow:
-    """The row with its ratios to `rows`, those of the same decoding."""
+    """The row with its ratios to `rows`."""
     unpatched = [other for other in rows if not other.patched and other.tokens_s]
-    base = next((other.tokens_s for other in unpatched if other.method.startswith(SDPA)), None)
+    base = next((other.tokens_s for other in unpatched if other.method == SDPA), None)
     best: dict[str, float] = {}
     if row.tokens_s:
         if unpatched:
@@ -244,10 +211,7 @@ def _generate(
 ) -> tuple[Clock, torch.Tensor]:
     """One `generate`: its clock, and the tokens [batch, context + new]."""
     ids = random_prompts(model, batch, work.context, work.seed)
-    if method.decoding == "prompt-lookup":
-        ids = ids[:, torch.arange(work.context, device=ids.device) % REPEATED]
-    chunk = {} if work.chunk is None else {"prefill_chunk_size": work.chunk}
-    clock, made = clocked(model, ids, torch.ones_like(ids), work.new, record=record, **chunk, **method.options)
+    clock, made = clocked(model, ids, torch.ones_like(ids), work.new, record=record, **method.options)
     return clock, made.sequences
 
 
@@ -267,14 +231,7 @@ def generate_command(
         list[str] | None,
         typer.Option(help="Attention of prompts, auto or a mode, instead of the preset's; may be repeated."),
     ] = None,
-    decoding: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{', '.join(DECODINGS)}; may be repeated. Default: all; under torchrun greedy alone."),
-    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers; default: as many as the model has.")] = None,
-    chunk: Annotated[
-        int | None, typer.Option("--prefill-chunk", min=1, help="Prompt tokens per pass; default: all.")
-    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the table shows their medians.")] = 3,
     tiny: runner.Tiny = False,
     seed: runner.Seed = 0,
@@ -284,28 +241,21 @@ def generate_command(
 ) -> None:
     """Tokens per second, first token and peak memory of random weights or --model: patched, and as fast as unpatched.
 
-    Default: Llama-3-8B's shape, 1k prompts, batch 1. Ratios are to SDPA, and to the best unpatched row of the same
-    decoding. What prompt lookup takes from a prompt that repeats itself is seldom accepted. Exits with 1 if a patched
-    model, or the unpatched one, fails or is wrong; what does not fit or is not installed gets a line.
+    Default: Llama-3-8B's shape, 1k prompts, batch 1. Ratios are to SDPA, and to the best unpatched row. Exits with 1 if
+    a patched model, or the unpatched one, fails or is wrong; what does not fit or is not installed gets a line.
     """
     given = dict(locals())
     with mistakes_end_the_command():
         shapes = [runner.one_of("shape", name, KINDS) for name in shape or ("llama3-8b",)]
         contexts = [parse_tokens(text) for text in context or ("1k",)]
-        works = [Work(tokens, new, rounds, chunk, seed) for tokens in contexts]
+        works = [Work(tokens, new, rounds, seed) for tokens in contexts]
         modes = [runner.one_of("mode", name, ("auto", *ATTENTION_MODES)) for name in mode or ()]
-        decodings = [
-            runner.one_of("decoding", name, DECODINGS)
-            for name in decoding or DECODINGS[: 1 if processes()[1] > 1 else len(DECODINGS)]
-        ]
         where = runner.find_device(device)
         compiled = where.type == "cuda" and processes()[1] == 1
         configs = _configs(preset or [DEFAULT_PRESET], modes, compiled)
         require_one_model(shape, model_place, layers, tiny, where)
         together = processes()
         if together[1] > 1:
-            if {*DECODINGS[2:]} & {*decodings}:
-                raise ValueError(f"under torchrun, --decoding is {' or '.join(DECODINGS[:2])}.")
             # the first process writes; all of them draw the same weights
             folder = folder if together[0] == 0 else None
             torch.manual_seed(seed)
@@ -315,7 +265,7 @@ def generate_command(
     for name in shapes if model_place is None else [Path(model_place).name]:
         with err.status(f"making {name}"):
             model = bench_model(name, model_place, layers, where, tiny=tiny)
-        measure = partial(compare, model, name, methods(configs, decodings))
+        measure = partial(compare, model, name, methods(configs))
         bench.each(
             [(work, rows) for work in works for rows in batch or [1]],
             lambda case, tell, measure=measure: measure(*case, tell),  # type: ignore[misc]
@@ -327,7 +277,7 @@ def generate_command(
     failures = [
         f"{row.method} on {row.shape}, {row.context} tokens: {row.note}"
         for row in bench.rows
-        if row.note.startswith("failed") and (row.patched or row.method.startswith(SDPA))
+        if row.note.startswith("failed") and (row.patched or row.method == SDPA)
     ]
     bench.finish(json_line, failures)
 
@@ -361,5 +311,5 @@ def _print(layers: int, case: object, rows: Sequence[GenerateRow]) -> None:
     show_table(title, headings, cells)
     spreads = [row.first_spread for row in rows if row.first_spread is not None]
     spread = f"; rounds of the first token lie up to {max(spreads):.1%} apart" if spreads else ""
-    remark(f"x best: times as fast as the best unpatched row that decodes the same way{spread}.")
+    remark(f"x best: times as fast as the best unpatched row{spread}.")
     print_notes((row.method, row.note) for row in rows)

@@ -117,7 +117,7 @@ def measure(device: torch.device, folder: Path | None, steps: Sequence[str] = ST
 
     def prompt(at: tuple[str, int, int], tell: Any) -> list[checked.Row]:
         case = PromptCase(at[0], find_shape(at[0]), *at[1:])
-        return prefill.run_case(case, ["native", "turbo"], 128, how._replace(tell=tell), dtype=torch.float16)
+        return prefill.run_case(case, ["native", "turbo"], how._replace(tell=tell))
 
     bench.each(steps, step, lambda text, rows: checked.print_rows(f"step, {text} bit", "tiles", rows, {"us": ".1f"}))
     said = "prompt, {} {}x{}".format

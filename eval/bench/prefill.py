@@ -15,43 +15,33 @@ from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS
 from turbo_hf.console import Device, Json, mistakes_end_the_command, out
 from turbo_hf.eval.bench import checked, runner
 from turbo_hf.eval.bench.random_cache import draw
-from turbo_hf.eval.bench.rivals import rivals
+from turbo_hf.eval.bench.rivals import sdpa_rivals
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size
 from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch, side_by_side
 from turbo_hf.layout import QUANTIZED_MODES, Rounding, Scoring
 from turbo_hf.ops.layer_ops import LayerOps
 from turbo_hf.ops.prefill.reference import reference_quantize_operands
 
-HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-"""What the other methods have kernels for."""
 
-
-def run_case(
-    case: PromptCase,
-    modes: list[str],
-    block: int,
-    how: Conditions,
-    *,
-    dtype: torch.dtype,
-) -> list[checked.Row]:
-    """Check, then time every mode and every rival on one case.
+def run_case(case: PromptCase, modes: list[str], how: Conditions) -> list[checked.Row]:
+    """Check, then time every mode and every rival on one case, in float16.
 
     Args:
-        modes: of `ops.prefill`. block: as in `Rounding`.
+        modes: of `ops.prefill`.
         how: its seed is that of the inputs, N(0, 1), and of the sample that is checked.
 
     Returns:
         The rivals' rows, then the modes'. A method that is wrong or cannot run has a note and no time.
     """
     seed = how.seed
-    q, k, v = inputs(case, dtype, how.device, seed)
+    q, k, v = inputs(case, how.device, seed)
     ops = how.ops(q, ((4, case.heads.kv),))
     scaling = case.heads.dim**-0.5
     how.tell(f"{case}: oracle")
     sample = checked.Sample(q, k, v, scaling=scaling, seed=seed)
     rows: list[checked.Row] = []
     calls: dict[str, Call] = {}
-    for rival in rivals(q, k, v, scaling=scaling, causal=True):
+    for rival in sdpa_rivals(q, k, v, scaling=scaling, causal=True):
         row = checked.new_row(case, rival.name, False, note=rival.note)
         if rival.call is not None:
             out: Any = rival.call()
@@ -59,7 +49,7 @@ def run_case(
         rows.append(row)
     for mode in modes:
         how.tell(f"{case}: checking {mode}")
-        rounding = Rounding(mode, block)
+        rounding = Rounding(mode)
         given: dict[str, Any] = {"scoring": Scoring(scaling), "rounding": rounding}
 
         def prepare(given: dict[str, Any] = given) -> checked.Prepared:
@@ -86,13 +76,11 @@ def _quantized(ops: LayerOps, mode: str) -> Callable[..., object]:
     return launch_quantize_operands
 
 
-def inputs(
-    case: PromptCase, dtype: torch.dtype, device: torch.device, seed: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(case: PromptCase, device: torch.device, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Seeded N(0, 1): q [B, Hq, N, D]; k, v [B, Hkv, N, D]."""
     generator, heads = torch.Generator(device).manual_seed(seed), case.heads
     counts = (heads.query, heads.kv, heads.kv)
-    q, k, v = (draw(generator, case.batch, count, case.tokens, heads.dim, dtype=dtype) for count in counts)
+    q, k, v = (draw(generator, case.batch, count, case.tokens, heads.dim) for count in counts)
     return q, k, v
 
 
@@ -112,16 +100,14 @@ def prefill_command(
     mode: Annotated[list[str] | None, typer.Option(help=f"{', '.join(ATTENTION_MODES)}; may be repeated.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}; may be repeated.")] = None,
     size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 4x16k; may be repeated.")] = None,
-    block: Annotated[int, typer.Option(help="Tokens in a block of keys and values: 32, 64 or 128.")] = 128,
     backend: runner.Backend = "auto",
-    dtype: Annotated[str, typer.Option(help=f"Dtype of the inputs: {', '.join(HALVES)}.")] = "float16",
     seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 3.0,
     seed: runner.Seed = 0,
     folder: runner.Folder = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
-    """Attention of a prompt against cuDNN, FlashAttention-2 and SageAttention: checked first, then timed in turn.
+    """Attention of a prompt against cuDNN and FlashAttention-2: checked first, then timed in turn.
 
     Default: every shape and size, in the modes that quantize. Exits with 1 if a result is wrong, which
     is then not timed, or a mode refuses.
@@ -129,7 +115,6 @@ def prefill_command(
     given = dict(locals())
     with mistakes_end_the_command():
         modes = [runner.one_of("mode", name, ATTENTION_MODES) for name in mode or QUANTIZED_MODES]
-        runner.one_of("dtype", dtype, HALVES)
         runner.one_of("backend", backend, BACKENDS)
         heads = {name: find_shape(name) for name in shape or SHAPES}
         sizes = [parse_size(text) for text in size or SIZES]
@@ -142,7 +127,7 @@ def prefill_command(
 
     bench.each(
         cases,
-        lambda case, tell: run_case(case, modes, block, how._replace(tell=tell), dtype=HALVES[dtype]),
+        lambda case, tell: run_case(case, modes, how._replace(tell=tell)),
         partial(_print_case, device=stopwatch.device),
         options=given,
     )

@@ -1,9 +1,7 @@
-"""Existing attention kernels: cuDNN and FlashAttention-2 through torch's SDPA, and SageAttention if installed."""
+"""Existing attention kernels: cuDNN and FlashAttention-2 through torch's SDPA."""
 
-import importlib
 import warnings
 from contextlib import AbstractContextManager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from turbo_hf.eval.bench.timing import Call
 
-CUDNN, FLASH, MATH, SAGE = "cuDNN", "FA2", "SDPA math", "SageAttention"
+CUDNN, FLASH, MATH = "cuDNN", "FA2", "SDPA math"
 
 LATENT_16, PRODUCTS = "latent 16 bit", "torch products"
 """Over latents (MLA): our own kernel at 16 bit, and torch's matrix products."""
@@ -29,14 +27,8 @@ class Rival(NamedTuple):
     note: str = ""
 
 
-def rivals(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float, causal: bool) -> list[Rival]:
-    """Every rival for this device. q: [B, Hq, M, D]; k, v: [B, Hkv, M, D]; each returns out [B, Hq, M, D]."""
-    found = sdpa_rivals(q, k, v, scaling=scaling, causal=causal)
-    return [*found, _sage(q, k, v, scaling, causal)] if q.device.type == "cuda" else found
-
-
 def sdpa_rivals(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float, causal: bool) -> list[Rival]:
-    """Those of torch's SDPA; shapes as in `rivals`."""
+    """Those for this device. q: [B, Hq, M, D]; k, v: [B, Hkv, M, D]; each returns out [B, Hq, M, D]."""
     kernels = {MATH: SDPBackend.MATH}
     if q.device.type == "cuda":
         kernels = {CUDNN: SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}
@@ -64,21 +56,6 @@ def _sdpa(
     if _problem(expanded) is None:
         return Rival(name, expanded, f"K and V expanded beforehand; with grouped heads: {problem}")
     return Rival(name, None, f"cannot run: {problem}")
-
-
-def _sage(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, causal: bool) -> Rival:
-    try:
-        sageattn: Any = importlib.import_module("sageattention").sageattn
-        name = f"{SAGE} {version('sageattention')}"
-    except (ImportError, PackageNotFoundError):
-        return Rival(SAGE, None, "not installed")
-    own_k = k.clone()  # 1.0.6 subtracts the mean of the keys in place
-
-    def call() -> object:
-        return sageattn(q, own_k, v, is_causal=causal, sm_scale=scaling)
-
-    problem = _problem(call)
-    return Rival(name, call) if problem is None else Rival(name, None, f"cannot run: {problem}")
 
 
 def _problem(call: Call) -> str | None:

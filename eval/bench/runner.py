@@ -15,7 +15,6 @@ from turbo_hf.config.turbo_config import BACKENDS
 from turbo_hf.config.whole_files import write_whole
 from turbo_hf.console import choose_device, err, out, print_error
 from turbo_hf.eval.bench.timing import free_memory
-from turbo_hf.models.versions import version_of
 from turbo_hf.patching.doctor import machine
 
 Backend = Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")]
@@ -72,13 +71,13 @@ def as_json(result: Any, indent: int | None = None) -> str:
     return json.dumps(finite(result), indent=indent, default=str)
 
 
-SHOWN = ("torch", "triton", "transformers", "sageattention", "driver")
+SHOWN = ("torch", "triton", "transformers", "driver")
 
 
 def facts(device: torch.device) -> dict[str, Any]:
     """Device, versions (None: not there) and commit (None: no checkout), ready for JSON."""
     gpu: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    versions: dict[str, Any] = {**machine().versions, "sageattention": version_of("sageattention")}
+    versions: dict[str, Any] = dict(machine().versions)
     if gpu is not None:
         versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": _driver()}
     return {

@@ -19,11 +19,10 @@ from turbo_hf.config.turbo_config import DEFAULT_PRESET, TurboConfig, resolve_co
 from turbo_hf.console import Device, Json, mistakes_end_the_command, remark, show_table
 from turbo_hf.eval.bench import runner
 from turbo_hf.eval.bench.checked import print_notes
-from turbo_hf.eval.bench.clock import clocked, vocabulary_of
 from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_model
 from turbo_hf.eval.bench.runner import figure
 from turbo_hf.eval.bench.shapes import parse_tokens
-from turbo_hf.eval.bench.timing import free_memory
+from turbo_hf.eval.bench.timing import clocked, free_memory, vocabulary_of
 from turbo_hf.eval.methods import reproducible
 from turbo_hf.models.versions import version_of
 from turbo_hf.patching.continuous_batching import SINCE

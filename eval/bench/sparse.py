@@ -20,6 +20,7 @@ SELECTORS = ("saap", "kmeans", "kmeans-rotated")
 
 SPARSE_SIZES = ("1x32k", "1x131k", "1x524k")
 SHARES = (0.01, 0.02, 0.04, 0.08)
+ALWAYS = AlwaysRead(1, 2047)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,9 @@ class Choice:
 
     selector: str
     shares: tuple[float, ...]
-    buckets: int
-    hidden: int
-    always: AlwaysRead
+    buckets: int = 1024
+    hidden: int = 1024
+    always: AlwaysRead = ALWAYS
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from turbo_hf.cache.pass_mark import once, ordinary
-from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, Width, empty_pages, narrowed
+from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, Width, empty_pages
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks, token_sizes
 
@@ -361,18 +361,13 @@ class PagePool:
         for old, (width, slots) in zip(self.paged, self.groups, strict=True):
             shape = (len(keep) + extra, slots, self.dim, self.block)
             new = empty_pages(width, *shape, self.device, self.dtype_16bit, self.rotary_dim)
-            self._keep(old[1:], new[1:], keep)
+            for source, target in zip(old[1:], new[1:], strict=True) if len(keep) else ():
+                if isinstance(keep, range):
+                    target[: len(keep)] = source
+                else:
+                    torch.index_select(source, 0, keep, out=target[: len(keep)])
             grown.append(new)
         self.paged = tuple(grown)
-
-    @staticmethod
-    def _keep(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], keep: torch.Tensor | range) -> None:
-        """Copy the pages `keep` of each tensor to the front of its successor."""
-        for source, target in zip(old, new, strict=True) if len(keep) else ():
-            if isinstance(keep, range):
-                target[: len(keep)] = source
-            else:
-                torch.index_select(source, 0, keep, out=target[: len(keep)])
 
     def reopen(self, sealed: list[int], counts: list[int], order: torch.Tensor) -> tuple[Tokens, list[int]]:
         """Drop the newest `counts[row]` tokens of each row's blocks, including whole blocks.
@@ -416,7 +411,5 @@ class PagePool:
         k, v, size = (torch.cat(parts)[slot] for parts in (keys, values, sizes))
         k_size, v_size = size.unbind(1)
         if wide:
-            k, v = (narrowed(x * s[..., None], self.dtype_16bit) for x, s in ((k, k_size), (v, v_size)))
-            one = torch.ones_like(k_size)
-            return Tokens(k, one, v, one)
+            return Tokens(k.to(self.dtype_16bit), k_size, v.to(self.dtype_16bit), v_size)
         return Tokens(k.round().to(torch.int8), k_size, v.round().to(torch.int8), v_size)

@@ -5,6 +5,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -12,13 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from turbo_hf.calibration.artifacts import FILE, NO_INDEX, Calibration, LayerCalibration, fingerprint
-from turbo_hf.calibration.capture import Seen, capturing, check_finite, probe, run_window
-from turbo_hf.calibration.centroids import assign, choose_clusters, k_means, sample_keys
+from turbo_hf.calibration.capture import Samples, Seen, capturing, check_finite, probe, run_window
 from turbo_hf.calibration.checkpoint import Checkpoint, checkpoint_of, other_tokenizer, own_tokenizer
 from turbo_hf.calibration.heads import HeadPriorities
-from turbo_hf.calibration.quality import evaluate
-from turbo_hf.calibration.query_model import train
-from turbo_hf.calibration.samples import Samples
+from turbo_hf.calibration.index import assign, choose_clusters, evaluate, k_means, sample_keys, train
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.calibration.widths import Widths
@@ -174,11 +172,13 @@ def calibrate(
         windows = read_windows(model, tokenizer, texts, chosen, checkpoint)
         if any(group.indexed for group in plan.groups):
             _clusters(chosen, len(windows))
-    settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
+    settings_dict = asdict(chosen) | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
     widths = None if out is None else _widths_in(Path(out), model)
     ranks.require_same({"settings": str(settings_dict), "widths": str(widths)})
     done: dict[int, LayerCalibration] = {}
-    share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
+    # in passes over a window: training and evaluation cost as much as many
+    indexed = sum(group.indexed for group in plan.groups)
+    share = 1 / (len(windows) * (len(plan.groups) + indexed) + indexed * chosen.steps / 4)
     for group in plan.groups:
 
         def step(work: float, word: str = f"layers {group.layers[0]} to {group.layers[-1]}") -> None:
@@ -243,11 +243,6 @@ def read_windows(
     if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
         raise ValueError("the tokenizer has tokens that the model does not know: it belongs to another model.")
     return windows
-
-
-def _work(group: Layers, plan: CalibrationPlan, windows: int) -> float:
-    """Cost of a group, in passes over a window: training and evaluation cost as much as many passes."""
-    return windows + (plan.settings.steps / 4 + windows if group.indexed else 0)
 
 
 def _calibrate_group(

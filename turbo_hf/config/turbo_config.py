@@ -6,8 +6,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from turbo_hf.config.file import SUFFIXES, names_a_file, read_mapping
-from turbo_hf.config.options import Options, at_least, freeze_layers, layer_indices, one_of
+from turbo_hf.config.options import (
+    SUFFIXES,
+    Options,
+    at_least,
+    freeze_layers,
+    layer_indices,
+    names_a_file,
+    one_of,
+    read_mapping,
+)
 from turbo_hf.layout import BITS, BLOCK_SIZES, FIRST, MODES, UNQUANTIZED, WIDTHS, HeadGroups, Width, widths_of
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
@@ -156,8 +164,8 @@ class TurboConfig(Options):
 
     Args:
         bits: bits per stored code: 8, 4, 3 or 2 (TurboAttention sec. 3.1; 8 is stage 1 alone), or 16: the model's own
-            numbers unquantized (float16 for a float32 model), in pages, read by the same kernel (LeanAttention). A
-            layer with 16-bit heads also keeps its open tokens unquantized, and its prompt attention is not rounded.
+            numbers unquantized (float16 for a float32 model), in pages, read by the same kernel (LeanAttention). Such
+            a layer also keeps its open tokens unquantized, and its prompt attention is not rounded.
         value_bits: bits of the values alone: 8, 4, 3 or 2, while keys have `bits`; None: both have `bits`. Not with
             bits=16. The heads at `low_bits` keep values at the smaller of both. A layer that is kept at 8 bit
             (`int8_layers`) keeps its values at 8 bit, too.
@@ -308,6 +316,11 @@ class TurboConfig(Options):
                 "TurboConfig.value_bits goes with bits of 8, 4, 3 or 2: no kernel reads 16-bit keys beside packed "
                 f"values; got bits=16 and value_bits={self.value_bits!r}, leave one of them out."
             )
+        if self.expert.low_heads:
+            raise ValueError(
+                "Expert.low_heads goes with bits of 8, 4, 3 or 2: all heads of a layer of 16 bit have 16; got "
+                f"low_heads={self.expert.low_heads!r}, leave one of them out."
+            )
         if self.attention not in ("auto", "native"):
             raise ValueError(
                 f'TurboConfig.attention must be "auto" or "native" with bits=16, which rounds nothing; '
@@ -354,14 +367,10 @@ class TurboConfig(Options):
     def head_groups(self, kv_heads: int) -> HeadGroups:
         """(width, number of heads) for each group of a layer's `kv_heads` heads, widest first."""
         low = int(self.expert.low_heads * kv_heads)  # rounded down: an odd head keeps the higher width
-        groups = ((self.bits, self.value_bits, kv_heads - low), (self.expert.low_bits, self.low_value_bits, low))
-        return tuple((_width(bits, value_bits), heads) for bits, value_bits, heads in groups if heads)
-
-    @property
-    def low_value_bits(self) -> int:
-        """Bits of the values of the heads at `low_bits`."""
-        low = self.expert.low_bits
-        return low if self.value_bits is None else min(low, self.value_bits)
+        low_bits = self.expert.low_bits
+        low_width = _width(low_bits, min(low_bits, self.value_bits or low_bits))
+        groups = ((_width(self.bits, self.value_bits), kv_heads - low), (low_width, low))
+        return tuple((width, heads) for width, heads in groups if heads)
 
 
 def _width(bits: int, value_bits: int | None) -> Width:

@@ -32,7 +32,6 @@ class Run(NamedTuple):
 
     tile: tokens that share one scale of P.
     own: whether the keys are the queries' own, in the same order.
-    exact: whether P is not rounded here.
     chosen: bool [B, Hkv, M, T], keys that each query may see; None: all.
     """
 
@@ -41,7 +40,6 @@ class Run(NamedTuple):
     v: Operand
     tile: int
     own: bool = False
-    exact: bool = False
     chosen: torch.Tensor | None = None
 
 
@@ -122,7 +120,11 @@ def _run(state: State | None, run: Run, options: FlashOptions, shape: tuple[int,
     score = score.unflatten(2, (group, rows))
     if scoring.softcap is not None:
         score = scoring.softcap * torch.tanh(score / scoring.softcap)
-    allowed = _allowed(run.q.place, run.k.place, options.window)[:, None, None]
+    q_place, k_place = run.q.place[:, None, None, :, None], run.k.place[:, None, None, None]
+    # a query without a place is before every key
+    allowed = (k_place >= 0) & (k_place <= q_place)
+    if options.window is not None:
+        allowed = allowed & (k_place > q_place - options.window)
     if run.chosen is not None:
         allowed = allowed & run.chosen.unflatten(1, (kv_heads, -1))
     score = score.masked_fill(~allowed, -torch.inf).unflatten(-1, (-1, run.tile))
@@ -135,8 +137,7 @@ def _run(state: State | None, run: Run, options: FlashOptions, shape: tuple[int,
     top = own.amax(-1) if state is None else torch.maximum(state.top, own.amax(-1))
     finite = top.masked_fill(top == -torch.inf, 0.0)
     moves = torch.exp(own - finite[..., None])
-    p_type = None if run.exact else options.p_type
-    codes, unit = rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), p_type)
+    codes, unit = rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), options.p_type)
     part = (codes * (unit * moves[..., None])).flatten(-2).flatten(2, 3) @ run.v.x
     part = part.unflatten(2, (group, rows))
     total = (p.sum(-1) * moves).sum(-1)
@@ -166,13 +167,3 @@ def rounded(weight: torch.Tensor, p_type: torch.dtype | None) -> tuple[torch.Ten
     if p_type == torch.float8_e4m3fn:
         return (weight * (E4M3_MAX / peak)).float().to(torch.float8_e4m3fn).to(weight.dtype), peak / E4M3_MAX
     return (weight / peak).to(p_type).to(weight.dtype), peak
-
-
-def _allowed(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor:
-    """bool [B, M, T]: which keys each query sees."""
-    q, k = query[:, :, None], key[:, None, :]
-    # a query without a place is before every key
-    allowed = (k >= 0) & (k <= q)
-    if window is not None:
-        allowed = allowed & (k > q - window)
-    return allowed
