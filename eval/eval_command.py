@@ -21,7 +21,7 @@ from turbo_hf.config.whole_files import one_writer, write_whole
 from turbo_hf.console import Device, GgufFile, Json, choose_device, err, fail, load, out
 from turbo_hf.eval import methods as known
 from turbo_hf.eval.bench.runner import as_json, facts
-from turbo_hf.eval.output import EvalReport, markdown, show
+from turbo_hf.eval.output import EvalReport, show, write_report
 from turbo_hf.eval.suites import SUITES, Limits, build
 from turbo_hf.ranks import Ranks, ranks_of
 
@@ -217,7 +217,7 @@ def _run(
             result = {"meta": meta, "notes": [*unfinished, *notes], **found}
             _write(folder, result, {name: outcome.samples for name, outcome in outcomes.items()}, shown=not left)
         out.print(
-            f"Kept in {folder}: report.md, report.json, pictures, answers, samples and results by method.",
+            f"Kept in {folder}: report.html, report.md, report.json, answers, samples and results by method.",
             style="dim",
         )
         return result
@@ -266,7 +266,7 @@ def _write(
             pictures.append(folder / f"needle-{known.folder_of(label)}.png")
             needle_map(cells[known.BASELINE], cells[label], label, pictures[-1])
     notes = [noise(result), *result["notes"]]
-    whole = EvalReport(f"turbo-hf eval: {title}", lines, tables(result), notes, pictures)
+    whole = EvalReport(f"turbo-hf eval: {title}", lines, tables(result), notes, result["meta"], pictures)
     if shown:
         show(whole)
-    write_whole(folder / "report.md", markdown(whole))
+    write_report(folder, whole)

@@ -30,7 +30,7 @@ from turbo_hf.eval.bench.runner import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.fidelity import STEP, Case, Fidelity, grid, layer_map, measure, named, suggestion, unsteady
 from turbo_hf.eval.methods import BACKENDS, installed, known_methods, without_plans
-from turbo_hf.eval.output import EvalReport, Table, markdown
+from turbo_hf.eval.output import EvalReport, Table, write_report
 from turbo_hf.layout import BITS
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import version_of
@@ -93,7 +93,7 @@ def fidelity_command(
     calibration: Annotated[
         str, typer.Option(help="For methods that need one: a folder or Hub id; auto: beside the checkpoint.")
     ] = "auto",
-    folder: Annotated[Path | None, typer.Option("--out", help="Folder for JSON, Markdown and plots.")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Folder for JSON, Markdown, HTML and plots.")] = None,
     device: Device = "auto",
     gguf_file: GgufFile = None,
     json_line: Json = False,
@@ -274,5 +274,5 @@ def _write(
     write_whole(folder / "fidelity.json", as_json(found, indent=1) + "\n")
     title = f"{facts['model']} ({facts['dtype']}, {facts['device']}): distance to 16 bit"
     pictures = draw(rows, title, folder)
-    write_whole(folder / "report.md", markdown(EvalReport(title, [told], _tables(rows), WHAT, pictures)))
-    remark(f"Kept in {folder}: fidelity.json, report.md, pictures.")
+    write_report(folder, EvalReport(title, [told], _tables(rows), WHAT, facts, pictures))
+    remark(f"Kept in {folder}: fidelity.json, report.html, report.md, pictures.")

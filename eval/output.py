@@ -1,6 +1,10 @@
-"""A finished run's tables on the terminal, and as Markdown with its pictures."""
+"""A finished run's tables on the terminal, as Markdown, and as one HTML page with its pictures inside."""
 
+import base64
+import html
 import io
+import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +19,14 @@ LIMITED = "LIMITED"
 
 WORDS = ("task", "scorer", "over", "method", "metric", "largest loss in")
 """Headings of non-numeric columns."""
+
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:96rem;margin:2rem auto;padding:0 1rem;color:#222}"
+    "table{border-collapse:collapse;margin:.5rem 0 1.5rem;display:block;overflow-x:auto}"
+    "th,td{border:1px solid #ccc;padding:.25rem .6rem;text-align:right}td{white-space:nowrap}"
+    "th:first-child,td:first-child{text-align:left}"
+    ".limited{color:#b00;font-weight:bold}img{max-width:100%}pre{background:#f4f4f4;padding:1rem;overflow-x:auto}"
+)
 
 
 class Table(NamedTuple):
@@ -36,14 +48,22 @@ class EvalReport(NamedTuple):
 
     lines: to be read before the tables.
     notes: to be read after them.
-    pictures: PNG files, beside the report.
+    meta: what was run, for JSON.
+    pictures: PNG files that exist.
     """
 
     title: str
     lines: Sequence[str]
     tables: Sequence[Table]
     notes: Sequence[str]
+    meta: dict[str, Any]
     pictures: Sequence[Path]
+
+
+def write_report(folder: Path, report: EvalReport) -> None:
+    """Write report.md and report.html into `folder`."""
+    write_whole(folder / "report.md", markdown(report))
+    write_whole(folder / "report.html", page(report))
 
 
 def write_png(path: Path, figure: Any) -> None:
@@ -71,15 +91,45 @@ def show(report: EvalReport) -> None:
 
 
 def markdown(report: EvalReport) -> str:
-    """The tables with what must be read beside them, and the pictures."""
+    """The tables with what must be read beside them."""
     parts = [f"# {report.title}", *report.lines]
     for table in report.tables:
         rows = [_row(table.headings), _row(["---"] * len(table.headings)), *map(_row, table.rows)]
         parts.append("\n".join([f"**{table.title}**", "", *rows]))
     parts.append("\n".join(f"- {note}" for note in report.notes))
-    parts += [f"![{picture.stem}]({picture.name})" for picture in report.pictures]
     return "\n\n".join(parts) + "\n"
 
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def page(report: EvalReport) -> str:
+    """A self-contained HTML page. Text is escaped; pictures are embedded."""
+    named = html.escape(report.title)
+    parts = [
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{named}</title>',
+        f"<style>{STYLE}</style></head><body><h1>{named}</h1>",
+    ]
+    for line in report.lines:
+        limited = ' class="limited"' if line.startswith(LIMITED) else ""
+        parts.append(f"<p{limited}>{html.escape(line)}</p>")
+    for table in report.tables:
+        head = "".join(f"<th>{_breakable(heading)}</th>" for heading in table.headings)
+        body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+        parts.append(f"<h2>{html.escape(table.title)}</h2><table><tr>{head}</tr>{body}</table>")
+    parts.append("<ul>" + "".join(f"<li>{html.escape(note)}</li>" for note in report.notes) + "</ul>")
+    for picture in report.pictures:
+        data = base64.b64encode(picture.read_bytes()).decode()
+        parts.append(f'<p><img alt="{html.escape(picture.stem)}" src="data:image/png;base64,{data}"></p>')
+    parts.append(f"<h2>Run</h2><pre>{html.escape(json.dumps(report.meta, indent=1))}</pre></body></html>")
+    return "\n".join(parts) + "\n"
+
+
+def _breakable(heading: str) -> str:
+    """A heading whose lines may end inside a method's long name."""
+    return re.sub(r"(?<=[+@:/])", "<wbr>", html.escape(heading))
+
+
+def _cell(cell: str) -> str:
+    return html.escape(cell).replace("; ", "<br>")

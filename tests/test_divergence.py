@@ -360,7 +360,7 @@ def test_the_table_of_the_carried_model(tmp_path: Path) -> None:
     assert all(row["verdict"] in {*(words for _, words in BOUNDS), NEVER, "noise"} for row in found["table"])
     written = {path.name for path in tmp_path.iterdir()}
     pictures = {f"fidelity-{part}.png" for part in ("table", "answers", "grid", "map")}
-    assert written == {"fidelity.json", "report.md", *pictures}
+    assert written == {"fidelity.json", "report.md", "report.html", *pictures}
     assert json.loads((tmp_path / "fidelity.json").read_text()) == found
     assert "| 99.9 % |" in (tmp_path / "report.md").read_text()
     # a run of less leaves no picture of this one

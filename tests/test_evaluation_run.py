@@ -2,7 +2,6 @@
 and answers that are kept: JSON, whole, of one run alone, asked for once."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,7 +106,7 @@ def test_tables_and_pictures(run: tuple[Path, list[Spec], dict[str, Outcome]], t
     versions = {"lm_eval": "a", "transformers": "b", "torch": "c"}
     about = {"model": "m", "model_fingerprint": "f", "dtype": "float32", "device": "cpu", "suite": "s", "batch": 4}
     about |= {"seed": 1, "limit": 3, "versions": versions}
-    text = markdown(EvalReport("a title", stamps(about), tables(found), ["a note"], [tmp_path / "needle.png"]))
+    text = markdown(EvalReport("a title", stamps(about), tables(found), ["a note"], {}, []))
     assert "LIMITED to 3 items a task" in text
     assert "- a note" in text
     assert "LIMITED" not in " ".join(stamps({**about, "limit": None}))
@@ -164,12 +163,14 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
     assert list(found["serving"]) == [BASELINE, AGAIN, "turbo4", str(mine)]
     assert found["serving"]["turbo4"]["compression"] > 1.5
     names = {path.name for path in out.iterdir()}
-    reports = {f"report.{ending}" for ending in ("md", "json")}
+    reports = {f"report.{ending}" for ending in ("html", "md", "json")}
     assert reports | {"accuracy.png", "needle-turbo4.png", "turbo4", "fp16-again"} <= names
     assert json.loads((out / "report.json").read_text())["accuracy"] == found["accuracy"]
-    pictures = re.findall(r"!\[.*\]\((.*)\)", (out / "report.md").read_text())
-    assert len(pictures) == 3
-    assert set(pictures) <= names
+    whole = (out / "report.html").read_text()
+    assert whole.count("data:image/png;base64,") == 3
+    assert whole.count("<table>") == whole.count("</table>") == 7
+    # everything that the page shows is inside it
+    assert "http" not in whole
 
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("everything was answered before")
