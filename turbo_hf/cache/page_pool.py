@@ -351,7 +351,8 @@ class PagePool:
         """To the pages of another pool, at least as many, and a table `within` them. sent: memory for it."""
         if paged is not self.paged:
             for old, new in zip(self.paged, paged, strict=True):
-                self._keep(old[1:], new[1:], range(len(old.k)))
+                for source, target in zip(old[1:], new[1:], strict=True):
+                    target[: len(source)] = source
         self.paged, self.table = paged, table
         table.send_to(sent)
 
