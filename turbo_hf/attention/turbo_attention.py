@@ -399,7 +399,13 @@ def sas_threshold(config: TurboConfig, tokens: int) -> float | None:
     """
     if not config.expert.sas or config.expert.sas_threshold is not None:
         return config.expert.sas_threshold
-    return -(6 + math.log(power_of_two(max(tokens, SHORT)) / SHORT))
+    return _threshold_up_to(power_of_two(max(tokens, SHORT)))
+
+
+@functools.cache
+def _threshold_up_to(tokens: int) -> float:
+    """The same object for the same length, by which captured steps know it."""
+    return -(6 + math.log(tokens / SHORT))
 
 
 class _NoGradient(torch.autograd.Function):

@@ -47,8 +47,9 @@ class TurboLayer(DequantizedLayer):
             ValueError: no float tensors [B, Hkv, M, D], or others than the cache holds.
         """
         check_float(f"layer {self.index}: key_states", key_states)
-        check_float(f"layer {self.index}: value_states", value_states)
-        keys, values = self.append_and_dequantize(key_states, rotary_part(value_states), self.given_mask)
+        stored = rotary_part(value_states)
+        check_float(f"layer {self.index}: value_states", stored)
+        keys, values = self.append_and_dequantize(key_states, stored, self.given_mask)
         return keys, values[..., : value_states.shape[-1]]
 
     @untraced
