@@ -108,7 +108,8 @@ def test_steps_take_over_when_it_pays(
         # one without compiled layers, one with them
         assert runners[-1].captures == 2
         assert "; layers compiled (" in generates(5)
-        assert runners[-1].captures == 1
+        # on a GPU the runner of the call before replays what it has captured
+        assert runners[-1].captures == (2 if device.type == "cuda" else 1)
     # a later patch finds the mark
     with turbo_hf.patch(model, AUTO) as handle:
         assert "; layers compiled (" in generates(40)

@@ -68,7 +68,7 @@ class StepRunner(Runner):
         why_not: Callable[[], str | None] | None = None,
     ):
         super().__init__(device, why_not, demanded)
-        # as often as steps have begun anew
+        # as often as steps have begun anew in this call
         self.warmups = 0
         self._pass: Callable[..., Any] = model if forward is None else forward
         self._depth = STEP if forward is None else STEP + 1
@@ -170,7 +170,7 @@ class StepRunner(Runner):
         # The end may also be that of the interpreter, where torch aborts over new tensors; it may come while another
         # runner captures, where what is launched does not run; or in the midst of a later pass over the cache.
         ends = steps.mark.now is None and not (sys.is_finalizing() or any(map(_capturing, steps.nonfinite)))
-        kinds = self.kinds
+        kinds, self.warmups = self.kinds, 0
         self._forget()
         if ends and keep and not self.off and steps.intact():
             self._kept = KeptSteps.of(steps, self._model_now)
