@@ -1,6 +1,7 @@
 """Launch of the prompt kernel for Hopper. Imported only where it runs, as it needs Triton 3.6 and its Gluon."""
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,7 +11,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from turbo_hf.layout import PROMPT_TILE as TILE
 from turbo_hf.layout import AttentionOutput, Operands, Scoring
 from turbo_hf.ops import gpu
-from turbo_hf.ops.prefill.kernel_arguments import Past, TiledPast
 from turbo_hf.ops.prefill.kernel_hopper import hopper_prefill_kernel
 
 L2_BYTES = 24e6
@@ -20,6 +20,20 @@ STAGES = {64: 8, 128: 5}
 """Tiles of K and V in flight, by head dim."""
 
 
+class TiledPast(NamedTuple):
+    """The past as the kernel for Hopper reads it, beside its codes (`unpack_tiles`).
+
+    scale: float32 [B, Hkv, room/64, 2], of each block of 64 tokens: the scale of keys, log2 of that of values.
+    sealed, open_len: int64 [B], sealed blocks of 64 tokens, and the tokens behind them.
+    room: capacity in tokens, whole tiles of 128.
+    """
+
+    scale: Any
+    sealed: Any
+    open_len: Any
+    room: int
+
+
 def launch_hopper_prefill(
     q: torch.Tensor,
     chunk: Operands,
@@ -27,13 +41,13 @@ def launch_hopper_prefill(
     to: AttentionOutput,
     broken: torch.Tensor,
     scoring: Scoring,
-    past: Past | None = None,
+    past: Any = None,
     parts: int = 1,
     starts: torch.Tensor | None = None,
 ) -> None:
     """Write out and lse of q over `chunk` to `to`, v_log2 being the log2 of `chunk.v_scale`. scoring: a plain one.
 
-    past: as `unpack_tiles` makes it. parts: how many programs share the past of a tile of queries;
+    past: the `Past` that `unpack_tiles` makes. parts: how many programs share the past of a tile of queries;
     `to` is then float32 [parts, B, Hq, M, D] and [parts, B, Hq, M], contiguous. starts: int64 [B], each row's first
     token. `broken` is set for heads with NaN or Inf in q, or scores too large for INT8.
     """

@@ -1,7 +1,7 @@
 """Launches of the kernels that store tokens. Imported only where one runs, as it needs Triton."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,7 +10,6 @@ from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.kernel_launch import Launch, Rows, cache_of, launch
 from turbo_hf.ops.maths import balanced_queries
 from turbo_hf.ops.store.kernel_append import QUERIES, append_kernel, append_step_kernel, seal_open_kernel
-from turbo_hf.ops.store.kernel_arguments import NewQueries, NewTokens, StoreForm
 from turbo_hf.ops.store.kernel_latent import append_latent_kernel, latent_step_kernel, seal_latents_kernel
 from turbo_hf.ops.store.kernel_moves import exchange_open_kernel, select_rows_kernel
 from turbo_hf.ops.store.reference_quantize import reference_quantize_tokens
@@ -26,6 +25,51 @@ MOVED = 4096
 
 MOST_PAIRS = (1 << 16) - 1
 """CUDA's limit of gridDim.y, the dimension of rows times heads."""
+
+
+class NewTokens(NamedTuple):
+    """Keys and values [B, Hkv, M, D] with their strides."""
+
+    k: Any
+    v: Any
+    k_strides: Any
+    v_strides: Any
+
+
+class NewQueries(NamedTuple):
+    """Queries that are balanced on the way.
+
+    data: [B, Hq, M, D]. strides: its strides. out: where they go, contiguous.
+    heads, tokens, rows: Hq, M, and B Hq M.
+    """
+
+    data: Any
+    strides: Any
+    out: Any
+    heads: Any
+    tokens: Any
+    rows: Any
+
+
+class StoreForm(NamedTuple):
+    """What kernels that seal are compiled for.
+
+    slots, bits, value_bits: for each width, its KV heads, and the bits of their keys and values.
+    heads: KV heads.
+    dim, padded_dim: channels per head, and per tile.
+    block: tokens per block.
+    first, recent: open tokens before and behind those that are sealed (`KVStore`).
+    """
+
+    slots: tuple[int, ...]
+    bits: tuple[int, ...]
+    value_bits: tuple[int, ...]
+    heads: int
+    dim: int
+    padded_dim: int
+    block: int
+    first: int
+    recent: int
 
 
 def pairs_of(batch: int, heads: int) -> int:
