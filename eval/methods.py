@@ -25,7 +25,7 @@ from turbo_hf.config.turbo_config import (
     resolve_config,
     with_options,
 )
-from turbo_hf.eval.published import Kivi, KVarN, Scheme, SimulatedCache, simulated_cache
+from turbo_hf.eval.published import Kivi, SimulatedCache, simulated_cache
 from turbo_hf.patching.handle import Handle
 from turbo_hf.patching.patch_model import patch
 
@@ -58,11 +58,10 @@ class Method:
     make: MakeCache | None = None
 
 
-SIMULATED: dict[str, Scheme] = {
+SIMULATED: dict[str, Kivi] = {
     **{f"kivi{bits}": Kivi(bits, bits) for bits in (4, 3, 2)},
     # 104 bytes per token and head at d = 128, as turbo-k4v2, and 72, as turbo2
     **{f"kivi-k{bits}v2-g128": Kivi(bits, 2, group=128) for bits in (4, 2)},
-    **{f"kvarn-k{bits}v2-g{block}": KVarN(bits, 2, block) for bits in (4, 2) for block in (128, 64)},
 }
 """Published caches, simulated in plain torch: full-precision attention over what they would return."""
 
@@ -85,7 +84,6 @@ EXPLAINED = (
     ("quanto4, quanto2, hqq8, hqq4, hqq2", "Transformers' QuantizedCache, if optimum-quanto or hqq is installed"),
     ("kivi4, kivi3, kivi2", "KIVI, groups of 64, the 64 newest tokens in full precision. Simulated"),
     ("kivi-k4v2-g128 (also k2v2)", "KIVI of 4-bit keys and 2-bit values, groups of 128. Simulated"),
-    ("kvarn-k4v2-g128 (also k2v2, g64)", "KVarN: 4-bit keys, 2-bit values, tiles of 128 tokens. Simulated"),
 )
 """What `turbo-hf eval --list` says of the methods. Simulated: accuracy only, in plain torch."""
 

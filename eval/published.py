@@ -1,9 +1,9 @@
-"""Published ways to store keys and values in few bits, simulated: accuracy only.
+"""A published way to store keys and values in few bits, KIVI (Liu et al. 2024, arXiv:2402.02750, alg. 1), simulated:
+accuracy only.
 
-Plain torch rounds and keeps the rounded values; bytes are computed, as nothing is packed. Sources: KIVI (Liu et al.
-2024, arXiv:2402.02750, alg. 1), KVarN (Müller et al. 2026, arXiv:2606.03458; the reference beside its kernel in
-github.com/huawei-csl/KVarN). The first pass reads itself in full precision, as in KIVI. A pass of one token reads it
-after it was stored, as KIVI's does; one of several reads itself in full.
+Plain torch rounds and keeps the rounded values; bytes are computed, as nothing is packed. The first pass reads itself
+in full precision, as in KIVI. A pass of one token reads it after it was stored, as KIVI's does; one of several reads
+itself in full.
 """
 
 from collections import defaultdict
@@ -34,17 +34,6 @@ def rounded(x: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     return near
 
 
-def by_channel(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """x [..., T, D] rounded by channel, in groups of `group` tokens (T is a multiple of it)."""
-    return rounded(x.unflatten(-2, (-1, group)), bits, -2).flatten(-3, -2)
-
-
-def by_token(x: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """x [..., T, D] rounded by token, in groups of `group` channels; a head that they do not divide is one group."""
-    size = group if x.shape[-1] % group == 0 else x.shape[-1]
-    return rounded(x.unflatten(-1, (-1, size)), bits, -1).flatten(-2)
-
-
 @dataclass(frozen=True, slots=True)
 class Kivi:
     """KIVI: keys wait for `group` tokens and are rounded by channel; all but the newest values are rounded by token.
@@ -65,11 +54,13 @@ class Kivi:
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
         """Keys [B, H, T, D] that are compressed, as they are read from then on."""
-        return by_channel(x, self.bits, self.group).to(x.dtype)
+        return rounded(x.unflatten(-2, (-1, self.group)), self.bits, -2).flatten(-3, -2).to(x.dtype)
 
     def values(self, x: torch.Tensor) -> torch.Tensor:
         """Values [B, H, T, D] that are compressed, as they are read from then on."""
-        return by_token(x, self.value_bits, self.group).to(x.dtype)
+        # a head that groups do not divide is one group
+        size = self.group if x.shape[-1] % self.group == 0 else x.shape[-1]
+        return rounded(x.unflatten(-1, (-1, size)), self.value_bits, -1).flatten(-2).to(x.dtype)
 
     def computed_bytes(self, tokens: int, heads: int, dim: int, itemsize: int) -> float:
         """Bytes of a row's keys and values in one layer: codes, 16-bit scales and zero points, and what waits."""
@@ -79,94 +70,13 @@ class Kivi:
         return heads * (codes + SCALE_BYTES * scales + itemsize * (2 * tokens - keys - values) * dim)
 
 
-SINKHORN = 16
-"""KVarN: rounds of scaling tokens and channels in turn."""
-
-STD, LOG_SCALE = (1e-3, 1e3), (-0.3, 10.0)
-"""KVarN: the ranges of deviations, and of the logarithms of scales. Nothing is scaled up by more than e^0.3."""
-
-
-def balance(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales of tokens [..., T, 1] and channels [..., 1, D] under which x [..., T, D] varies most evenly."""
-    # logarithms
-    tokens, channels = x[..., :1] * 0, x[..., :1, :] * 0
-    now, best, kept = x, _unevenness(x), (tokens, channels)
-    for _ in range(SINKHORN):
-        tokens = (tokens + now.std(-1, keepdim=True).clamp(*STD).log()).clamp(*LOG_SCALE)
-        now = x / tokens.exp() / channels.exp()
-        channels = (channels + now.std(-2, keepdim=True).clamp(*STD).log()).clamp(*LOG_SCALE)
-        now = x / tokens.exp() / channels.exp()
-        uneven = _unevenness(now)
-        kept = torch.where(uneven <= best, tokens, kept[0]), torch.where(uneven <= best, channels, kept[1])
-        best = torch.minimum(uneven, best)
-    return kept[0].exp(), kept[1].exp()
-
-
-def _unevenness(x: torch.Tensor) -> torch.Tensor:
-    """[..., 1, 1]: the largest over the smallest deviation, of tokens and of channels."""
-    each = (x.std(dim, keepdim=True) for dim in (-1, -2))
-    ratios = [std.amax((-1, -2), keepdim=True) / std.amin((-1, -2), keepdim=True).clamp(min=1e-8) for std in each]
-    return ratios[0] + ratios[1]
-
-
-def hadamard(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] times Sylvester's matrix of norm 1, its own inverse, in runs of the largest power of two in D."""
-    dim = x.shape[-1]
-    size = dim & -dim
-    matrix = torch.ones(1, 1, device=x.device)
-    while len(matrix) < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1))) / 2**0.5
-    turned: torch.Tensor = x.unflatten(-1, (-1, size)) @ matrix.to(x.dtype)
-    return turned.flatten(-2)
-
-
-@dataclass(frozen=True, slots=True)
-class KVarN:
-    """KVarN: rotated tiles of `block` tokens, scaled by token and channel; keys are rounded by channel, values by
-    token. Its methods are those of `Kivi`."""
-
-    bits: int
-    value_bits: int
-    block: int
-
-    def sealed(self, tokens: int) -> tuple[int, int]:
-        """Whole tiles."""
-        whole = tokens // self.block * self.block
-        return whole, whole
-
-    def keys(self, x: torch.Tensor) -> torch.Tensor:
-        """Rounded by channel."""
-        return self._balanced(x, self.bits, -2)
-
-    def values(self, x: torch.Tensor) -> torch.Tensor:
-        """Rounded by token."""
-        return self._balanced(x, self.value_bits, -1)
-
-    def _balanced(self, x: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-        turned = hadamard(x.float()).unflatten(-2, (-1, self.block))
-        tokens, channels = balance(turned)
-        near = rounded(turned / tokens / channels, bits, dim) * tokens * channels
-        return hadamard(near.flatten(-3, -2)).to(x.dtype)
-
-    def computed_bytes(self, tokens: int, heads: int, dim: int, itemsize: int) -> float:
-        """Codes, the 16-bit scale, zero point and second scale of each channel and token, and what waits."""
-        sealed, _ = self.sealed(tokens)
-        codes = sealed * dim * (self.bits + self.value_bits) / 8
-        scales = sealed * (1 + dim / self.block) * (SCALE_BYTES + 2)
-        return heads * (codes + scales + itemsize * 2 * (tokens - sealed) * dim)
-
-
-Scheme = Kivi | KVarN
-"""How a cache is stored, counted from a row's first token."""
-
-
 class CompressedLayer(DynamicLayer):
-    """Keys and values of one layer, compressed by a `Scheme` in place; `padding`: columns left of each row's text."""
+    """Keys and values of one layer, compressed by a scheme in place; `padding`: columns left of each row's text."""
 
     keys: Any
     values: Any
 
-    def __init__(self, scheme: Scheme, padding: Sequence[int]):
+    def __init__(self, scheme: Kivi, padding: Sequence[int]):
         super().__init__()
         self.scheme, self.padding = scheme, tuple(padding)
 
@@ -216,7 +126,7 @@ class SimulatedCache(Cache):
         return sum(layer.get_seq_length() - left for left in layer.padding) if layer.is_initialized else 0
 
 
-def simulated_cache(model: Any, scheme: Scheme, mask: torch.Tensor) -> SimulatedCache:
+def simulated_cache(model: Any, scheme: Kivi, mask: torch.Tensor) -> SimulatedCache:
     """An empty cache for prompts with that mask [B, columns].
 
     Raises:

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.eval.published import by_channel
+from turbo_hf.eval.published import Kivi
 from turbo_hf.layout import FIRST
 from turbo_hf.sparse.selectors import Centroids
 
@@ -102,7 +102,7 @@ def sinks() -> tuple[Any, Tensor]:
 def by_size(x: Tensor, bits: int, group: int) -> Tensor:
     """x [B, H, T, D] rounded by channel, each token brought to one size before, and back after."""
     size = x.pow(2).mean(-1, keepdim=True).sqrt()
-    return by_channel(x / size, bits, group) * size
+    return Kivi(bits, bits, group).keys(x / size) * size
 
 
 def simulated(model: Any, ids: Tensor, value_bits: int) -> float:
