@@ -12,7 +12,7 @@ from transformers import QuantizedCache
 
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import uses_calibration
-from turbo_hf.config.file import names_a_file
+from turbo_hf.config.options import names_a_file
 from turbo_hf.config.turbo_config import (
     ADVISED,
     ATTENTION_MODES,

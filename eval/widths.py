@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import resources
 from itertools import chain
 from pathlib import Path
@@ -336,7 +336,7 @@ def calibrate_widths(
         learned = len(windows) - max(1, len(windows) // 4)
         measured = measure_widths(model, windows[:learned], advance=advance)
         if kept is None:
-            said = settings.as_dict() | {"budget": budget}
+            said = asdict(settings) | {"budget": budget}
             said["texts_sha256"] = hashlib.sha256(windows.numpy().tobytes()).hexdigest()
             layers = tuple(LayerCalibration(n, {}) for n in range(measured.layers))
             kept = Calibration(fingerprint(model, checkpoint), said, layers, windows[:learned].numel())

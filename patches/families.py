@@ -1,14 +1,24 @@
 """The families that the tests cover, one row each: name, model types, and what is special about their attention.
 
-All of them use the generic path (`generic.py`, `layers.py`). A family that needs code has a file of its own.
+All of them use the generic path (`generic.py`, `layers.py`). What code one needs stands here, or in a file of its own.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from turbo_hf.models.model_layers import LATENT_TYPES
-from turbo_hf.patches.gemma4 import slice_queries
 from turbo_hf.patches.latent import EXPAND, keep_latent
+
+
+def slice_queries(module: Any, hidden: Any, extra: Any, positions: Any, masks: Any, *args: Any, **kwargs: Any) -> Any:
+    """`_maybe_slice_kv_shared_inputs` of Gemma 4, which cuts a prompt to its end before the layers that share keys.
+
+    It cuts the rows of 4D masks. A 2D mask has one column per key and no rows of queries, so it stays whole.
+    """
+    masks_4d = {kind: mask if mask is not None and mask.dim() == 4 else None for kind, mask in masks.items()}
+    original = type(module)._maybe_slice_kv_shared_inputs
+    *cut, cut_masks = original(module, hidden, extra, positions, masks_4d, *args, **kwargs)
+    return *cut, {kind: mask if masks_4d[kind] is None else cut_masks[kind] for kind, mask in masks.items()}
 
 
 class Family(NamedTuple):

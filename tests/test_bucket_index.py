@@ -18,7 +18,7 @@ from turbo_hf import Calibration
 from turbo_hf.attention.sparse_step import PART
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.rows import NewColumns
-from turbo_hf.calibration.query_model import classify
+from turbo_hf.calibration.index import classify
 from turbo_hf.models.versions import CACHE
 from turbo_hf.sparse.selectors import Centroids
 from turbo_hf.sparse.undo_rotary import turns_by_halves

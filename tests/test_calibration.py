@@ -22,8 +22,7 @@ from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM, T5Config,
 import turbo_hf
 from turbo_hf import Calibration
 from turbo_hf.calibration import run
-from turbo_hf.calibration.quality import WAYS, evaluate
-from turbo_hf.calibration.query_model import train
+from turbo_hf.calibration.index import WAYS, evaluate, train
 from turbo_hf.calibration.run import calibrate, make_plan
 from turbo_hf.calibration.settings import PRESETS, resolve_settings
 from turbo_hf.calibration.texts import token_windows

@@ -13,17 +13,24 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf.calibration import run
-from turbo_hf.calibration.capture import Seen, capturing, probe, run_window
-from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
-from turbo_hf.calibration.heads import HeadPriorities, head_order
-from turbo_hf.calibration.quality import WAYS, _recalled, evaluate
-from turbo_hf.calibration.query_model import QueryModels, classify, divergence, train
+from turbo_hf.calibration.capture import LARGEST, Samples, Seen, bucket_sums, capturing, long_range, probe, run_window
+from turbo_hf.calibration.heads import HeadPriorities, head_order, head_scores
+from turbo_hf.calibration.index import (
+    WAYS,
+    QueryModels,
+    _recalled,
+    assign,
+    choose_clusters,
+    classify,
+    divergence,
+    evaluate,
+    k_means,
+    train,
+)
 from turbo_hf.calibration.run import calibrate, make_plan
-from turbo_hf.calibration.samples import LARGEST, Samples, bucket_sums, long_range
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.models.model_layers import LATENT_TYPES
-from turbo_hf.ops.store.quantize import head_scores
 from turbo_hf.sparse.undo_rotary import undo_rotary
 
 

@@ -20,7 +20,6 @@ from turbo_hf.cache.saved_files import read
 from turbo_hf.calibration import artifacts
 from turbo_hf.calibration.artifacts import FILE, KIND, LayerCalibration
 from turbo_hf.calibration.checkpoint import Checkpoint, checkpoint_of
-from turbo_hf.calibration.settings import Settings
 from turbo_hf.config.turbo_config import HEAD_METRICS, with_options
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.versions import CACHE
@@ -331,7 +330,7 @@ def test_a_narrower_window_than_the_calibrations_is_told() -> None:
 
 def test_no_recall_is_told_where_nothing_was_judged() -> None:
     # the best key of no query is so far away
-    found = lab(settings=Settings(**{**SMALL.as_dict(), "far": 120, "steps": 1, "queries": 4}))
+    found = lab(settings=replace(SMALL, far=120, steps=1, queries=4))
     layers = [layer.quality for layer in found.layers if layer.quality]
     assert any(not sum(each["queries"]) for each in layers)
     assert all((each["recall"]["random"] is None) == (not sum(each["queries"])) for each in layers)

@@ -21,9 +21,7 @@ import turbo_hf
 from turbo_hf import TurboConfig
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.memory import LayerCost, cache_bytes
-from turbo_hf.cli import weights
-from turbo_hf.cli.plan import PlanRow, layer_costs, longest_context, parse_bytes, plan
-from turbo_hf.cli.weights import file_bytes, has_weights, weigh
+from turbo_hf.cli.plan import PlanRow, file_bytes, has_weights, layer_costs, longest_context, parse_bytes, plan, weigh
 from turbo_hf.console import load_model
 from turbo_hf.layout import FIRST, open_token_bytes
 from turbo_hf.models.versions import CACHE
@@ -386,7 +384,7 @@ def test_weights_of_the_hub_in_several_pickles_are_found(tmp_path: Path, monkeyp
     def there(name: str, file: str, fetch: bool = False) -> str | None:
         return str(tmp_path / file) if name == "me/old" and (tmp_path / file).exists() else None
 
-    monkeypatch.setattr(weights, "hub_file", there)
+    monkeypatch.setattr("turbo_hf.cli.plan.hub_file", there)
     assert not has_weights("me/old"), "an index alone"
     (tmp_path / shard).touch()
     assert has_weights("me/old")

@@ -12,9 +12,10 @@ from op_calls import quantize_tokens, seal_blocks
 from stores import CODE_MAX, make_store, store_codes, tokens, unpack
 
 from turbo_hf import layout
+from turbo_hf.calibration.heads import head_scores
 from turbo_hf.config.expected import FLOATS
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.ops.store.quantize import dequantize, head_scores
+from turbo_hf.ops.store.quantize import dequantize
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")

@@ -26,7 +26,7 @@ from saved_support import Make, by_bucket, family, llama, windows, written
 from turbo_hf import Calibration, TurboCache
 from turbo_hf.cache import saved_files
 from turbo_hf.calibration.artifacts import FILE, KIND
-from turbo_hf.config.file import read_mapping
+from turbo_hf.config.options import read_mapping
 from turbo_hf.eval.answers import Answers
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.maths import checksum

@@ -5,6 +5,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -12,13 +13,10 @@ import torch
 from transformers import PreTrainedModel
 
 from turbo_hf.calibration.artifacts import FILE, NO_INDEX, Calibration, LayerCalibration, fingerprint
-from turbo_hf.calibration.capture import Seen, capturing, check_finite, probe, run_window
-from turbo_hf.calibration.centroids import assign, choose_clusters, k_means, sample_keys
+from turbo_hf.calibration.capture import Samples, Seen, capturing, check_finite, probe, run_window
 from turbo_hf.calibration.checkpoint import Checkpoint, checkpoint_of, other_tokenizer, own_tokenizer
 from turbo_hf.calibration.heads import HeadPriorities
-from turbo_hf.calibration.quality import evaluate
-from turbo_hf.calibration.query_model import train
-from turbo_hf.calibration.samples import Samples
+from turbo_hf.calibration.index import assign, choose_clusters, evaluate, k_means, sample_keys, train
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.calibration.widths import Widths
@@ -173,7 +171,7 @@ def calibrate(
         windows = read_windows(model, tokenizer, texts, chosen, checkpoint)
         if any(group.indexed for group in plan.groups):
             _clusters(chosen, len(windows))
-    settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
+    settings_dict = asdict(chosen) | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
     widths = None if out is None else _widths_in(Path(out), model)
     ranks.require_same({"settings": str(settings_dict), "widths": str(widths)})
     done: dict[int, LayerCalibration] = {}

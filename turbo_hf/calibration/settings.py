@@ -1,7 +1,6 @@
 """Options of a calibration run: `Settings` and its presets."""
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from turbo_hf.calibration.heads import BLOCK
 from turbo_hf.config.options import at_least
@@ -83,10 +82,6 @@ class Settings:
     def first_query(self) -> int:
         """First position whose query has a long-range key besides the sink."""
         return max(self.local, self.far) + 2
-
-    def as_dict(self) -> dict[str, Any]:
-        """Fields by name, for JSON."""
-        return asdict(self)
 
 
 PRESETS: dict[str, Settings] = {

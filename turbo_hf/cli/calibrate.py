@@ -10,7 +10,7 @@ import typer
 from rich.box import SIMPLE
 
 from turbo_hf.calibration.artifacts import Calibration
-from turbo_hf.calibration.quality import SELECTIVITY, WAYS
+from turbo_hf.calibration.index import SELECTIVITY, WAYS
 from turbo_hf.calibration.run import calibrate, refuse_folder
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.console import (

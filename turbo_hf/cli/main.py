@@ -213,8 +213,12 @@ def plan_command(
     json_line: Json = False,
 ) -> None:
     """Cache memory before and after, from the config alone: bytes per token, longest context, largest batch."""
-    from turbo_hf.cli.plan import parse_bytes, plan, share_of_weights  # noqa: PLC0415
-    from turbo_hf.cli.weights import weigh  # noqa: PLC0415
+    from turbo_hf.cli.plan import (  # noqa: PLC0415
+        parse_bytes,
+        plan,
+        share_of_weights,
+        weigh,
+    )
     from turbo_hf.eval.bench.shapes import parse_tokens  # noqa: PLC0415
     from turbo_hf.patching.meta_model import meta_model  # noqa: PLC0415
 
@@ -302,7 +306,7 @@ def doctor_command(
 
 def _diagnose(model: str, device: str, gguf_file: str | None) -> "Diagnosis":
     """The diagnosis by the config alone, if that refuses the model or there are no weights; else by the model."""
-    from turbo_hf.cli.weights import has_weights  # noqa: PLC0415
+    from turbo_hf.cli.plan import has_weights  # noqa: PLC0415
     from turbo_hf.patching.doctor import diagnose, diagnose_config  # noqa: PLC0415
 
     of_config = diagnose_config(load_config(model, gguf_file=gguf_file))

@@ -6,8 +6,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from turbo_hf.config.file import SUFFIXES, names_a_file, read_mapping
-from turbo_hf.config.options import Options, at_least, freeze_layers, layer_indices, one_of
+from turbo_hf.config.options import (
+    SUFFIXES,
+    Options,
+    at_least,
+    freeze_layers,
+    layer_indices,
+    names_a_file,
+    one_of,
+    read_mapping,
+)
 from turbo_hf.layout import BITS, BLOCK_SIZES, FIRST, MODES, UNQUANTIZED, WIDTHS, HeadGroups, Width, widths_of
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")

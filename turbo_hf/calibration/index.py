@@ -1,12 +1,82 @@
-"""The query classifier: which buckets hold what a query looks for (SAAP sec. 4, eq. 1), all heads trained at once."""
+"""The index of sparse layers, all KV heads at once: centroids (spherical k-means on keys before rotary embedding, SAAP
+sec. 4, appendix A), the query classifier (which buckets hold what a query looks for, SAAP sec. 4, eq. 1), and how good
+both are on held-out windows: attention mass recalled for a given share of the keys.
+"""
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from turbo_hf.calibration.samples import Samples, bucket_sums, long_range
-from turbo_hf.calibration.settings import Settings
+from turbo_hf.calibration.capture import Samples, bucket_sums, long_range
+from turbo_hf.calibration.settings import DEFAULT_CLUSTERS, MIN_KEYS, SMALLEST_CLUSTERS, Settings
+
+COMPARED = 4096
+"""Keys per head that are compared with all centroids at a time."""
+KEYS_EACH = 256
+"""Maximum number of keys per centroid that k-means uses; more change little."""
+
+
+def sample_keys(count: int, clusters: int, generator: torch.Generator) -> torch.Tensor:
+    """Which of `count` keys k-means looks at: int64, in order; all, or so many that there are `KEYS_EACH` for each."""
+    most = clusters * KEYS_EACH
+    return torch.arange(count) if count <= most else torch.randperm(count, generator=generator)[:most].sort().values
+
+
+def choose_clusters(wanted: int | None, keys: int) -> int:
+    """C for `keys` keys per head: `wanted`, or 1024 halved until each has 32 keys. ValueError: too few keys."""
+    if wanted is not None:
+        if wanted * 2 > keys:
+            raise ValueError(
+                f"{keys} keys per head are too few for {wanted} clusters (2 for each at least). Give more text, or "
+                "fewer clusters."
+            )
+        return wanted
+    clusters = DEFAULT_CLUSTERS
+    while clusters * MIN_KEYS > keys and clusters > SMALLEST_CLUSTERS:
+        clusters //= 2
+    if clusters * 2 > keys:
+        raise ValueError(f"{keys} keys per head are too few for clusters. Give more text.")
+    return clusters
+
+
+def k_means(keys: torch.Tensor, clusters: int, iterations: int, generator: torch.Generator) -> torch.Tensor:
+    """Unit centroids [N, C, D] of keys [N, P, D], by head.
+
+    generator: on the CPU, so that a seed means the same on every device. It picks the initial keys, and those that
+    replace a centroid without keys.
+
+    Source: SAAP appendix A: random start, 10 iterations; assignment by the largest inner product with unit centroids.
+    """
+    heads, count = keys.shape[:2]
+    keys = keys.float()
+    start = torch.stack([torch.randperm(count, generator=generator)[:clusters] for _ in range(heads)])
+    found = _unit(torch.take_along_dim(keys, start.to(keys.device)[..., None], 1))
+    for _ in range(iterations):
+        buckets = assign(keys, found)
+        total = torch.zeros_like(found)
+        filled = torch.zeros(heads, clusters, device=keys.device)
+        # in parts: the one-hot matrix of buckets would be larger than the keys
+        for part, bucket in zip(keys.split(COMPARED, 1), buckets.split(COMPARED, 1), strict=True):
+            member = (bucket[..., None] == torch.arange(clusters, device=keys.device)).to(part.dtype)
+            total += torch.bmm(member.mT, part)
+            filled += member.sum(1)
+        spare = torch.randint(count, (heads, clusters), generator=generator).to(keys.device)
+        other = torch.take_along_dim(keys, spare[..., None], 1)
+        found = _unit(torch.where((filled > 0)[..., None], total, other))
+    return found
+
+
+def assign(keys: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Bucket of each key: int64 [N, P] of keys [N, P, D] and unit centroids [N, C, D], by largest inner product."""
+    parts = [torch.bmm(part.float(), centroids.float().mT).argmax(-1) for part in keys.split(COMPARED, 1)]
+    return torch.cat(parts, 1)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(x, dim=-1)
+
 
 EPSILON = 1e-5
 """Epsilon of the batch norm, as in torch."""
@@ -179,3 +249,89 @@ def divergence(target: torch.Tensor, logits: torch.Tensor, sizes: torch.Tensor) 
     """
     log_mass = logits + sizes.clamp(min=torch.finfo(sizes.dtype).tiny).log()
     return (torch.xlogy(target, target) - target * log_mass.log_softmax(-1)).sum(-1)
+
+
+SELECTIVITY = (0.01, 0.02, 0.04, 0.08)
+"""Shares of the keys (without the always-read ones) that may be read."""
+
+WAYS = ("classifier", "k-means", "k-means, rotated", "random")
+"""How buckets are chosen: by the query classifier, by inner products with the centroids of keys before and after rotary
+embedding (the latter have buckets of their own), by chance."""
+
+
+@torch.no_grad()
+def evaluate(
+    samples: Samples,
+    buckets: list[torch.Tensor],
+    centroids: torch.Tensor,
+    rotated: torch.Tensor,
+    classifier: dict[str, torch.Tensor],
+    windows: range,
+    local: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Figures of one layer over the long-range queries of `windows`.
+
+    Buckets are chosen as in decoding: scores summed over the query heads of a KV head, best buckets first, until the
+    share of keys is read. The last bucket counts in part: the same share of its mass as of its keys.
+
+    rotated: centroids [Hkv, C, D] of keys after rotary embedding.
+
+    Returns, by name:
+        recall: for each way of choosing (`WAYS`), the share of long-range attention mass at each of `SELECTIVITY`, the
+            mean over long-range queries of all heads; null without any.
+        queries: number of long-range queries for each KV head.
+    """
+    heads, clusters = centroids.shape[:2]
+    seeded = torch.Generator().manual_seed(seed)
+    total = {way: torch.zeros(len(SELECTIVITY), dtype=torch.float64) for way in WAYS}
+    counted = torch.zeros(heads, dtype=torch.float64)
+    device = centroids.device
+    for window in windows:
+        keys = samples.keys[window].to(device, non_blocking=True)
+        turned = assign(keys, rotated)
+        parts = (samples.pre_rotary_queries[window], samples.queries[window], samples.far[window])
+        for plain, query, far, at in zip(
+            *(x.split(64, 2) for x in parts), samples.positions[window].split(64), strict=True
+        ):
+            groups, rows = query.shape[1], query.shape[2]
+            asking, places = query.flatten(1, 2).to(device), at.repeat(heads, groups).to(device)
+            pairs = long_range(asking, places, keys, local, samples.scaling, samples.softcap)
+            mass, sizes = bucket_sums(pairs, buckets[window], clusters)
+            flat = plain.flatten(1, 2).to(device).float()
+            logits = classify(classifier, flat)
+            # keys that count depend on the position alone
+            shape = (heads, groups, rows, clusters)
+            sizes = sizes.view(shape)[:, 0]
+            scores = {
+                "classifier": logits.view(shape).sum(1),
+                "k-means": torch.bmm(flat, centroids.float().mT).view(shape).sum(1),
+                "random": torch.rand(heads, rows, clusters, generator=seeded).to(device),
+            }
+            weight = far.to(device).double()
+            mass = mass.view(shape)
+            for way, score in scores.items():
+                total[way] += _recalled(score, mass, sizes, weight).cpu()
+            mass, sizes = bucket_sums(pairs, turned, clusters)
+            score = torch.bmm(asking.float(), rotated.float().mT).view(shape).sum(1)
+            recalled = _recalled(score, mass.view(shape), sizes.view(shape)[:, 0], weight)
+            total["k-means, rotated"] += recalled.cpu()
+            counted += weight.sum((1, 2)).cpu()
+    count = int(counted.sum())
+    recall = {way: [round(x, 4) for x in (sums / count).tolist()] if count else None for way, sums in total.items()}
+    return {"recall": recall, "queries": [int(x) for x in counted.tolist()]}
+
+
+def _recalled(score: torch.Tensor, mass: torch.Tensor, sizes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Sum over weighted queries of the mass in the buckets that are read, [selectivities].
+
+    score, sizes: [Hkv, n, C]; mass: [Hkv, G, n, C]; weight: [Hkv, G, n].
+    """
+    order = score.argsort(-1, descending=True)
+    size = sizes.gather(-1, order)
+    before = size.cumsum(-1) - size
+    seen = mass.gather(-1, order[:, None].expand_as(mass)).double()
+    allowed = sizes.sum(-1, keepdim=True)
+    parts = [((allowed * limit - before) / size.clamp(min=1)).clamp(0, 1) for limit in SELECTIVITY]
+    each = [(seen * part[:, None]).sum(-1) * weight for part in parts]
+    return torch.stack([x.sum() for x in each])
