@@ -63,8 +63,11 @@ class Notices:
         self.strict, self.speaks = strict, speaks
         self.messages: list[str] = []
 
-    def note(self, message: str) -> None:
-        """Something that the user should know: a warning; with "fallback", or where others speak, a log message."""
+    def note(self, message: str | None) -> None:
+        """Something that the user should know: a warning; with "fallback", or where others speak, a log message. None:
+        there is nothing."""
+        if message is None:
+            return
         complain("fallback" if self.strict == "fallback" or not self.speaks else "warn", message)
         self.messages.append(message)
 

@@ -371,18 +371,14 @@ def empty_pages(
 ) -> PagedHeads:
     """Uninitialized pages for `slots` heads of this width (shapes: `PagedHeads`). rotary_dim: as in `page_bytes`."""
     bits, value_bits = widths_of(width, rotary_dim)
-    code, value_code = (code_type(n, dtype_16bit) for n in (bits, value_bits))
+    # bytes of packed codes, or the codes themselves
+    code, value_code = ({UNQUANTIZED: dtype_16bit, 8: torch.int8}.get(n, torch.uint8) for n in (bits, value_bits))
     channels = rotary_dim or head_dim
     k = torch.empty(pages, slots, block, packed_bytes(head_dim, min(bits, 8)), dtype=code, device=device)
     v = torch.empty(pages, slots, channels, packed_bytes(block, min(value_bits, 8)), dtype=value_code, device=device)
     meta = torch.empty(pages, slots, meta_lines(bits, value_bits), head_dim, dtype=torch.int8, device=device)
     size = torch.empty(pages, slots, 2 * (bits <= 8), block, dtype=torch.bfloat16, device=device)
     return PagedHeads(bits, k, v, meta, size)
-
-
-def code_type(bits: int, dtype_16bit: torch.dtype = torch.float16) -> torch.dtype:
-    """The type of the tensors that hold codes of `bits` bits: bytes of packed codes, or the codes themselves."""
-    return {UNQUANTIZED: dtype_16bit, 8: torch.int8}.get(bits, torch.uint8)
 
 
 def value_order(block: int, device: torch.device) -> torch.Tensor:

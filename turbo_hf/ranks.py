@@ -94,24 +94,19 @@ class Ranks:
             ) from error
         return largest.to(numbers.device)
 
-    @property
-    def _patience(self) -> timedelta:
-        """How long to wait for other ranks."""
-        backend: Any = self.group._get_backend(self.device)
-        # backends need not have options
-        options = getattr(backend, "options", None)
-        return PATIENCE * getattr(options, "_timeout", timedelta(minutes=5))
-
     def _await_device(self) -> None:
         """Wait for what has been launched, an exchange last: TimeoutError where torch would wait for ever."""
         if self.device.type != "cuda":
             return
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.device))
+        # backends need not have options
+        options = getattr(self.group._get_backend(self.device), "options", None)
+        patience = PATIENCE * getattr(options, "_timeout", timedelta(minutes=5)).total_seconds()
         begin = time.monotonic()
         while not done.query():
             waited = time.monotonic() - begin
-            if waited > self._patience.total_seconds():
+            if waited > patience:
                 raise TimeoutError(f"waited {waited:.0f} s")
             if waited > SPIN:
                 time.sleep(SPIN / 20)

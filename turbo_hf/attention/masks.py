@@ -59,11 +59,6 @@ def _windows(config: PreTrainedConfig) -> set[int | None]:
     return made[1] if made is not None and made[0]() is config else set()
 
 
-def _note_windows(config: PreTrainedConfig | None, windows: set[int | None]) -> None:
-    if config is not None:
-        _of_thread.made = weakref.ref(config), _windows(config) | windows
-
-
 def turbo_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """The model's 2D mask, unchanged, for causal and sliding-window attention; a 4D bool mask for any other.
 
@@ -107,7 +102,9 @@ def _mask(
     parts = _parts(mask_function)
     # chunks have no window that a layer knows
     windows = {_only_cell(part) for part in parts if _name(part) == SLIDING_OVERLAY} or {None}
-    _note_windows(kwargs.get("config"), windows)
+    config = kwargs.get("config")
+    if config is not None:
+        _of_thread.made = weakref.ref(config), _windows(config) | windows
     if at_end:
         names = {_name(part) for part in parts}
         blocks = BLOCK_OVERLAY in names and CHUNKED_OVERLAY not in names and len(windows) == 1

@@ -175,18 +175,12 @@ class RowState(NamedTuple):
         """Whether a first prompt, and nothing else, waits for a `crop`."""
         return self.recording and not (self.decoded or any(self.sealed))
 
-    def open_after(self, tokens: int, starts: Sequence[int] | None) -> list[int]:
-        """`open` with `tokens` new tokens per row, row r's from column `starts[r]` on."""
-        if starts is None:
-            return [held + tokens for held in self.open]
-        return [held + tokens - start for held, start in zip(self.open, starts, strict=True)]
-
     @once
     def stored(self, tokens: int, starts: Sequence[int] | None, decoding: bool) -> "RowState":
         """The state after `tokens` new columns, row r's tokens from column `starts[r]` on. decoding: in a step."""
         return self._replace(
             seen=self.seen + tokens,
-            open=self.open_after(tokens, starts),
+            open=[held + tokens - start for held, start in zip(self.open, starts or [0] * len(self.open), strict=True)],
             # a new turn begins: `crop` can remove its tokens as a whole, sorted or not
             turn_start=self.lengths() if self.decoded and not decoding else self.turn_start,
             decoded=decoding,

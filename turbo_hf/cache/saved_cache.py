@@ -91,7 +91,9 @@ def load(folder: str | Path, model: Any) -> Any:
             f"the cache saved in {str(folder)!r} does not fit: its {error}; the answers would differ. Load it where "
             "all is as it was, or compute the prompt again."
         ) from error
-    by_layer = dict(_devices(model))
+    # where modules know their layer
+    weights = ((getattr(module, "layer_idx", None), next(module.parameters(), None)) for module in model.modules())
+    by_layer = {index: weight.device for index, weight in weights if isinstance(index, int) and weight is not None}
     devices = [by_layer.get(n, model.device) for n in range(len(cache.layers))]
     if any(device.type == "meta" for device in devices):
         raise Unsupported("weights of this model are offloaded (device_map): a saved cache is not loaded for it.")
@@ -145,14 +147,6 @@ def _read(
             raise ValueError(f"layer {n}: {error}") from error
     require_alike(layers)
     return ids, layers
-
-
-def _devices(model: Any) -> Iterator[tuple[int, torch.device]]:
-    """(layer, device) where modules know their layer."""
-    for module in model.modules():
-        index, weight = getattr(module, "layer_idx", None), next(module.parameters(), None)
-        if isinstance(index, int) and weight is not None:
-            yield index, weight.device
 
 
 def _identity(cache: Any, model: Any) -> dict[str, Any]:

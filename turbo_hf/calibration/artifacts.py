@@ -41,10 +41,10 @@ class LayerCalibration:
     index: the layer's number.
     scores: float32 [Hkv] for each head metric; empty if nothing could be captured.
     centroids: [Hkv, C, D], of unit length; None without an index.
-    classifier: the query classifier for `query_model.classify`: weight_1 [Hkv, D, hidden], bias_1 [Hkv, hidden],
+    classifier: the query classifier for `index.classify`: weight_1 [Hkv, D, hidden], bias_1 [Hkv, hidden],
         weight_2 [Hkv, hidden, C], bias_2 [Hkv, C]; empty without an index.
     note: why parts of it are missing; "" if none are.
-    quality: the figures of `quality.evaluate`, as JSON.
+    quality: the figures of `index.evaluate`, as JSON.
     rotated_centroids: like centroids, but of keys after rotary embedding, for comparison.
     """
 

@@ -88,7 +88,7 @@ def load_calibration(
     if config is None:
         config = DEFAULT_PRESET if made is None or made.widths is None else BY_CALIBRATION
     chosen = resolve_config(config)
-    _note(notices, not_recommended(chosen))
+    notices.note(not_recommended(chosen))
     heads = _looked_up(model, chosen, calibration if made is None else made, notices)
     if chosen.layer_bits == BY_CALIBRATION:
         return _with_widths(heads, notices)
@@ -115,7 +115,7 @@ def _looked_up(
             raise
         notices.refuse(str(error), "To go without it, pass calibration=None.")
         return HeadChoice(config, {}, "", missing=f"the one beside the checkpoint is refused: {str(error).rstrip('.')}")
-    _note(notices, _nearer(config, found))
+    notices.note(_nearer(config, found))
     if not wanted and found.widths is not None:
         raise ValueError(
             f"the calibration of {found.source or 'this process'!r} has widths of its own, and this config has others. "
@@ -165,12 +165,6 @@ def _with_widths(heads: HeadChoice, notices: Notices) -> HeadChoice:
 def _storing(config: TurboConfig) -> TurboConfig:
     """Without the options that only say how it is computed."""
     return with_options(config, backend="auto", cuda_graphs="auto", compile="auto")
-
-
-def _note(notices: Notices, *sentences: str | None) -> None:
-    for each in sentences:
-        if each:
-            notices.note(each)
 
 
 def _named(calibration: object) -> Calibration:
@@ -232,7 +226,8 @@ def choose_selectors(
     if not selectors:
         raise ValueError(f"no layer of this model can be sparse. Layer {max(words)} {words[max(words)]}.")
     counts = {selector.choices for selector in selectors.values() if isinstance(selector, Centroids)}
-    _note(notices, *(sparse.many_probes(buckets) for buckets in sorted(counts)))
+    for buckets in sorted(counts):
+        notices.note(sparse.many_probes(buckets))
     return selectors, words
 
 

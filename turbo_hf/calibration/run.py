@@ -175,7 +175,9 @@ def calibrate(
     widths = None if out is None else _widths_in(Path(out), model)
     ranks.require_same({"settings": str(settings_dict), "widths": str(widths)})
     done: dict[int, LayerCalibration] = {}
-    share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
+    # in passes over a window: training and evaluation cost as much as many
+    indexed = sum(group.indexed for group in plan.groups)
+    share = 1 / (len(windows) * (len(plan.groups) + indexed) + indexed * chosen.steps / 4)
     for group in plan.groups:
 
         def step(work: float, word: str = f"layers {group.layers[0]} to {group.layers[-1]}") -> None:
@@ -240,11 +242,6 @@ def read_windows(
     if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
         raise ValueError("the tokenizer has tokens that the model does not know: it belongs to another model.")
     return windows
-
-
-def _work(group: Layers, plan: CalibrationPlan, windows: int) -> float:
-    """Cost of a group, in passes over a window: training and evaluation cost as much as many passes."""
-    return windows + (plan.settings.steps / 4 + windows if group.indexed else 0)
 
 
 def _calibrate_group(

@@ -362,14 +362,10 @@ class TurboConfig(Options):
     def head_groups(self, kv_heads: int) -> HeadGroups:
         """(width, number of heads) for each group of a layer's `kv_heads` heads, widest first."""
         low = int(self.expert.low_heads * kv_heads)  # rounded down: an odd head keeps the higher width
-        groups = ((self.bits, self.value_bits, kv_heads - low), (self.expert.low_bits, self.low_value_bits, low))
-        return tuple((_width(bits, value_bits), heads) for bits, value_bits, heads in groups if heads)
-
-    @property
-    def low_value_bits(self) -> int:
-        """Bits of the values of the heads at `low_bits`."""
-        low = self.expert.low_bits
-        return low if self.value_bits is None else min(low, self.value_bits)
+        low_bits = self.expert.low_bits
+        low_width = _width(low_bits, min(low_bits, self.value_bits or low_bits))
+        groups = ((_width(self.bits, self.value_bits), kv_heads - low), (low_width, low))
+        return tuple((width, heads) for width, heads in groups if heads)
 
 
 def _width(bits: int, value_bits: int | None) -> Width:

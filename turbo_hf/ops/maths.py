@@ -37,16 +37,9 @@ def align(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
     """x [B, H, M, D] with each row's tokens from place 0 on, followed by zeros."""
     if starts is None:
         return x
-    column = torch.arange(x.shape[2], device=x.device)
-    take = (column + starts[:, None]).clamp(max=x.shape[2] - 1)
-    return torch.take_along_dim(x, take[:, None, :, None], 2).masked_fill(~occupied(x, starts)[:, None, :, None], 0.0)
-
-
-def occupied(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-    """bool [B, M]: which places of aligned x hold a token."""
-    column = torch.arange(x.shape[2], device=x.device).expand(x.shape[0], -1)
-    count = torch.full_like(column[:, :1], x.shape[2])
-    return column < (count if starts is None else count - starts[:, None])
+    take = (torch.arange(x.shape[2], device=x.device) + starts[:, None])[:, None, :, None]
+    last = x.shape[2] - 1
+    return torch.take_along_dim(x, take.clamp(max=last), 2).masked_fill(take > last, 0.0)
 
 
 def balanced_keys(k: torch.Tensor, balance: torch.Tensor | None) -> torch.Tensor:

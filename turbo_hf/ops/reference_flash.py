@@ -122,7 +122,11 @@ def _run(state: State | None, run: Run, options: FlashOptions, shape: tuple[int,
     score = score.unflatten(2, (group, rows))
     if scoring.softcap is not None:
         score = scoring.softcap * torch.tanh(score / scoring.softcap)
-    allowed = _allowed(run.q.place, run.k.place, options.window)[:, None, None]
+    q_place, k_place = run.q.place[:, None, None, :, None], run.k.place[:, None, None, None]
+    # a query without a place is before every key
+    allowed = (k_place >= 0) & (k_place <= q_place)
+    if options.window is not None:
+        allowed = allowed & (k_place > q_place - options.window)
     if run.chosen is not None:
         allowed = allowed & run.chosen.unflatten(1, (kv_heads, -1))
     score = score.masked_fill(~allowed, -torch.inf).unflatten(-1, (-1, run.tile))
@@ -166,13 +170,3 @@ def rounded(weight: torch.Tensor, p_type: torch.dtype | None) -> tuple[torch.Ten
     if p_type == torch.float8_e4m3fn:
         return (weight * (E4M3_MAX / peak)).float().to(torch.float8_e4m3fn).to(weight.dtype), peak / E4M3_MAX
     return (weight / peak).to(p_type).to(weight.dtype), peak
-
-
-def _allowed(query: torch.Tensor, key: torch.Tensor, window: int | None) -> torch.Tensor:
-    """bool [B, M, T]: which keys each query sees."""
-    q, k = query[:, :, None], key[:, None, :]
-    # a query without a place is before every key
-    allowed = (k >= 0) & (k <= q)
-    if window is not None:
-        allowed = allowed & (k > q - window)
-    return allowed

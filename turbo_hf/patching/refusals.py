@@ -61,7 +61,9 @@ def check_model(model: PreTrainedModel, notices: Notices) -> PreTrainedModel:
             f'one. Remove that patch first; if the config still says "{NAME}", call '
             'model.set_attn_implementation("sdpa").'
         )
-    if FORECAST not in vars(model) and _has_no_weights(model):
+    # accelerate brings weights that are offloaded when they are needed
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if FORECAST not in vars(model) and not offloaded and any(x.is_meta for x in model.parameters()):
         raise Unsupported(
             f"{kind} has no weights (device meta), so that nothing can be computed. Load them with from_pretrained; "
             "what patch would do with its config, `turbo-hf doctor` and `turbo-hf plan` say."
@@ -94,12 +96,6 @@ def check_model(model: PreTrainedModel, notices: Notices) -> PreTrainedModel:
             "sliding_window=None in the config."
         )
     return model
-
-
-def _has_no_weights(model: PreTrainedModel) -> bool:
-    """Whether weights are on torch's meta device, and accelerate does not bring them when they are needed."""
-    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
-    return not offloaded and any(x.is_meta for x in model.parameters())
 
 
 def text_type(model: PreTrainedModel) -> str:

@@ -144,11 +144,6 @@ class Storage:
         yield
         here.wait_stream(self._side)
 
-    def _order(self, layer: int, rows: int) -> torch.Tensor:
-        """int64 [B, Hkv]: the head in each slot of each row."""
-        given = self._given[layer]
-        return given[:rows] if rows <= len(given) else given[:1].expand(rows, -1)
-
     def _view(
         self,
         layer: int,
@@ -160,8 +155,8 @@ class Storage:
         plans: dict[Any, Any] | None = None,
     ) -> KVStore:
         """Rows of one layer as ops see them; the arguments as in `KVStore`."""
-        k, v, k_scale, v_scale = opened
-        places = (self._order(layer, len(table)), table, sealed)
+        (k, v, k_scale, v_scale), given, rows = opened, self._given[layer], len(table)
+        places = (given[:rows] if rows <= len(given) else given[:1].expand(rows, -1), table, sealed)
         opens = (k, v, k_scale, v_scale, open_len)
         shape = self.shape
         return KVStore(self.paged[layer], *places, *opens, shape.block, sealed_host, plans, shape.first, shape.recent)
