@@ -33,6 +33,9 @@ from turbo_hf.layout import HeadGroups
         pytest.param({"layer_bits": (4,), "low_heads": 0.5}, r"layer_bits does not go with low_heads", id="depths-low"),
         pytest.param({"recent_tokens": 1088}, r"recent_tokens must be .* from 0 to 1024; got 1088", id="most-recent"),
         pytest.param({"recent_tokens": 64, "bits": 16}, r"recent_tokens does not go with bits=16", id="recent-16"),
+        pytest.param(
+            {"bits": 16, "low_heads": 0.5}, r"low_heads goes with bits of 8, 4, 3 or 2: .* 16; got .*=0.5", id="low-16"
+        ),
         pytest.param({"recent_tokens": 64, "sparse": SparseConfig()}, "_tokens does not go with sparse", id="r-sp"),
         pytest.param({"cuda_graphs": 1}, r"cuda_graphs must be one of 'auto', True, False; got 1", id="graphs"),
         pytest.param({"low_heads": 1.5}, r"low_heads must be a share from 0 to 1; got 1.5", id="low_heads"),
@@ -128,7 +131,7 @@ def test_layers_have_bits_of_their_own() -> None:
     [
         ({}, 64), ({"block_size": 32}, 32), ({"bits": 8, "value_bits": 3}, 64), ({"layer_bits": (8, 2)}, 64),
         ({"bits": 8, "low_heads": 0.5}, 64), ({"recent_tokens": 0}, 0), ({"bits": 8, "recent_tokens": 128}, 128),
-        ({"bits": 8}, 0), ({"bits": 16}, 0), ({"bits": 16, "low_heads": 0.5}, 0), ({"sparse": SparseConfig()}, 0),
+        ({"bits": 8}, 0), ({"bits": 16}, 0), ({"sparse": SparseConfig()}, 0),
     ],
 )  # fmt: skip
 def test_a_block_of_recent_tokens_where_they_gain(options: dict[str, Any], recent: int) -> None:

@@ -261,7 +261,7 @@ def main(everything: bool, capability: str = "9.0", *, all_facts: bool = False) 
         full(dim, block, 8)
     case[0] = "seal open blocks of 16 bit"
     k = torch.zeros(2, 2, 128, 128)
-    launch_store.launch_seal_open(make_store(k, k, [128, 70], groups=((16, 1), (4, 1)), sealed=[0, 0]), 2)
+    launch_store.launch_seal_open(make_store(k, k, [128, 70], groups=((16, 2),), sealed=[0, 0]), 2)
     for widths in (
         (((8, 2),), ((4, 2),), ((3, 2),), ((2, 2),), (((4, 2), 2),), ((4, 1), (2, 1)))
         if everything

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from turbo_hf.cache.pass_mark import once, ordinary
-from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, Width, empty_pages, narrowed
+from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, Width, empty_pages
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks, token_sizes
 
@@ -380,7 +380,5 @@ class PagePool:
         k, v, size = (torch.cat(parts)[slot] for parts in (keys, values, sizes))
         k_size, v_size = size.unbind(1)
         if wide:
-            k, v = (narrowed(x * s[..., None], self.dtype_16bit) for x, s in ((k, k_size), (v, v_size)))
-            one = torch.ones_like(k_size)
-            return Tokens(k, one, v, one)
+            return Tokens(k.to(self.dtype_16bit), k_size, v.to(self.dtype_16bit), v_size)
         return Tokens(k.round().to(torch.int8), k_size, v.round().to(torch.int8), v_size)

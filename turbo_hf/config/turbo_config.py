@@ -164,8 +164,8 @@ class TurboConfig(Options):
 
     Args:
         bits: bits per stored code: 8, 4, 3 or 2 (TurboAttention sec. 3.1; 8 is stage 1 alone), or 16: the model's own
-            numbers unquantized (float16 for a float32 model), in pages, read by the same kernel (LeanAttention). A
-            layer with 16-bit heads also keeps its open tokens unquantized, and its prompt attention is not rounded.
+            numbers unquantized (float16 for a float32 model), in pages, read by the same kernel (LeanAttention). Such
+            a layer also keeps its open tokens unquantized, and its prompt attention is not rounded.
         value_bits: bits of the values alone: 8, 4, 3 or 2, while keys have `bits`; None: both have `bits`. Not with
             bits=16. The heads at `low_bits` keep values at the smaller of both. A layer that is kept at 8 bit
             (`int8_layers`) keeps its values at 8 bit, too.
@@ -315,6 +315,11 @@ class TurboConfig(Options):
             raise ValueError(
                 "TurboConfig.value_bits goes with bits of 8, 4, 3 or 2: no kernel reads 16-bit keys beside packed "
                 f"values; got bits=16 and value_bits={self.value_bits!r}, leave one of them out."
+            )
+        if self.expert.low_heads:
+            raise ValueError(
+                "Expert.low_heads goes with bits of 8, 4, 3 or 2: all heads of a layer of 16 bit have 16; got "
+                f"low_heads={self.expert.low_heads!r}, leave one of them out."
             )
         if self.attention not in ("auto", "native"):
             raise ValueError(

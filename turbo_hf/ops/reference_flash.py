@@ -32,7 +32,6 @@ class Run(NamedTuple):
 
     tile: tokens that share one scale of P.
     own: whether the keys are the queries' own, in the same order.
-    exact: whether P is not rounded here.
     chosen: bool [B, Hkv, M, T], keys that each query may see; None: all.
     """
 
@@ -41,7 +40,6 @@ class Run(NamedTuple):
     v: Operand
     tile: int
     own: bool = False
-    exact: bool = False
     chosen: torch.Tensor | None = None
 
 
@@ -139,8 +137,7 @@ def _run(state: State | None, run: Run, options: FlashOptions, shape: tuple[int,
     top = own.amax(-1) if state is None else torch.maximum(state.top, own.amax(-1))
     finite = top.masked_fill(top == -torch.inf, 0.0)
     moves = torch.exp(own - finite[..., None])
-    p_type = None if run.exact else options.p_type
-    codes, unit = rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), p_type)
+    codes, unit = rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), options.p_type)
     part = (codes * (unit * moves[..., None])).flatten(-2).flatten(2, 3) @ run.v.x
     part = part.unflatten(2, (group, rows))
     total = (p.sum(-1) * moves).sum(-1)

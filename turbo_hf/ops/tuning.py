@@ -282,7 +282,7 @@ ONE_WARP_TILES = (
     DecodeTiles(1, 1, 2, 1),
     DecodeTiles(1, 1, 1, 1),
 )
-"""The same for 16 bit where `tiles_16bit` does not apply: beside other widths, other query types, SAS, sparse."""
+"""The same for 16 bit where `tiles_16bit` does not apply: other query types, SAS, sparse."""
 
 
 TILE_COST = {16: 4.0, 8: 2.3, 4: 1.3, 3: 1.3, 2: 1.2}

@@ -5,14 +5,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.layout import UNQUANTIZED, KVStore, power_of_two
+from turbo_hf.layout import KVStore, power_of_two
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.kernel_launch import Launch, Rows, cache_of, launch
 from turbo_hf.ops.maths import balanced_queries
 from turbo_hf.ops.store.kernel_append import QUERIES, append_kernel, append_step_kernel, seal_open_kernel
 from turbo_hf.ops.store.kernel_latent import append_latent_kernel, latent_step_kernel, seal_latents_kernel
 from turbo_hf.ops.store.kernel_moves import exchange_open_kernel, select_rows_kernel
-from turbo_hf.ops.store.reference_quantize import reference_quantize_tokens
 
 APPENDED = 32
 """Maximum number of new tokens that a program appends: keys and values fit in registers."""
@@ -151,18 +150,12 @@ def _again(
 
 def launch_seal_open(store: KVStore, blocks: int, moves: bool = False) -> None:
     """`StoreOps.seal_open`."""
-    batch, heads, cap, dim = store.k_open.shape
-    bits = tuple(pages.bits for pages in store.paged)
-    held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
-    codes = held
-    if store.k_open.dtype != torch.int8 and min(bits) < UNQUANTIZED:
-        # narrower heads in a layer whose open tokens are in 16 bit: rare, so that no kernel is kept for them
-        (k, k_scale), (v, v_scale) = (reference_quantize_tokens(x) for x in (store.k_open, store.v_open.mT))
-        codes = (k.contiguous(), v.contiguous(), k_scale, v_scale, dim, 1)
+    batch, heads, cap, _ = store.k_open.shape
+    held = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
     # products must round as the reference's do, so that a block has the same bits wherever it is sealed
     launch(
         seal_open_kernel, store.k_open, (blocks, pairs_of(batch, heads)),
-        tuple(pages[1:] for pages in store.paged), tuple(held if width == UNQUANTIZED else codes for width in bits),
+        tuple(pages[1:] for pages in store.paged), (held,) * len(store.paged),
         held[:4] if moves else None,
         Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
         store.table.stride(0), cap,

@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads
+from turbo_hf.layout import KVStore
 from turbo_hf.ops.store.reference_quantize import (
     reference_quantize_tokens,
     reference_seal_blocks,
@@ -81,7 +81,8 @@ def reference_seal_open(store: KVStore, blocks: int, moves: bool = False) -> Non
         part, slot = slice(begin, begin + step), 0
         for pages in store.paged:
             own = store.order[row[part], slot : slot + pages.k.shape[1]]
-            tokens = _open_tokens(store, pages, row[part], own, token[part])
+            at = (row[part, None, None], own[:, :, None], token[part, None])
+            tokens = (store.k_open[at], store.k_scale[at], store.v_open.mT[at], store.v_scale[at])
             sealed = reference_seal_blocks(*tokens, pages.width)
             for target, source in zip(pages[1:], sealed[1:], strict=True):
                 target[page[part]] = source
@@ -89,16 +90,3 @@ def reference_seal_open(store: KVStore, blocks: int, moves: bool = False) -> Non
     if moves:
         for x in (store.k_open.mT, store.v_open, store.k_scale, store.v_scale):
             x[row, ..., store.first : -block] = x[row, ..., store.first + block :]
-
-
-def _open_tokens(
-    store: KVStore, like: PagedHeads, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The open tokens `token` [P, b] of rows `row` [P] and heads `head` [P, S], as pages like `like` are sealed from:
-    k, k_scale, v and v_scale."""
-    at = (row[:, None, None], head[:, :, None], token[:, None])
-    k, k_scale, v, v_scale = store.k_open[at], store.k_scale[at], store.v_open.mT[at], store.v_scale[at]
-    if k.is_floating_point() and like.bits != UNQUANTIZED:
-        # a narrower head of a layer whose open tokens are in 16 bit
-        (k, k_scale), (v, v_scale) = reference_quantize_tokens(k), reference_quantize_tokens(v)
-    return k, k_scale, v, v_scale
