@@ -372,7 +372,12 @@ def sas_threshold(config: TurboConfig, tokens: int) -> float | None:
     """
     if not config.expert.sas or config.expert.sas_threshold is not None:
         return config.expert.sas_threshold
-    return -(6 + math.log(power_of_two(max(tokens, SHORT)) / SHORT))
+    return _threshold_up_to(power_of_two(max(tokens, SHORT)))
+
+
+@functools.cache
+def _threshold_up_to(tokens: int) -> float:
+    return -(6 + math.log(tokens / 1024))
 
 
 class _NoGradient(torch.autograd.Function):

@@ -25,12 +25,8 @@ def reference_quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     of open tokens (INT-FlashAttention alg. 1): its max|x| / 127, rounded up to bfloat16.
     """
     scale = rounded_up(ratio(counted(x.abs().amax(-1).float()), CODE_MAX))
-    return _codes(x, scale[..., None]), scale
-
-
-def _codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    divisor = torch.where(scale > 0, scale, 1.0)
-    return torch.round(x.float() / divisor).clamp(-CODE_MAX, CODE_MAX).to(torch.int8)
+    codes = torch.round(x.float() / torch.where(scale > 0, scale, 1.0)[..., None])
+    return codes.clamp(-CODE_MAX, CODE_MAX).to(torch.int8), scale
 
 
 def rounded_up(x: torch.Tensor) -> torch.Tensor:
