@@ -330,13 +330,18 @@ class PagePool:
         for old, (width, slots) in zip(self.paged, self.groups, strict=True):
             shape = (len(keep) + extra, slots, self.dim, self.block)
             new = empty_pages(width, *shape, self.device, self.dtype_16bit, self.rotary_dim)
-            for source, target in zip(old[1:], new[1:], strict=True) if len(keep) else ():
-                if isinstance(keep, range):
-                    target[: len(keep)] = source
-                else:
-                    torch.index_select(source, 0, keep, out=target[: len(keep)])
+            self._keep(old[1:], new[1:], keep)
             grown.append(new)
         self.paged = tuple(grown)
+
+    @staticmethod
+    def _keep(old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], keep: torch.Tensor | range) -> None:
+        """Copy the pages `keep` of each tensor to the front of its successor."""
+        for source, target in zip(old, new, strict=True) if len(keep) else ():
+            if isinstance(keep, range):
+                target[: len(keep)] = source
+            else:
+                torch.index_select(source, 0, keep, out=target[: len(keep)])
 
     def reopen(self, sealed: list[int], counts: list[int], order: torch.Tensor) -> tuple[Tokens, list[int]]:
         """Drop the newest `counts[row]` tokens of each row's blocks, including whole blocks.
