@@ -248,15 +248,13 @@ def _cells(row: Fidelity) -> list[str]:
     ]  # fmt: skip
 
 
-def _failed(cells: list[str]) -> list[str]:
-    return [cells[0], "", "", "", cells[14]]
-
-
 def _show(rows: dict[str, list[Fidelity]], told: str, facts: dict[str, Any]) -> None:
     """The figures that fit a terminal."""
     for table in _tables(rows):
         short = [
-            [cells[0], f"{cells[2]:.6} ± {cells[3]:.6}", cells[10], cells[1], cells[14]] if cells[2] else _failed(cells)
+            [cells[0], f"{cells[2]:.6} ± {cells[3]:.6}", cells[10], cells[1], cells[14]]
+            if cells[2]
+            else [cells[0], "", "", "", cells[14]]
             for cells in table.rows
         ]
         headings = ("method", "KL, nats", "same top", "B/token", "verdict")

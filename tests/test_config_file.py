@@ -19,7 +19,7 @@ from turbo_hf.eval.methods import method_named
 
 CONFIGS = [
     *EVERY_PRESET.values(),
-    flat_config(bits=16, low_bits=4, low_heads=0.5, attention="native", cuda_graphs=True, compile=True),
+    flat_config(bits=8, low_bits=4, low_heads=0.5, attention="native", cuda_graphs=True, compile=True),
     flat_config(sas=True, sas_threshold=-6.5, int8_layers=(3, 1), dense_layers=(0,), low_heads=1),
     TurboConfig(int8_layers=(), sparse=SparseConfig(probes=64, read_all_layers=(0, 2))),
     TurboConfig(sparse=SparseConfig(selector="window", window_tokens=511)),

@@ -43,7 +43,7 @@ def test_a_long_prompt_is_sealed_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     config = flat_config(low_heads=0.5)
     whole = support.filled(config, k, v, valid)
     for blocks in (1, 3):
-        monkeypatch.setattr("turbo_hf.ops.store.reference_append.SEAL_ELEMENTS", blocks * support.HEADS * 64 * 16)
+        monkeypatch.setattr("turbo_hf.ops.store.reference.SEAL_ELEMENTS", blocks * support.HEADS * 64 * 16)
         parts = support.filled(config, k, v, valid)
         for row in range(3):
             support.assert_same_rows(parts, row, whole, row)

@@ -151,7 +151,7 @@ def test_size() -> None:
 
 def test_reference_imports_torch_and_layout_only() -> None:
     files = list((ROOT / "turbo_hf" / "ops").rglob("reference*.py"))
-    assert len(files) > 6
+    assert len(files) >= 6
     for path in [*files, ROOT / "turbo_hf" / "ops" / "maths.py"]:
         allowed = {"torch", "math", "typing", "collections", "functools"}
         for target in all_imports(path):

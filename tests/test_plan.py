@@ -73,7 +73,7 @@ def test_figures_are_those_of_a_real_cache(case: Case) -> None:
     [
         pytest.param(TurboConfig(bits=2, int8_layers=(0,), dense_layers=(2,)), id="layers"),
         pytest.param(TurboConfig(layer_bits=(2, (8, 4), 3)), id="layers-by-hand"),
-        pytest.param(flat_config(bits=16, low_bits=4, low_heads=0.5, block_size=32), id="full"),
+        pytest.param(flat_config(bits=16, block_size=32), id="full"),
         pytest.param(flat_config(block_size=32, recent_tokens=64), id="recent"),
     ],
 )

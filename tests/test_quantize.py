@@ -16,7 +16,7 @@ from turbo_hf.calibration.heads import head_scores
 from turbo_hf.config.expected import FLOATS
 from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.ops.store.quantize import dequantize
-from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
+from turbo_hf.ops.store.reference import reference_unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 

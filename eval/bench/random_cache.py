@@ -5,7 +5,7 @@ import torch
 from turbo_hf.cache.page_pool import Tokens
 from turbo_hf.eval.bench.shapes import BLOCK, Case
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, KVStore, PagedHeads, Width, empty_pages
-from turbo_hf.ops.store.reference_quantize import reference_quantize_tokens, reference_seal_blocks
+from turbo_hf.ops.store.reference import reference_quantize_tokens, reference_seal_blocks
 
 PIECE = 1 << 24
 """Random numbers quantized at a time: bounds the memory beside the cache at any length."""

@@ -13,7 +13,7 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.rows import NewColumns, columns_of
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import KVStore, PagedHeads
-from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
+from turbo_hf.ops.store.reference import reference_unpack_blocks
 
 CONFIGS = [
     pytest.param(TurboConfig(bits=8), id="8bit"),

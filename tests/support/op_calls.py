@@ -21,7 +21,7 @@ from turbo_hf.layout import (
 )
 from turbo_hf.ops.layer_ops import LayerOps
 from turbo_hf.ops.prefill.reference import reference_quantize_operands
-from turbo_hf.ops.store.reference_quantize import reference_quantize_tokens, reference_seal_blocks
+from turbo_hf.ops.store.reference import reference_quantize_tokens, reference_seal_blocks
 
 
 def ops_like(x: Tensor, backend: str = "auto", store: KVStore | None = None, **options: Any) -> LayerOps:

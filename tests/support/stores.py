@@ -50,13 +50,14 @@ def make_store(
     for row in range(batch):
         own_k, own_v = k[row : row + 1], v[row : row + 1]
         codes_k, scale_k, codes_v, scale_v = (x[0] for x in (*quantize_tokens(own_k), *quantize_tokens(own_v)))
+        if opened != torch.int8:
+            codes_k, codes_v = own_k[0].to(full), own_v[0].to(full)
+            scale_k, scale_v = torch.ones_like(scale_k), torch.ones_like(scale_v)
         for n in range(sealed[row]):
             at, slot = slice(n * block, (n + 1) * block), 0
             for pages, (width, count) in zip(pool, groups, strict=True):
                 own = order[row, slot : slot + count]
                 key, key_scale, value, value_scale = (x[own, at][None] for x in (codes_k, scale_k, codes_v, scale_v))
-                if width == UNQUANTIZED:
-                    key, value = (x[0, own, at][None].to(full) for x in (own_k, own_v))
                 page_of = seal_blocks(key, key_scale, value, value_scale, width)
                 for target, source in zip(pages[1:], page_of[1:], strict=True):
                     target[page] = source[0]
@@ -64,9 +65,6 @@ def make_store(
             table[row, n] = page
             page -= 1
         rest, count = slice(sealed[row] * block, lengths[row]), open_len[row]
-        if opened != torch.int8:
-            codes_k, codes_v = own_k[0].to(full), own_v[0].to(full)
-            scale_k, scale_v = torch.ones_like(scale_k), torch.ones_like(scale_v)
         k_open[row, :, :count], k_scale[row, :, :count] = codes_k[:, rest], scale_k[:, rest]
         v_open[row, :, :, :count], v_scale[row, :, :count] = codes_v[:, rest].mT, scale_v[:, rest]
     counts = (torch.tensor(x, dtype=torch.int64, device=device) for x in (sealed, open_len))

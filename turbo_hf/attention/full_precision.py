@@ -130,12 +130,10 @@ def decompressed(
         )
     given_mask = layer.given_mask
     if mask is not None:
-        given_mask = mask if mask.dim() == 2 else _seen_columns(mask, layer.seen, query)
+        given_mask = mask
+        if mask.dim() != 2:
+            # new columns that no query sees through a 4D mask are padding
+            visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+            new = visible.any(1).any(1)[:, -query.shape[2] :].expand(query.shape[0], -1)
+            given_mask = torch.nn.functional.pad(new, (layer.seen, 0), value=True)
     return layer.append_and_dequantize(key, value, given_mask)
-
-
-def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.Tensor:
-    """bool [B, past + M]: which new columns some query sees through a 4D mask. The others are padding."""
-    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    new = visible.any(1).any(1)[:, -query.shape[2] :].expand(query.shape[0], -1)
-    return torch.nn.functional.pad(new, (past, 0), value=True)

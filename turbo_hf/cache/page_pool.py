@@ -14,7 +14,7 @@ import torch
 from turbo_hf.cache.pass_mark import once, ordinary
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, Width, empty_pages
 from turbo_hf.ops.host_device import shared
-from turbo_hf.ops.store.reference_pages import reference_unpack_blocks, token_sizes
+from turbo_hf.ops.store.reference import reference_unpack_blocks, token_sizes
 
 GRAIN = 16
 """Tokens by which the buffer grows. Its capacity is at least one grain, so that no op sees a cache of capacity 0."""

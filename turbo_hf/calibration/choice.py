@@ -84,7 +84,15 @@ def load_calibration(
         OSError: there is no calibration in the named place.
         TypeError: something else.
     """
-    made = None if calibration is None or calibration == "auto" else _named(calibration)
+    made = None
+    if isinstance(calibration, str | Path) and calibration != "auto":
+        made = Calibration.from_pretrained(calibration)
+    elif isinstance(calibration, Calibration):
+        made = calibration
+    elif calibration not in (None, "auto"):
+        raise TypeError(
+            f'calibration must be a Calibration, a folder or Hub id, None or "auto"; got {type(calibration).__name__}.'
+        )
     if config is None:
         config = DEFAULT_PRESET if made is None or made.widths is None else BY_CALIBRATION
     chosen = resolve_config(config)
@@ -165,17 +173,6 @@ def _with_widths(heads: HeadChoice, notices: Notices) -> HeadChoice:
 def _storing(config: TurboConfig) -> TurboConfig:
     """Without the options that only say how it is computed."""
     return with_options(config, backend="auto", cuda_graphs="auto", compile="auto")
-
-
-def _named(calibration: object) -> Calibration:
-    """The calibration that `patch(calibration=...)` names."""
-    if isinstance(calibration, str | Path):
-        return Calibration.from_pretrained(calibration)
-    if isinstance(calibration, Calibration):
-        return calibration
-    raise TypeError(
-        f'calibration must be a Calibration, a folder or Hub id, None or "auto"; got {type(calibration).__name__}.'
-    )
 
 
 def _nearer(config: TurboConfig, found: Calibration) -> str | None:

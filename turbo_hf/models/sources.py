@@ -80,7 +80,7 @@ def question(function: FunctionType) -> str | None:
             allowed.update(ast.walk(node))
         elif isinstance(node, ast.Subscript) and _names_table(node.value):
             allowed.update(ast.walk(node.slice))
-        elif isinstance(node, ast.Compare) and all(_is_other(part) for part in node.comparators):
+        elif isinstance(node, ast.Compare) and all(map(_is_other, node.comparators)):
             allowed.update(ast.walk(node.left))
         elif isinstance(node, ast.If) and all(_only_looks_up(part) for part in (*node.body, *node.orelse)):
             allowed.update(ast.walk(node.test))

@@ -1,6 +1,7 @@
 """What the kernels share."""
 
 import math
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -114,3 +115,73 @@ def sas(x, threshold):
     f = y - whole
     cubic = ((-0.1025 * f + 0.4626) * f - 0.9922) * f + 0.9996
     return tl.where(x < threshold, 0.0, tl.exp2(whole * -LOG2_E) * cubic)
+
+
+class Output(NamedTuple):
+    """What a program computes: a part of the query rows of one row and KV head, and where they go.
+
+    row, head: row of the batch, and KV head.
+    row_part: which part of the query rows.
+    length: tokens up to and including the last query's.
+    start: the first of the `tokens` columns that holds a token.
+    tokens: columns of the queries.
+    column: column of the result to which the first query goes.
+    columns: columns of the result.
+    """
+
+    row: Any
+    head: Any
+    row_part: Any
+    length: Any
+    start: Any
+    tokens: Any
+    column: Any
+    columns: Any
+
+
+class TileRun(NamedTuple):
+    """A run of tiles of one row: sealed blocks, then the open tokens.
+
+    table, entries: pages of the row's sealed blocks, and how many entries the table has.
+    page: pages of the first tile.
+    sealed: sealed blocks of the row.
+    begin: first tile.
+    steps: number of tiles; None: those of all sealed blocks.
+    """
+
+    table: Any
+    entries: Any
+    page: Any
+    sealed: Any
+    begin: Any
+    steps: Any
+
+
+class Chosen(NamedTuple):
+    """What a query of a sparse step attends to.
+
+    place: the query's place in its row.
+    buckets: pointer to the bucket of each token; None without buckets.
+    visited: pointer to a flag for each bucket; None without buckets.
+    sink, window: how many of the first and of the newest tokens are always read.
+    """
+
+    place: Any
+    buckets: Any
+    visited: Any
+    sink: Any
+    window: Any
+
+
+class Share(NamedTuple):
+    """The part of an output that a CTA has computed.
+
+    alone: whether it is the whole output.
+    first: place of the output's first partial result.
+    part, parts: number of this part, and of all parts.
+    """
+
+    alone: Any
+    first: Any
+    part: Any
+    parts: Any

@@ -141,21 +141,18 @@ def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> st
         return f"prompts: native (auto; {reason})"
     if device.type != "cuda":
         return "prompts: native (auto, without a GPU)"
+    why_slow = "8 bit was not measured faster here"
+    if torch.cuda.get_device_capability(device) == (9, 0) and not gpu.hopper(device):
+        why_slow = f"the 8-bit kernel for Hopper needs triton {gpu.HOPPER_TRITON}x"
     parts = []
     for dim in sorted(dims):
         fast = _fast_from(device, dim)
         if fast is None:
-            how = f"native ({_why_slow(device)})"
+            how = f"native ({why_slow})"
         else:
             how = f"native, from {fast[0]} tokens up {fast[1]}, fewer over a long past"
         parts.append(f"head dim {dim}: {how}")
     return "prompts (auto): " + "; ".join(parts)
-
-
-def _why_slow(device: torch.device) -> str:
-    if torch.cuda.get_device_capability(device) == (9, 0) and not gpu.hopper(device):
-        return f"the 8-bit kernel for Hopper needs triton {gpu.HOPPER_TRITON}x"
-    return "8 bit was not measured faster here"
 
 
 class DecodeTiles(NamedTuple):

@@ -1,6 +1,6 @@
 """`patch()`: put a model on a compressed KV cache, with a handle that undoes it."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from turbo_hf.cache.saved_cache import MAKER
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
 from turbo_hf.calibration.choice import HeadChoice, choose_selectors, load_calibration
-from turbo_hf.config.turbo_config import ConfigLike, TurboConfig
+from turbo_hf.config.turbo_config import ConfigLike
 from turbo_hf.errors import Notices, Strict
 from turbo_hf.graphs.compiled_layers import CompiledLayers
 from turbo_hf.graphs.step_runner import HandOff
@@ -252,15 +252,12 @@ def _plan(
         why_not_served=no_serving,
         why_not_captured=no_graphs or ("cuda_graphs=False" if config.cuda_graphs is False else None),
     )
-    return _Planned(report, modules, family, maker, _hand_off(config, ranks, latents) if graphs else None, digest)
-
-
-def _hand_off(config: TurboConfig, ranks: Ranks, latents: Collection[Any]) -> HandOff:
-    compiled = CompiledLayers(config.compile) if config.compile else None
+    compiled = CompiledLayers(config.compile) if config.compile and graphs else None
     if compiled is not None and latents:
         # "auto": else they have been refused
         compiled.refuse("latent attention")
-    return HandOff(config.cuda_graphs is True, compiled, ranks)
+    hand_off = HandOff(config.cuda_graphs is True, compiled, ranks) if graphs else None
+    return _Planned(report, modules, family, maker, hand_off, digest)
 
 
 def _apply(model: PreTrainedModel, planned: _Planned, strict: Strict) -> Handle:

@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.decode.kernel_16bit import attend_16bit
-from turbo_hf.ops.decode.kernel_arguments import Output, Share, TileRun
 from turbo_hf.ops.decode.kernel_block import (
     accumulate,
     block_softmax,
@@ -43,7 +42,7 @@ from turbo_hf.ops.decode.kernel_tiles import (
     to_values,
     values_of,
 )
-from turbo_hf.ops.kernel_common import LOG2_E, pdl_wait, slot_of_width, tanh
+from turbo_hf.ops.kernel_common import LOG2_E, Output, Share, TileRun, pdl_wait, slot_of_width, tanh
 
 
 @triton.jit

@@ -11,7 +11,6 @@ import torch
 from turbo_hf.layout import UNQUANTIZED, AttentionOutput, HeadGroups, KVStore, Scoring, power_of_two, widths_of
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel import decode_kernel
-from turbo_hf.ops.decode.kernel_arguments import DecodeForm, DecodeQueries, DecodeResult, Workspace
 from turbo_hf.ops.decode.kernel_block import STATS
 from turbo_hf.ops.decode.stream_k import LivePlan, Plan, SteadyPlans, even_rounds, stream_k, tiles_of
 from turbo_hf.ops.kernel_launch import Launch, Rows, cache_of, launch
@@ -37,6 +36,65 @@ FILLED_SINGLE = 5
 
 LEAST = 2
 """Minimum tiles per CTA, where there is a choice and a tile is one block; twice as many where a CTA is one warp."""
+
+
+class DecodeQueries(NamedTuple):
+    """Queries [B, Hq, M, D] and their strides."""
+
+    data: Any
+    strides: Any
+
+
+class DecodeResult(NamedTuple):
+    """Where results go: out [B, Hq, M, D], contiguous, and lse float32 [B, Hq, M]."""
+
+    out: Any
+    lse: Any
+
+
+class Workspace(NamedTuple):
+    """Scratch memory of a launch.
+
+    parts: float32 [..., N * (DP + STATS)], partial results, as in `merge`.
+    arrived: int32 [outputs], how many parts of each output are there; zeros before and after the launch.
+    """
+
+    parts: Any
+    arrived: Any
+
+
+class DecodeForm(NamedTuple):
+    """What the kernels are compiled for.
+
+    slots, bits, value_bits: for each width, its KV heads, and the bits of their keys and values.
+    kv_heads: KV heads of the layer.
+    group: query heads per KV head.
+    dim, padded_dim: channels per head, and per tile.
+    block: tokens per block.
+    tile: blocks per tile, one per warp; if it is one, all warps share it.
+    rows: query rows per tile, padded.
+    spread: whether `rows` is twice the query rows there are (`rows_of`).
+    turbo: whether queries are rounded to 16-bit codes.
+    all_16bit: whether pages, open tokens and queries are of one 16-bit type, in tiles of one block.
+    stages: stages of the load pipeline.
+    at_once: parts that are merged at a time.
+    """
+
+    slots: tuple[int, ...]
+    bits: tuple[int, ...]
+    value_bits: tuple[int, ...]
+    kv_heads: int
+    group: int
+    dim: int
+    padded_dim: int
+    block: int
+    tile: int
+    rows: int
+    spread: bool
+    turbo: bool
+    all_16bit: bool
+    stages: int
+    at_once: int
 
 
 class PlanKey(NamedTuple):

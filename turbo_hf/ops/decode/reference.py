@@ -5,7 +5,7 @@ import torch
 from turbo_hf.layout import QUERY_MAX, AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.maths import counted, ratio, scaled
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
-from turbo_hf.ops.store.reference_pages import expand
+from turbo_hf.ops.store.reference import expand
 
 
 def reference_decode(

@@ -4,7 +4,7 @@ import torch
 
 from turbo_hf.layout import UNQUANTIZED, KVStore, Scoring, half_merge, in_time_order
 from turbo_hf.ops.store.quantize import dequantize
-from turbo_hf.ops.store.reference_pages import numbers_of
+from turbo_hf.ops.store.reference import numbers_of
 
 LINE_BITS = (2, 4)
 """Widths at which a page has each token's codes in a line of its own."""

@@ -19,7 +19,7 @@ from turbo_hf.layout import (
 )
 from turbo_hf.ops.maths import align, counted, ratio, scaled
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
-from turbo_hf.ops.store.reference_pages import sealed_tokens
+from turbo_hf.ops.store.reference import sealed_tokens
 
 
 def reference_prefill(

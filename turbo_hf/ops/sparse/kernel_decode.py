@@ -8,10 +8,9 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.decode.kernel import attend_open, attend_sealed
-from turbo_hf.ops.decode.kernel_arguments import Chosen, Output, Share, TileRun
 from turbo_hf.ops.decode.kernel_block import finish_or_merge, prepare, query_rows
 from turbo_hf.ops.decode.kernel_tiles import entry, prefetch_pages
-from turbo_hf.ops.kernel_common import pdl_wait, to_l2
+from turbo_hf.ops.kernel_common import Chosen, Output, Share, TileRun, pdl_wait, to_l2
 from turbo_hf.ops.sparse.kernel_lists import outputs_of, over, tiles_of, tiles_of_share
 
 

@@ -18,9 +18,16 @@ from turbo_hf.layout import (
     power_of_two,
 )
 from turbo_hf.ops import gpu
-from turbo_hf.ops.decode.kernel_arguments import DecodeForm, DecodeQueries, DecodeResult, Workspace
 from turbo_hf.ops.decode.kernel_block import STATS
-from turbo_hf.ops.decode.launch import FILLED, MERGED, tiles_for
+from turbo_hf.ops.decode.launch import (
+    FILLED,
+    MERGED,
+    DecodeForm,
+    DecodeQueries,
+    DecodeResult,
+    Workspace,
+    tiles_for,
+)
 from turbo_hf.ops.decode.stream_k import KeptWorkspace
 from turbo_hf.ops.kernel_launch import Rows, cache_of
 from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel

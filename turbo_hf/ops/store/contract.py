@@ -12,7 +12,7 @@ from turbo_hf.ops.backend import Choice, uses_triton
 from turbo_hf.ops.checks import check_shape
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.maths import balanced_keys, balanced_queries
-from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
+from turbo_hf.ops.store.reference import reference_append_step, reference_append_tokens, reference_seal_open
 
 MOST_ROWS = 256
 """Rows that a program of the kernel holds in registers; above them tensors are permuted one by one."""

@@ -3,7 +3,7 @@
 import torch
 
 from turbo_hf.layout import KVStore, narrowed
-from turbo_hf.ops.store.reference_pages import expand
+from turbo_hf.ops.store.reference import expand
 
 
 def dequantize(
