@@ -219,6 +219,7 @@ def test_a_used_cache_refuses_what_it_does_not_continue() -> None:
             ({"input_ids": ids[:, :5]}, "holds 33 columns, and the input has 5"),
             ({"inputs_embeds": embeds}, "holds 33 columns, and the input has 30"),
             ({"input_ids": beyond}, "does not begin with the prompt of this cache: row 0 .* in column 7"),
+            ({"input_ids": beyond, "prefill_chunk_size": 3}, "does not begin with the prompt of this cache: row 0"),
         ):
             with pytest.raises(ValueError, match=said):
                 model.generate(**given, **{CACHE: copy.deepcopy(used)}, max_new_tokens=4, do_sample=False)

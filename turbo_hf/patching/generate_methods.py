@@ -25,7 +25,7 @@ from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.handle import CacheMaker
 from turbo_hf.patching.hooks import by_name, say_replaced, uses_turbo
 
-PREPARE, INPUTS = "_prepare_cache_for_generation", "prepare_inputs_for_generation"
+PREPARE, INPUTS, PREFILL = "_prepare_cache_for_generation", "prepare_inputs_for_generation", "_prefill"
 CANDIDATES = "_get_candidate_generator"
 FORGETS = (
     "turbo_hf: {model} drops its cache of {tokens} tokens here, as its rotary frequencies change with the length, and "
@@ -71,6 +71,7 @@ def replace_methods(
     methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
         (model, PREPARE, functools.partial(_prepare_cache, maker, bring, model.__dict__.get(PREPARE))),
         (model, INPUTS, functools.partial(_prepare_inputs, maker, strict, model.__dict__.get(INPUTS))),
+        (model, PREFILL, functools.partial(_prefill, model.__dict__.get(PREFILL))),
         (model, CANDIDATES, functools.partial(_candidates, bring, model.__dict__.get(CANDIDATES))),
         (model, "init_continuous_batching", functools.partial(continuous_batching.begin, maker)),
     ]
@@ -210,6 +211,18 @@ def _compare_tokens(named: dict[str, Any]) -> int | None:
     if not isinstance(cache, TurboCache) or not isinstance(given, torch.Tensor):
         return None
     return cache.compare(given.shape[1], ids if embeds is None else None)
+
+
+def _prefill(
+    before: Any, model: Any, input_ids: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `_prefill`: of an input in chunks, `prepare_inputs_for_generation` sees what is not cached alone."""
+    original: Callable[..., Any] = before or functools.partial(type(model)._prefill, model)
+    cache = model_kwargs.get(CACHE)
+    chunked = getattr(generation_config, "prefill_chunk_size", None) is not None
+    if chunked and isinstance(cache, TurboCache) and model_kwargs.get("inputs_embeds") is None:
+        cache.compare(input_ids.shape[1], input_ids)
+    return original(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
 
 def _columns(inputs: dict[str, Any]) -> int:
