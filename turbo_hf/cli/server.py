@@ -68,8 +68,9 @@ USUAL = {
 }  # fmt: skip
 """Values of fields, beside empty ones, that ask for what is done anyway."""
 
-WARM_REQUESTS, WARM_TOKENS = 4, 300
-"""Requests of its own with which the server begins, and tokens of their prompts."""
+WARM = ((4, 1200), (4, 1200), (32, 8), (64, 8))
+"""Requests of its own with which the server begins: at a time, and tokens of their prompts. The second time these are
+stored; many rows have kernels of their own."""
 
 FLAGS = ("stream", "ignore_eos")
 """Fields that are true or false, by default false. The second is of vLLM: an answer is as long as it may be."""
@@ -166,11 +167,11 @@ class Requests(CBGenerateManager):
         Unsupported: one failed.
         """
 
-        async def ask_all(word: str) -> None:
-            length = min(WARM_TOKENS, self.longest - 4)
+        async def ask_all(count: int, tokens: int, word: str) -> None:
+            length = min(tokens, self.longest - 4)
             prompts = (
-                [(i if i < length // 2 else i * (n + 2)) % self._vocabulary for i in range(length - n)]
-                for n in range(WARM_REQUESTS)
+                [(i if i < length // 2 else i * (n + 2)) % self._vocabulary for i in range(max(1, length - n))]
+                for n in range(count)
             )
             asked = GenerationConfig(max_new_tokens=3)
             for output in await asyncio.gather(
@@ -179,9 +180,8 @@ class Requests(CBGenerateManager):
                 if output.error is not None:
                     raise Unsupported(f"a first request failed: {output.error}")
 
-        # the second time their first half is stored
-        for again in range(2):
-            asyncio.run(ask_all(f"first {again}"))
+        for number, (count, tokens) in enumerate(WARM):
+            asyncio.run(ask_all(count, tokens, f"first {number}"))
         serving = self.cache.serving
         self.tokens = serving.hit_tokens = serving.prompt_tokens = 0
 
