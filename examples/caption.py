@@ -32,4 +32,6 @@ def main(name: str, picture: str, question: str = "Describe the picture.") -> No
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (3, 4):
+        sys.exit(__doc__)
     main(*sys.argv[1:])

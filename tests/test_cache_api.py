@@ -309,3 +309,10 @@ def test_an_empty_cache_has_no_rows_to_choose() -> None:
     assert not any(layer.is_initialized for layer in cache.layers)
     assert isinstance(cache.layers[0], TurboLayer)
     assert isinstance(cache.layers[1], DynamicLayer)
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_update_refuses_a_layer_that_there_is_not(layer: int) -> None:
+    cache = TurboCache(tiny_llama().config)
+    with pytest.raises(ValueError, match=rf"layer_idx {layer}: the cache has layers 0 to 1\."):
+        cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), layer)

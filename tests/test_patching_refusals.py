@@ -56,6 +56,8 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="names layer 7; the model has layers 0 to 1"):
         turbo_hf.patch(model, TurboConfig(int8_layers=(7,)))
     assert model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="check must be True or False; got 'yes'"):
+        turbo_hf.patch(model, check="yes")  # type: ignore[arg-type]
 
 
 def test_remote_code_that_keeps_its_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,10 @@ class MarkedUpdates(Cache):
         """As in `Cache`.
 
         Raises:
-            ValueError: the cache is broken, or another thread uses it.
+            ValueError: the cache is broken, or another thread uses it; or it has no such layer.
         """
+        if not 0 <= layer_idx < len(self.layers):
+            raise ValueError(f"layer_idx {layer_idx}: the cache has layers 0 to {len(self.layers) - 1}.")
         update = super().update
         if isinstance(self.layers[layer_idx], TurboLayer):
             # a TurboLayer sets its own marks when it stores, which may be later

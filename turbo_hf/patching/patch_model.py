@@ -98,6 +98,8 @@ def patch(
     with ranks.together():
         if strict not in get_args(Strict):
             raise ValueError(f"strict must be one of {', '.join(get_args(Strict))}; got {strict!r}.")
+        if not isinstance(check, bool):
+            raise ValueError(f"check must be True or False; got {check!r}.")
         if tokenizer is not None and not (check and callable(tokenizer)):
             raise ValueError(
                 f"tokenizer is a tokenizer that check=True reads a text with; got a {type(tokenizer).__name__} and "
