@@ -54,6 +54,16 @@ FAMILIES = (
     Family("OLMo 2", ("olmo2",), "A norm over the channels of all heads together."),
     Family("Granite", ("granite",), "As Llama, with a scaling of its own."),
     Family(
+        "Qwen3-Next, Qwen3.5",
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+        "Three of four layers keep a state of fixed size in place of keys.",
+    ),
+    Family(
+        "Bamba, Granite 4, Jamba, LFM2, Nemotron-H, OLMo Hybrid",
+        ("bamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid"),
+        "Most layers keep a state of fixed size in place of keys.",
+    ),
+    Family(
         "DeepSeek V2 and V3",
         tuple(x for x in LATENT_TYPES if x not in INDEXED_TYPES),
         "Also Kimi, GLM-4.7-Flash, Mistral 4 and others with latent attention (MLA): steps attend to the latents "

@@ -27,6 +27,10 @@ LEFT_ALONE = {
 """Kinds of layers that work uncompressed beside compressed ones, and why they are not compressed."""
 
 
+WITHOUT_KEYS = frozenset(LEFT_ALONE[kind] for kind in ("linear_attention", "conv", "dummy"))
+"""Why layers are not compressed whose steps are captured all the same: a state of fixed size, or nothing at all."""
+
+
 DSA = {
     INDEXED: NO_INDICES,
     "qwen_sparse_attention": NO_INDICES,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from choices import EVERY_PRESET, flat_config
-from families_support import GENERIC_CASES, build
+from families_support import FAMILY_CASES, build
 from histories_support import subject
 from layer_support import tensors_of
 from models import left_padded, prompts, tiny_llama, tiny_mistral
@@ -185,7 +185,7 @@ def test_all_layers_are_cropped_or_none() -> None:
 
 @pytest.mark.parametrize("tokens", [2, 40], ids=["shorter-than-the-convolution", "longer"])
 def test_recording_ends_in_linear_layers_too(tokens: int) -> None:
-    case = next(case for case in GENERIC_CASES if case.model_type == "qwen3_next")
+    case = next(case for case in FAMILY_CASES if case.model_type == "qwen3_next")
     model = build(case.model_type, **case.options)
     with turbo_hf.patch(model) as handle, torch.no_grad():
         plain, cache = handle.new_cache(), handle.new_cache()

@@ -97,8 +97,8 @@ def relative(x: Tensor, y: Tensor) -> float:
     return float((x - y).norm() / y.norm())
 
 
-# prompts of latent attention are not rounded
-@pytest.mark.parametrize("case", [x for x in cases.CASES if x.id not in LATENT_TYPES])
+# prompts of latent attention are not rounded; layers of linear attention sum the errors of a whole prompt
+@pytest.mark.parametrize("case", [x for x in cases.CASES if x.id not in (*LATENT_TYPES, "qwen3_next")])
 def test_turbo_mode_adds_no_more_than_int8_does(case: cases.Case) -> None:
     """Q and P in INT8 cost what K and V in INT8 cost, which attention mode "native" at 8 bit measures."""
     model, batch = cases.build(case.model_type, **case.options), cases.padded()

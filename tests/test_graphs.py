@@ -12,7 +12,8 @@ import pytest
 import torch
 from choices import flat_config
 from graphs_support import LENGTHS, NEW, PLAIN, SMALL, an_index, answer, answer_and_report, ragged
-from models import prompts, tiny_llama, tiny_mistral
+from models import left_padded, prompts, tiny_llama, tiny_mistral
+from tiny_families import build
 from torch import Tensor
 from transformers.models.llama import modeling_llama
 
@@ -67,6 +68,30 @@ def test_beams_are_reordered_between_replays(
         # also the runner that a prompt in chunks has asked for
         assert 1 <= runners[0].captures <= 3
         runners.clear()
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "bamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe",
+     "nemotron_h", "olmo_hybrid", "kimi_linear", "bailing_hybrid"],
+)  # fmt: skip
+def test_layers_with_a_state_of_fixed_size(family: str, runners: list[StepRunner], device: torch.device) -> None:
+    model: Any = build(family)
+    model.to(device)
+    inputs: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 0}
+    asked = [left_padded([prompts(1, n)[0] % 40 + 10 for n in (length, 33)]) for length in (60, 45)]
+    want = [answer(model, PLAIN, **x, **inputs) for x in asked]
+    assert not runners
+    with warnings.catch_warnings():
+        # that a step cannot be captured
+        warnings.filterwarnings("error", "turbo_hf: this model's decode step")
+        for x, tokens in zip(asked, want, strict=True):
+            assert torch.equal(answer(model, SMALL, **x, **inputs), tokens)
+            assert torch.equal(
+                answer(model, SMALL, **x, **inputs, num_beams=2), answer(model, PLAIN, **x, **inputs, num_beams=2)
+            )
+    if device.type == "cpu":
+        assert runners[0].captures >= 1
 
 
 def test_beams_of_layers_without_buckets(runners: list[StepRunner], device: torch.device) -> None:

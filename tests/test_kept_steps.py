@@ -130,6 +130,21 @@ def test_latents(made: list[StepRunner], device: torch.device) -> None:
     assert len(made) == 1 or torch.cuda.is_available()
 
 
+def test_states_of_fixed_size(made: list[StepRunner], device: torch.device) -> None:
+    model: Any = build("qwen3_5_text")
+    model.to(device)
+    asked = [{"input_ids": prompts(2, length, seed=length) % 40 + 10} for length in (60, 40, 50)]
+    want = [answer(model, PLAIN, **inputs) for inputs in asked]
+    with turbo_hf.patch(model, SMALL):
+        held = model.generate(asked[0]["input_ids"].to(device), max_new_tokens=9, return_dict_in_generate=True)
+        layers = [layer for layer in held.past_key_values.layers if not isinstance(layer, TurboLayer)]
+        states = [x.clone() for layer in layers for *_, x in kept_steps._states(layer)]
+        for inputs, tokens in zip(asked, want, strict=True):
+            assert torch.equal(greedy(model, **inputs), tokens)
+    assert all(map(torch.equal, states, [x for layer in layers for *_, x in kept_steps._states(layer)]))
+    assert captures(made) == 2 or torch.cuda.is_available()
+
+
 @pytest.mark.skipif(not INDEXERS, reason="this Transformers names no tokens to attention functions")
 def test_index_keys(made: list[StepRunner], device: torch.device) -> None:
     model: Any = build("glm_moe_dsa", "shared indices")

@@ -85,6 +85,8 @@ FAMILY_CASES = (
     Case("gpt_bigcode", {**GPT2, "n_positions": 4096, "multi_query": False}, variant="-many-heads"),
     Case("olmo2", {}),
     Case("granite", {"attention_multiplier": 0.2}),
+    Case("qwen3_next", {"layer_types": [LINEAR, FULL, LINEAR], **DELTA_NET, **EXPERTS}, dense=(0, 2)),
+    Case("bamba", {"attn_layer_indices": [1], **MAMBA}, dense=(0, 2)),
     Case("deepseek_v3", {**LATENT, **EXPERTS, "num_key_value_heads": 4}),
     *(Case(name, INDEXED) for name in ("deepseek_v32", "glm_moe_dsa") if INDEXERS),
 )
@@ -102,8 +104,6 @@ GENERIC_CASES = (
     Case("gpt2", GPT2),
     Case("bert", {"is_decoder": True}),
     Case("ctrl", {**GPT2, "n_positions": 4096, "dff": 96}),
-    Case("qwen3_next", {"layer_types": [LINEAR, FULL, LINEAR], **DELTA_NET, **EXPERTS}, dense=(0, 2)),
-    Case("bamba", {"attn_layer_indices": [1], **MAMBA}, dense=(0, 2)),
     Case("llama4_text", {**CHUNKS, **EXPERTS}, dense=(0, 1, 2)),
     Case(
         "gemma3n_text",

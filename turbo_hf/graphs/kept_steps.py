@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from turbo_hf.cache.index_keys import move_index_keys
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.page_pool import PageTable
 
@@ -95,6 +96,16 @@ class _KeptLayer(NamedTuple):
     index_keys: torch.Tensor | None
 
 
+def _states(layer: Any) -> list[tuple[dict[int, Any], int, torch.Tensor]]:
+    """Where a layer of linear attention holds each of its states, and that."""
+    kinds = layer.conv_states, layer.recurrent_states
+    return [(held, at, state) for held in kinds for at, state in held.items() if state is not None]
+
+
+def _like(x: torch.Tensor) -> Any:
+    return x.shape, x.dtype, x.device, x.stride()
+
+
 def _kind(layer: TurboLayer) -> Any:
     """What must be equal, for launches over one layer to serve another."""
     state = layer.state
@@ -127,6 +138,7 @@ class KeptSteps:
             (group.arrived, group.plans, group.sealed, group.open, [_memory(layer) for layer in group.layers])
             for group in steps.groups
         ]
+        self._linear = [(weakref.ref(layer), [state for *_, state in _states(layer)]) for layer in steps.linear]
 
     @staticmethod
     def of(steps: Any, model: list[Any]) -> "KeptSteps | None":
@@ -136,7 +148,8 @@ class KeptSteps:
             if layer.selector is not None or layer.state.recording:
                 return None
             size += sum(layer.pool.nbytes()) + layer.buffer.nbytes() + layer.nbytes().get("index", 0)
-        alone = cache.mark.ranks.count == 1 and len(steps.layers) == len(cache.layers)
+        size += sum(state.nbytes for layer in steps.linear for *_, state in _states(layer))
+        alone = cache.mark.ranks.count == 1
         return KeptSteps(steps, model) if alone and steps.used and size <= MOST_BYTES else None
 
     def _pairs(self, steps: Any) -> Iterator[tuple[TurboLayer, _KeptLayer]]:
@@ -154,21 +167,31 @@ class KeptSteps:
         if other not in (None, steps.cache) or model != self._model:
             return False
         shapes = [[len(group.layers) for group in steps.groups], [len(kept[-1]) for kept in self._groups]]
-        if shapes[0] != shapes[1] or len(steps.nonfinite) != len(self._nonfinite):
+        shapes[0] += [len(steps.nonfinite), len(steps.linear)]
+        shapes[1] += [len(self._nonfinite), len(self._linear)]
+        if shapes[0] != shapes[1]:
             return False
         # by present table and memory: layers may share either
         tables: dict[tuple[PageTable, int], PageTable | None] = {}
         for layer, kept in self._pairs(steps):
             free = kept.of() in (None, layer) and layer.selector is None and not layer.state.recording
+            columns = (kept.table.shape[1] + 1) * layer.state.block
+            free &= kept.index_keys is None or columns <= kept.index_keys.shape[1]
             if not free or _kind(layer) != kept.kind or max(layer.state.open) > kept.buffer[0].shape[2]:
                 return False
             state, key, blocks = layer.state, (layer.pool.table, id(kept.table)), kept.table.shape[1]
-            if kept.index_keys is not None and kept.index_keys.shape[1] < (blocks + 1) * state.block:
-                return False
             if key not in tables:
                 tables[key] = key[0].within(state.sealed, state.whole(), len(kept.paged[0].k), blocks)
             if tables[key] is None:
                 return False
+        moves: list[Any] = []
+        for linear, (of, states) in zip(steps.linear, self._linear, strict=True):
+            present = _states(linear)
+            if of() not in (None, linear) or [_like(x) for *_, x in present] != list(map(_like, states)):
+                return False
+            moves += zip(present, states, strict=True)
+        for (held, at, present), memory in moves:
+            held[at] = memory if memory is present else memory.copy_(present)
         for new, memory in zip(steps.nonfinite, self._nonfinite, strict=True):
             memory.copy_(new)
         steps.nonfinite, steps.used = self._nonfinite, self.used
@@ -181,8 +204,7 @@ class KeptSteps:
                 layer.pool.move(kept.paged, table, kept.table)
                 layer.buffer.move(kept.buffer, max(layer.state.open))
                 layer.nonfinite, layer.order = kept.nonfinite, kept.order
-                if layer.index_keys is not None:
-                    layer.index_keys.move(kept.index_keys, layer.seen)
+                move_index_keys(layer, kept.index_keys)
                 layer.device_counts.keep(layer.state, kept.sealed, kept.open)
             group.reserved = list(group.layers[0].pool.table.reserved)
             group.plan(group.state.sealed)

@@ -23,7 +23,7 @@ from turbo_hf.cache.pass_mark import STEP, storing
 from turbo_hf.cache.rows import RowState
 from turbo_hf.cache.storage import ReplayState
 from turbo_hf.cache.turbo_cache import TurboCache
-from turbo_hf.graphs.why_not import BLOCKS
+from turbo_hf.graphs.why_not import BLOCKS, linear_layers
 from turbo_hf.ops.host_device import require_finite, shared
 
 AHEAD = 8
@@ -117,6 +117,7 @@ class ReplayableSteps:
         self.mark = cache.mark
         self.mark.require_whole()
         self.cache, self.layers, self._depth = cache, cache.turbo_layers(), depth
+        self.linear = linear_layers(cache)
         # the objects that captured steps use, by tokens per row, as `tensors` returned them
         self.used: dict[int, list[Any]] = {}
         # how many passes had begun with the newest step and its tokens, if the next can be replayed like it (`steady`)
@@ -317,6 +318,8 @@ class ReplayableSteps:
             tensors += [] if layer.index_keys is None else [layer.index_keys.kept, layer.valid_prefix]
             # of the next step; the threshold is cached, so `is` tells whether it changed
             tensors.append(sas_threshold(layer.config, layer.seen + tokens))
+        for state in self.linear:
+            tensors += (*state.conv_states.values(), *state.recurrent_states.values())
         return tensors
 
     @storing
@@ -356,7 +359,9 @@ class ReplayableSteps:
             ValueError: a block that would be sealed may hold NaN or Inf. The cache is then broken.
         """
         groups, first = self.groups, self.layers[0]
-        if not (first.state.recording and self.intact()) or any(min(group.state.open) < columns for group in groups):
+        if self.linear or not (first.state.recording and self.intact()):
+            return False
+        if any(min(group.state.open) < columns for group in groups):
             return False
         after = [group.state.cropped(columns, [columns] * first.rows) for group in groups]
         if any(state.sealed != group.state.sealed for state, group in zip(after, groups, strict=True)):
@@ -398,8 +403,8 @@ class ReplayableSteps:
         False: nothing has changed.
         """
         unequal = any(group.state.selected(rows) != group.state for group in self.groups)
-        bucketed = any(layer.bucket_index.bucketed for layer in self.layers)
-        if unequal or bucketed or not self.intact() or any(layer.given_mask is not None for layer in self.layers):
+        apart = self.linear or any(layer.bucket_index.bucketed for layer in self.layers)
+        if unequal or apart or not self.intact() or any(layer.given_mask is not None for layer in self.layers):
             return False
         # each mask with what becomes of it: layers may share one
         masks = dict[int, tuple[torch.Tensor, torch.Tensor]]()

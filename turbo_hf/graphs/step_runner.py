@@ -247,6 +247,10 @@ class StepRunner(Runner):
         if autocast is not None:
             compiled.refuse("autocast is on", lasting=False)
             return False
+        if steps.linear:
+            # a first run that only compiles would change their states
+            compiled.refuse("layers of linear attention are not compiled", lasting=False)
+            return False
         whole = {**inputs, CACHE: steps.cache}
 
         def dry() -> None:

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
+from transformers import cache_utils
+from transformers.cache_utils import LinearAttentionLayer
 
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.layer import TurboLayer
@@ -15,6 +17,10 @@ from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.models.quantized_weights import why_not_captured
 from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.ranks import ranks_of
+
+STEADY = (LinearAttentionLayer, getattr(cache_utils, "DummyLayer", LinearAttentionLayer))
+"""Transformers' own layers that replays can change: exactly these. Their states are written in place, or they have none
+(transformers 5.17 does not know those)."""
 
 BLOCKS = 2
 """Blocks of open tokens for which there is room while they wait for a `crop`; a longer draft makes more."""
@@ -37,6 +43,8 @@ def why_never_replayed(cache: TurboCache) -> str | None:
     if cache.decompressed:
         return "a pass over this cache was computed in full precision, and its steps may be, too"
     for index, layer in enumerate(cache.layers):
+        if type(layer) in STEADY:
+            continue
         if not isinstance(layer, TurboLayer):
             return f"layer {index} is not compressed"
         reason = why_no_replay_under(layer.config, layer.latent)
@@ -49,11 +57,18 @@ def why_never_replayed(cache: TurboCache) -> str | None:
     return None
 
 
+def linear_layers(cache: TurboCache) -> list[Any]:
+    """The layers of a cache whose steps are replayed that keep a state in place of keys and values."""
+    return [layer for layer in cache.layers if type(layer) is LinearAttentionLayer]
+
+
 def why_no_replay(cache: TurboCache) -> str | None:
     """Why the next step of a cache cannot be replayed as it is now; None if it can."""
     lasting = why_never_replayed(cache)
     if lasting is not None:
         return lasting
+    if any(layer.record_past or not all(layer.has_previous_state.values()) for layer in linear_layers(cache)):
+        return "a layer of linear attention has no state yet, or waits for a crop"
     for index, layer in enumerate(cache.turbo_layers()):
         if not (layer.is_initialized and layer.seen):
             return f"layer {index} holds no tokens"

@@ -26,7 +26,7 @@ from turbo_hf.models.quantized_weights import why_not_captured
 from turbo_hf.ops.tuning import describe_prefill, describe_tiles
 from turbo_hf.patches.balance import KeyBias
 from turbo_hf.patches.families import Family, family_of
-from turbo_hf.patches.layers import AttentionLayer, attention_layers
+from turbo_hf.patches.layers import WITHOUT_KEYS, AttentionLayer, attention_layers
 from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.continuous_batching import latent_sizes
 from turbo_hf.patching.generate_methods import PREPARE, replace_methods
@@ -209,7 +209,7 @@ def _plan(
     uncompressed = tuple(at.index for at in layers if not at.groups)
     steps, no_graphs = describe(
         config,
-        uncompressed,
+        [at.index for at in layers if not at.groups and at.reason not in WITHOUT_KEYS],
         family is not None,
         model.device,
         latent=bool(latents),
