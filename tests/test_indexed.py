@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 from choices import flat_config
-from families_support import INDEXERS
+from families_support import INDEXED, INDEXERS
+from families_support import build as build_case
 from families_table import half_cache
 from graphs_support import answer, ragged
 from models import left_padded, prompts
@@ -266,7 +267,7 @@ def test_other_rows_are_refused() -> None:
 # --- captured steps ---------------------------------------------------------------------------------------------------
 
 CALLS: dict[str, dict[str, Any]] = {
-    "ragged": ragged([70, 33, 5]),
+    "ragged": ragged([100, 33, 5]),
     "one": ragged([60]),
     "chunks": {**ragged([60, 9]), "prefill_chunk_size": 17},
     "beams": {**ragged([60, 40]), "num_beams": 3, "num_return_sequences": 2},
@@ -274,16 +275,29 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def served(device: torch.device) -> Any:
+    """Of sizes that have kernels on a GPU, where steps are captured; without experts, whose loops are not.
+
+    With few heads an indexer gives several columns a score of 0, and which of them it names depends on their number.
+    """
+    sizes = {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "index_head_dim": 64, "index_n_heads": 32}
+    sizes["first_k_dense_replace"] = 3
+    model: Any = build_case("glm_moe_dsa", **{**INDEXED, **sizes}, indexer_types=["full", "shared", "full"])
+    # a draft of the pad token would be taken for padding
+    model.generation_config.pad_token_id = None
+    return model.to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+
+
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("bits", [4, 16])
 def test_replayed_steps_give_the_same_tokens(
-    call: str, bits: int, runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch
+    call: str, bits: int, runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     # pages are reserved, and steps captured again, while it generates
     monkeypatch.setattr(steps, "AHEAD", 1)
-    model, config = model_of("shared indices"), flat_config(bits=bits, block_size=32)
-    given = {**CALLS[call], "max_new_tokens": 70, "pad_token_id": 0}
-    given["input_ids"] = given["input_ids"] % 71 + 1
+    model, config = served(device), flat_config(bits=bits)
+    given = {**CALLS[call], "max_new_tokens": 70}
     want = answer(model, replace(config, cuda_graphs=False), **given)
     assert not runners
     assert torch.equal(answer(model, config, **given), want)
