@@ -31,8 +31,13 @@ WITHOUT_KEYS = frozenset(LEFT_ALONE[kind] for kind in ("linear_attention", "conv
 """Why layers are not compressed whose steps are captured all the same: a state of fixed size, or nothing at all."""
 
 
-DSA = (INDEXED, "deepseek_sparse_attention", "qwen_sparse_attention")
-"""Kinds of layers that read the tokens that an indexer chooses; up to transformers 5.17, the last two."""
+DSA = {
+    INDEXED: NO_INDICES,
+    "qwen_sparse_attention": NO_INDICES,
+    "deepseek_sparse_attention": "its layers with an indexer (DSA) need a newer Transformers",
+}
+"""Kinds of layers that read the tokens that an indexer chooses, up to transformers 5.17 the last two, and why they are
+refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,7 @@ def _layer(index: int, kind: str, window: int | None, modules: list[Any], known:
         return AttentionLayer(index, module, window, shared or LEFT_ALONE[kind], by_design=True)
     if kind not in COMPRESSED_TYPES and not (kind == INDEXED and only is not None and hands_indices(type(only))):
         reason = f"{kind} is neither full nor sliding-window attention, nor anything that is known here"
-        reason = NO_INDICES if kind in DSA else reason
+        reason = DSA.get(kind, reason)
     elif not modules:
         reason = "it has no attention module that uses Transformers' AttentionInterface with a Cache"
     elif only is None:

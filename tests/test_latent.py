@@ -50,7 +50,7 @@ def generated(model: Any, given: dict[str, Any], **options: Any) -> torch.Tensor
 def test_every_type_is_one_that_transformers_has() -> None:
     known = set(transformers.CONFIG_MAPPING)
     # what came with a later version than the oldest
-    assert set(LATENT_TYPES) - known <= {"bailing_hybrid", *INDEXED_TYPES}
+    assert set(LATENT_TYPES) - known <= {"bailing_hybrid", "sarvam_mla", *INDEXED_TYPES}
 
 
 @pytest.mark.parametrize("mode", ["plain", "beams", "chunks", "sampled", "assisted"])

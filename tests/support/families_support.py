@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import transformers
 from choices import flat_config
 from models import SHAPE, VOCABULARY, left_padded, prompts
-from packaging.version import Version
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 
 from turbo_hf import TurboConfig
+from turbo_hf.models.model_layers import INDEXED as INDEXED_LAYERS
+from turbo_hf.models.sources import hands_indices
 from turbo_hf.models.versions import CACHE
 
 LENGTHS = (94, 65, 61)
@@ -37,7 +39,7 @@ DELTA_NET |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16)
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
 LATENT = {"kv_lora_rank": 32, "v_head_dim": 32, "first_k_dense_replace": 1}
 LATENT |= dict.fromkeys(("q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"), 16)
-INDEXERS = Version(transformers.__version__).release >= (5, 24)
+INDEXERS = INDEXED_LAYERS in DYNAMIC_LAYER_TYPE_MAPPING and hands_indices(GlmMoeDsaAttention)
 """Whether this Transformers lets indexers name tokens to other attention functions than its own."""
 INDEXED = {**LATENT, **EXPERTS, "num_key_value_heads": 4, "index_n_heads": 8, "index_head_dim": 16, "index_topk": 24}
 QWEN4 = {f"indexer_{name}": n for name, n in (("n_heads", 2), ("kv_heads", 1), ("head_dim", 16), ("budget", 16))}

@@ -70,11 +70,6 @@ class IndexKeys:
         chosen = self.kept[index]
         self.kept = self.kept.copy_(chosen) if in_place else chosen
 
-    def move(self, memory: Any, columns: int) -> None:
-        """Keep the first `columns` keys in this memory, of the same kind, from now on."""
-        memory[:, :columns] = self.kept[:, :columns]
-        self.kept = memory
-
     def _stored(self, new: torch.Tensor) -> torch.Tensor:
         if self.kept.dtype != torch.uint8:
             return new.to(self.kept.dtype)
@@ -114,6 +109,13 @@ def store_index_keys(layer: Any, new: torch.Tensor, past: int) -> torch.Tensor:
     if past and layer.is_decoding(tokens):
         return held.read(past + tokens)
     return torch.cat((held.read(past).to(new.dtype), new), 1) if past else new
+
+
+def move_index_keys(layer: Any, memory: Any) -> None:
+    """Keep a layer's index keys, if it has any, in this memory of the same kind from now on."""
+    if layer.index_keys is not None:
+        memory[:, : layer.seen] = layer.index_keys.kept[:, : layer.seen]
+        layer.index_keys.kept = memory
 
 
 def newest_columns(layer: Any, tokens: int) -> torch.Tensor:

@@ -38,7 +38,7 @@ class Memory:
     """Bytes of one cache; `str()` shows them in a few lines, with layers of equal bytes together.
 
     layers: bytes of each layer by kind: "codes", "scales", "open" (tokens that do not fill a block yet), "index" (the
-        buckets of a sparse layer's tokens), or "dense" (not compressed).
+        buckets of a sparse layer's tokens, or an indexer's keys), or "dense" (not compressed).
     tokens: tokens of all rows, without padding.
     full_precision: bytes that the tokens of compressed layers would take in the model's dtype, `dtype`.
     ranks: how many ranks hold as much, each of its own heads (tensor parallel); bytes are those of one.

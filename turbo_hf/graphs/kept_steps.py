@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from turbo_hf.cache.index_keys import move_index_keys
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.page_pool import PageTable
 
@@ -110,7 +111,7 @@ def _kind(layer: TurboLayer) -> Any:
     state = layer.state
     shape = layer.rows, layer.heads, layer.dim, layer.rotary_dim, layer.dtype, layer.device, layer.latent
     order, keys = None if layer.head_order is None else tuple(layer.head_order), layer.index_keys
-    indexed = None if keys is None else (keys.kept.dtype, keys.channels, layer.valid_prefix is None)
+    indexed = None if keys is None else (keys.kept.dtype, keys.channels)
     own = layer.config, layer.window, layer.index, order, _Same(layer.balance), indexed
     return *own, shape, state.block, state.staying
 
@@ -141,12 +142,10 @@ class KeptSteps:
 
     @staticmethod
     def of(steps: Any, model: list[Any]) -> "KeptSteps | None":
-        """None: not of sparse layers, ranks that must agree, blocks that wait for a `crop`, or too much memory; nor of
-        padded rows with an indexer, whose steps know where they begin."""
+        """None: not of sparse layers, ranks that must agree, blocks that wait for a `crop`, or too much memory."""
         cache, size = steps.cache, 0
         for layer in steps.layers:
-            padded = layer.index_keys is not None and layer.valid_prefix is not None
-            if layer.selector is not None or padded or layer.state.recording:
+            if layer.selector is not None or layer.state.recording:
                 return None
             size += sum(layer.pool.nbytes()) + layer.buffer.nbytes() + layer.nbytes().get("index", 0)
         size += sum(state.nbytes for layer in steps.linear for *_, state in _states(layer))
@@ -219,8 +218,7 @@ class KeptSteps:
                 layer.pool.move(kept.paged, table, kept.table)
                 layer.buffer.move(kept.buffer, max(layer.state.open))
                 layer.nonfinite, layer.order = kept.nonfinite, kept.order
-                if layer.index_keys is not None:
-                    layer.index_keys.move(kept.index_keys, layer.seen)
+                move_index_keys(layer, kept.index_keys)
                 layer.device_counts.keep(layer.state, kept.sealed, kept.open)
             group.reserved = list(group.layers[0].pool.table.reserved)
             group.plan(group.state.sealed)

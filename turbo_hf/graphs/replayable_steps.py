@@ -314,7 +314,7 @@ class ReplayableSteps:
             tensors += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
             tensors.append(layer.bucket_index.spans)
             tensors += [] if layer.selector is None else layer.selector.tensors()
-            # steps look for the columns of tokens, named by an indexer
+            # where an indexer names columns, steps know which of them hold tokens
             tensors += [] if layer.index_keys is None else [layer.index_keys.kept, layer.valid_prefix]
             # of the next step; the threshold is cached, so `is` tells whether it changed
             tensors.append(sas_threshold(layer.config, layer.seen + tokens))
