@@ -301,6 +301,14 @@ def test_an_exception_at_any_line_around_a_replay(held: int, within: bool, route
     judged(every_line(route, steps, Broken, 11, files=around))
 
 
+def test_an_exception_at_any_line_around_a_replay_of_a_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its states change in place: a step that breaks off is refused, or was never begun."""
+    monkeypatch.setattr(TurboLayer, "in_place", True)
+    around = tuple(str(sys.modules[name].__file__) for name in (ReplayableSteps.__module__, PassMark.__module__))
+    steps = Operation("steps", HELD - 1, STEPS, replayed(Graphs, STEPS), one_by_one=True)
+    judged(every_line(ROUTES["hybrid"](), steps, Broken, 11, files=around))
+
+
 def test_an_exception_at_any_line_of_a_reordering_in_place(route: Route) -> None:
     def reorder(_: Route, cache: TurboCache) -> None:
         steps = ReplayableSteps(cache)

@@ -264,7 +264,8 @@ def _weight(model: Any) -> None:
 
 def _in_place(model: Any) -> None:
     with torch.no_grad():
-        model.lm_head.weight.mul_(-1)
+        # as many tokens come as before
+        model.lm_head.weight.mul_(0.5)
 
 
 def _scaling(model: Any) -> None:

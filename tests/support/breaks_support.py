@@ -178,9 +178,9 @@ def _selectors(layers: int) -> tuple[SparseConfig, dict[int, Centroids]]:
 
 def hybrid_model(**options: Any) -> Any:
     """Linear attention before and after full attention, unless options say otherwise."""
-    from families_support import GENERIC_CASES, build  # noqa: PLC0415  it builds many configs
+    from families_support import FAMILY_CASES, build  # noqa: PLC0415  it builds many configs
 
-    case = next(case for case in GENERIC_CASES if case.model_type == "qwen3_next")
+    case = next(case for case in FAMILY_CASES if case.model_type == "qwen3_next")
     return build(case.model_type, **{**case.options, **options})
 
 

@@ -65,10 +65,9 @@ class IndexKeys:
         # one launch: an indexer scores in float32 in any case
         return codes * size
 
-    def select_rows(self, index: torch.Tensor, in_place: bool = False) -> None:
-        """Row i becomes what row `index[i]` was. in_place: at its address."""
-        chosen = self.kept[index]
-        self.kept = self.kept.copy_(chosen) if in_place else chosen
+    def select_rows(self, index: torch.Tensor) -> None:
+        """Row i becomes what row `index[i]` was."""
+        self.kept = self.kept[index]
 
     def _stored(self, new: torch.Tensor) -> torch.Tensor:
         if self.kept.dtype != torch.uint8:

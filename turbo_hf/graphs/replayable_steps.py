@@ -403,7 +403,8 @@ class ReplayableSteps:
         False: nothing has changed.
         """
         unequal = any(group.state.selected(rows) != group.state for group in self.groups)
-        apart = self.linear or any(layer.bucket_index.bucketed for layer in self.layers)
+        # of latents: as `_bring_runner` in `patching/generate_methods.py`
+        apart = self.linear or any(layer.bucket_index.bucketed or layer.latent for layer in self.layers)
         if unequal or apart or not self.intact() or any(layer.given_mask is not None for layer in self.layers):
             return False
         # each mask with what becomes of it: layers may share one
@@ -411,15 +412,11 @@ class ReplayableSteps:
         for layer in self.layers:
             layer.forget_repeats()
             layer.pool.follow(layer.pool.table.select_rows_in_place(layer.state.sealed, rows))
-            mask, keys = layer.valid_prefix, layer.index_keys
+            mask = layer.valid_prefix
             if mask is not None:
                 if id(mask) not in masks:
-                    chosen = mask[shared(rows, mask.device)]
-                    # captured steps read it
-                    masks[id(mask)] = mask, chosen if keys is None else mask.copy_(chosen)
+                    masks[id(mask)] = mask, mask[shared(rows, mask.device)]
                 layer.valid_prefix = masks[id(mask)][1]
-            if keys is not None:
-                keys.select_rows(shared(rows, layer.device), in_place=True)
         for own in self._by_device().values():
             own[0].ops.select_rows([x for layer in own for x in layer.buffer.tensors()], rows)
         return True

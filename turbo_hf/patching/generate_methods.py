@@ -354,7 +354,9 @@ def _bring_runner(
         return
     drafts: _Drafts | None = getattr(_of_thread, "drafts", None) if generation_config.is_assistant else None
     runner = None if drafts is None else drafts.runner
-    if runner is None and (drafts is not None or (generation_config.num_beams or 1) > 1):
+    # of latents, captured steps between reordered rows have met NaN on a GPU, for a reason that is not known
+    beams = (generation_config.num_beams or 1) > 1 and not any(at.latent for at in model_kwargs[CACHE].turbo_layers())
+    if runner is None and (drafts is not None or beams):
         fused = drafts is None or drafts.config is None
         runner = bring(model, generation_config, fused=fused)
     if drafts is not None:
