@@ -110,13 +110,6 @@ def store_index_keys(layer: Any, new: torch.Tensor, past: int) -> torch.Tensor:
     return torch.cat((held.read(past).to(new.dtype), new), 1) if past else new
 
 
-def move_index_keys(layer: Any, memory: Any) -> None:
-    """Keep a layer's index keys, if it has any, in this memory of the same kind from now on."""
-    if layer.index_keys is not None:
-        memory[:, : layer.seen] = layer.index_keys.kept[:, : layer.seen]
-        layer.index_keys.kept = memory
-
-
 def newest_columns(layer: Any, tokens: int) -> torch.Tensor:
     """int64 [tokens], the columns that a replayed step stores: they are counted on the device."""
     state, counts = layer.state, layer.device_counts

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.cache.index_keys import move_index_keys
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.page_pool import PageTable
 
@@ -93,7 +92,6 @@ class _KeptLayer(NamedTuple):
     order: torch.Tensor
     sealed: torch.Tensor
     open: torch.Tensor
-    index_keys: torch.Tensor | None
 
 
 def _states(layer: Any) -> list[tuple[dict[int, Any], int, torch.Tensor]]:
@@ -109,18 +107,20 @@ def _like(x: torch.Tensor) -> Any:
 def _kind(layer: TurboLayer) -> Any:
     """What must be equal, for launches over one layer to serve another."""
     state = layer.state
-    shape = layer.rows, layer.heads, layer.dim, layer.rotary_dim, layer.dtype, layer.device, layer.latent
-    order, keys = None if layer.head_order is None else tuple(layer.head_order), layer.index_keys
-    indexed = None if keys is None else (keys.kept.dtype, keys.channels)
-    own = layer.config, layer.window, layer.index, order, _Same(layer.balance), indexed
-    return *own, shape, state.block, state.staying
+    shape = layer.rows, layer.heads, layer.dim, layer.dtype, layer.device
+    order = None if layer.head_order is None else tuple(layer.head_order)
+    return layer.config, layer.window, layer.index, order, _Same(layer.balance), shape, state.block, state.staying
+
+
+def _is_apart(layer: TurboLayer) -> bool:
+    """Whether captures over a layer serve one call alone: buckets and latents lie elsewhere, too."""
+    return layer.selector is not None or layer.latent or layer.state.recording
 
 
 def _memory(layer: TurboLayer) -> _KeptLayer:
     pool, counts, state = layer.pool, layer.device_counts, layer.state
     places = pool.paged, pool.table.on(layer.device), layer.buffer.tensors(), layer.nonfinite, layer.order
-    index = None if layer.index_keys is None else layer.index_keys.kept
-    return _KeptLayer(weakref.ref(layer), _kind(layer), *places, counts.sealed(state), counts.open(state), index)
+    return _KeptLayer(weakref.ref(layer), _kind(layer), *places, counts.sealed(state), counts.open(state))
 
 
 class KeptSteps:
@@ -142,12 +142,12 @@ class KeptSteps:
 
     @staticmethod
     def of(steps: Any, model: list[Any]) -> "KeptSteps | None":
-        """None: not of sparse layers, ranks that must agree, blocks that wait for a `crop`, or too much memory."""
+        """None: not of sparse layers, latents, blocks that wait for a `crop`, ranks that must agree, much memory."""
         cache, size = steps.cache, 0
         for layer in steps.layers:
-            if layer.selector is not None or layer.state.recording:
+            if _is_apart(layer):
                 return None
-            size += sum(layer.pool.nbytes()) + layer.buffer.nbytes() + layer.nbytes().get("index", 0)
+            size += sum(layer.pool.nbytes()) + layer.buffer.nbytes()
         size += sum(state.nbytes for layer in steps.linear for *_, state in _states(layer))
         alone = cache.mark.ranks.count == 1
         return KeptSteps(steps, model) if alone and steps.used and size <= MOST_BYTES else None
@@ -163,12 +163,10 @@ class KeptSteps:
         """
         tables: dict[tuple[PageTable, int], PageTable] = {}
         for layer, kept in self._pairs(steps):
-            free = kept.of() in (None, layer) and layer.selector is None and not layer.state.recording
+            free = kept.of() in (None, layer) and not _is_apart(layer)
             if not free or _kind(layer) != kept.kind or max(layer.state.open) > kept.buffer[0].shape[2]:
                 return None
             state, key, blocks = layer.state, (layer.pool.table, id(kept.table)), kept.table.shape[1]
-            if kept.index_keys is not None and kept.index_keys.shape[1] < (blocks + 1) * state.block:
-                return None
             if key not in tables:
                 table = key[0].within(state.sealed, state.whole(), len(kept.paged[0].k), blocks)
                 if table is None:
@@ -218,7 +216,6 @@ class KeptSteps:
                 layer.pool.move(kept.paged, table, kept.table)
                 layer.buffer.move(kept.buffer, max(layer.state.open))
                 layer.nonfinite, layer.order = kept.nonfinite, kept.order
-                move_index_keys(layer, kept.index_keys)
                 layer.device_counts.keep(layer.state, kept.sealed, kept.open)
             group.reserved = list(group.layers[0].pool.table.reserved)
             group.plan(group.state.sealed)
