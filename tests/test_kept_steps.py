@@ -3,6 +3,7 @@
 import gc
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from models import prompts, tiny_llama, tiny_mistral
 from patching_support import biased
 from tiny_families import build
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import turbo_hf
 from turbo_hf import TurboConfig
@@ -241,12 +243,6 @@ def _weight(model: Any) -> None:
     model.model.layers[1].mlp.up_proj.weight.data = model.model.layers[1].mlp.up_proj.weight.data * 2
 
 
-def _in_place(model: Any) -> None:
-    with torch.no_grad():
-        # as many tokens come as before
-        model.lm_head.weight.mul_(0.5)
-
-
 def _scaling(model: Any) -> None:
     model.model.layers[0].self_attn.scaling *= 2
 
@@ -264,10 +260,24 @@ def _listed(model: Any) -> None:
     model.model.layers[0].mlp.adapters.append("b")
 
 
-@pytest.mark.parametrize("change", [_weight, _in_place, _scaling, _module, _removed, _listed])
+def _turned(model: Any) -> None:
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t()
+
+
+def _nested(model: Any) -> None:
+    model.model.layers[0].mlp.options["a"]["b"] = 3
+
+
+def _object(model: Any) -> None:
+    model.model.layers[0].mlp.held.scale = 3
+
+
+@pytest.mark.parametrize("change", [_weight, _scaling, _module, _removed, _listed, _turned, _nested, _object])
 def test_a_changed_model_is_captured_anew(change: Any, made: list[StepRunner], device: torch.device) -> None:
     model, ids = tiny_llama().to(device), prompts(1, 60)
-    model.model.layers[0].mlp.adapters = ["a"]
+    mlp = model.model.layers[0].mlp
+    mlp.adapters, mlp.options, mlp.held = ["a"], {"a": {"b": 2}}, SimpleNamespace(scale=2)
     with turbo_hf.patch(model, SMALL):
         greedy(model, input_ids=ids)
         greedy(model, input_ids=ids)
@@ -278,15 +288,73 @@ def test_a_changed_model_is_captured_anew(change: Any, made: list[StepRunner], d
     assert torch.equal(got, answer(model, PLAIN, input_ids=ids))
 
 
-def test_a_change_of_torch_is_one_of_the_model(made: list[StepRunner]) -> None:
+def test_numbers_of_weights_that_change_in_place_are_read(made: list[StepRunner], device: torch.device) -> None:
+    model, ids = tiny_llama().to(device), prompts(1, 60)
+    with turbo_hf.patch(model, SMALL):
+        greedy(model, input_ids=ids)
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        got = greedy(model, input_ids=ids)
+    assert torch.equal(got, answer(model, PLAIN, input_ids=ids))
+
+
+def test_a_change_that_is_taken_back_is_not_captured(made: list[StepRunner], device: torch.device) -> None:
+    model, ids = tiny_llama().to(device), prompts(1, 60)
+    want, attention = answer(model, PLAIN, input_ids=ids), model.model.layers[0].self_attn
+    plain = attention.scaling
+
+    def changes(ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[1] == 61:
+            attention.scaling = 2 * plain
+        return scores
+
+    with turbo_hf.patch(model, SMALL):
+        greedy(model, input_ids=ids, logits_processor=[changes])
+        attention.scaling = plain
+        assert torch.equal(greedy(model, input_ids=ids), want)
+    assert captures(made) == 2
+
+
+def test_classes_and_subclasses_of_tensors(made: list[StepRunner], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     before = model_now(model)
     assert model_now(model) == before
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model.model.layers[0].mlp), "forward", lambda self, x: x)
+        assert model_now(model) != before
+    assert model_now(model) == before
+    # whose memory is not known
+    model.lm_head.weight = torch.nn.Parameter(TwoTensor(model.lm_head.weight.data, model.lm_head.weight.data))
+    assert model_now(model) != model_now(model)
+
+
+def test_a_runner_of_an_earlier_call_asks_again_why_not(made: list[StepRunner], device: torch.device) -> None:
+    model, ids = tiny_llama().to(device), prompts(1, 60)
+    with turbo_hf.patch(model, SMALL):
+        greedy(model, input_ids=ids)
+        model.model.layers[0].mlp.compile(backend="eager")
+        greedy(model, input_ids=ids)
+        assert captures(made) == 1
+
+
+def test_a_change_of_torch_is_one_of_the_model() -> None:
+    model = tiny_llama()
+    before = model_now(model)
     torch.set_float32_matmul_precision("high")
     try:
         assert model_now(model) != before
     finally:
         torch.set_float32_matmul_precision("highest")
+    matmul: Any = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):
+        # the older switch then raises
+        before = model_now(model)
+        kept, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+        try:
+            assert model_now(model) != before
+        finally:
+            matmul.fp32_precision = kept
+        assert model_now(model) == before
 
 
 def test_weights_and_modules_are_not_kept_alive() -> None:

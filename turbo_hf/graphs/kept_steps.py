@@ -4,20 +4,27 @@ A capture holds addresses. It serves another cache of the same kind once that ca
 milliseconds, a capture a tenth of a second. It also holds what the model was: one that has changed is captured anew.
 """
 
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.page_pool import PageTable
+from turbo_hf.ops import gpu
 
 MOST_BYTES = 256 << 20
 """Pages and open tokens of all layers that are kept between calls."""
 
 _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training", "_parameters", "_buffers", "_modules"}
 """Attributes of every module that no pass reads, or whose hooks the runner looks for (`Runner.look_for_hooks`)."""
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+_DEPTH, _LONGEST = 4, 1000
+"""How deep attributes are looked into, and into how many items of one."""
 
 
 class _Same:
@@ -34,50 +41,100 @@ class _Same:
     __hash__ = object.__hash__
 
 
-_PLAIN = frozenset({type(None), bool, int, float, str})
+class _Notes:
+    """What a capture may hold of a model, in one list, compared by ==. Modules and weights are not kept alive.
 
-
-def _note(found: list[Any], value: Any, deep: bool = True) -> None:
-    """Add what a capture may hold of a module's attribute, compared by ==. Modules and weights are not kept alive.
-
-    To one flat list: thousands of small objects would have Python collect garbage at each call.
+    A flat list: thousands of small objects would have Python collect garbage at each call.
     """
-    kind = type(value)
-    # tensors last: asking whether something is one takes torch microseconds
-    if kind in _PLAIN:
-        found += (kind, value)
-    elif deep and kind in (dict, list, tuple, set):
-        found += (kind, len(value))
-        if kind is dict:
-            found += value
-        for x in value.values() if kind is dict else value:
-            _note(found, x, False)
-    elif isinstance(value, torch.nn.Module):
-        found += (kind, id(value))
-    elif isinstance(value, torch.Tensor):
-        version = None if value.is_inference() else value._version
-        found += (id(value), value.data_ptr(), version, value.dtype, value.shape)
-    else:
-        found.append(_Same(value))
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+        # objects whose attributes have been noted
+        self._seen: set[int] = set()
+
+    def note(self, value: Any, depth: int = 0) -> None:
+        """Add a value, and what it holds."""
+        kind, found = type(value), self.found
+        # tensors last: asking whether something is one takes torch microseconds
+        if kind in _PLAIN:
+            found += (kind, value)
+        elif kind in (dict, list, tuple, set) and depth < _DEPTH and len(value) <= _LONGEST:
+            found += (kind, len(value))
+            if kind is dict:
+                found += map(str, value)
+            for x in value.values() if kind is dict else value:
+                self.note(x, depth + 1)
+        elif isinstance(value, torch.nn.Module):
+            found += (kind, id(value))
+        elif isinstance(value, torch.Tensor):
+            self._tensor(value)
+        else:
+            found.append(_Same(value))
+            held = getattr(value, "__dict__", None)
+            if isinstance(held, dict) and not callable(value) and id(value) not in self._seen:
+                self._seen.add(id(value))
+                self.note(held, depth + 1)
+
+    def _tensor(self, x: torch.Tensor) -> None:
+        """A tensor: where it lies, not its numbers, which a replay reads."""
+        plain = x.layout == torch.strided and type(x.data) is torch.Tensor
+        # the memory of a subclass, as torchao's, is not known: such a model is captured in each call
+        place = (x.data_ptr(), x.stride()) if plain else (_Same(object()),)
+        self.found += (id(x), *place, x.dtype, x.shape)
+
+    def kinds(self, kinds: Iterable[type]) -> None:
+        """What classes hold, up to torch's own."""
+        bases = {
+            base for kind in kinds for base in kind.__mro__ if not base.__module__.startswith(("torch.", "builtins"))
+        }
+        for base in sorted(bases, key=lambda x: (x.__module__, x.__qualname__)):
+            for name, value in vars(base).items():
+                self.found += (name, _Same(value)) if type(value) not in _PLAIN else (name, value)
+
+
+def _switches() -> list[Any]:
+    """Torch's switches that change what is computed. One that cannot be read now has its error in its place."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    names = (
+        "allow_bf16_reduced_precision_reduction",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_fp16_accumulation",
+    )
+    asked: list[Callable[[], Any]] = [
+        torch.is_inference_mode_enabled,
+        torch.get_default_dtype,
+        # raises where the newer `fp32_precision` has been set
+        torch.get_float32_matmul_precision,
+        torch.are_deterministic_algorithms_enabled,
+        torch.backends.cuda.preferred_blas_library,
+        *(functools.partial(getattr, matmul, name, None) for name in (*names, "fp32_precision")),
+        *(functools.partial(getattr, cudnn, name, None) for name in ("enabled", "deterministic", "benchmark")),
+        functools.partial(getattr, getattr(cudnn, "conv", None), "fp32_precision", None),
+    ]
+    found: list[Any] = []
+    for ask in asked:
+        try:
+            found.append(ask())
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
 
 
 def model_now(model: Any) -> list[Any]:
-    """All that steps of a model depend on besides their inputs, as far as its modules and torch's switches tell."""
-    found: list[Any] = [
-        torch.is_inference_mode_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-    ]
-    configs = {id(x): x for x in (model.config, model.config.get_text_config(decoder=True))}
-    for held in (*configs.values(), *model.modules()):
-        found.append(type(held))
-        for name, value in vars(held).items():
+    """All that steps of a model depend on besides their inputs and the numbers of weights, as far as its modules, their
+    classes, and torch's switches tell."""
+    notes, modules = _Notes(), list(model.modules())
+    notes.found += (gpu.stream(model.device), *_switches())
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        notes.note(config)
+    for module in modules:
+        notes.found.append(type(module))
+        for name, value in vars(module).items():
             if name not in _OF_TORCH:
-                found.append(name)
-                _note(found, value)
-    return found
+                notes.found.append(name)
+                notes.note(value)
+    notes.kinds({type(module) for module in modules})
+    return notes.found
 
 
 class _KeptLayer(NamedTuple):
@@ -128,7 +185,7 @@ class KeptSteps:
 
     Args:
         steps: the `ReplayableSteps` that were captured; they have not been closed yet.
-        model: `model_now` before the capture.
+        model: `model_now` at the capture.
     """
 
     def __init__(self, steps: Any, model: list[Any]):

@@ -74,7 +74,7 @@ class StepRunner(Runner):
         self._depth = STEP if forward is None else STEP + 1
         self._model, self.compiled = model, compiled
         self._steps: ReplayableSteps | None = None
-        # of the `generate` before, and what the model was when this one began
+        # of the `generate` before, and what the model was at the newest capture
         self._kept: KeptSteps | None = None
         self._model_now: list[Any] = []
         # whether layers of the step over one token are the compiled ones
@@ -112,7 +112,7 @@ class StepRunner(Runner):
                 self.drop(size)
         step = functools.partial(self._step, inputs, size, autocast)
         try:
-            out = self.run(size, step, functools.partial(steps.capturing, size))
+            out = self.run(size, step, functools.partial(self._capturing, steps, size))
         except NotCaptured as error:
             steps.cancel()
             self._not_captured(error, size == 1 and self._fused, steps.mark.ranks.speaks)
@@ -153,14 +153,18 @@ class StepRunner(Runner):
             self.demand(lasting)
         if why_no_replay(cache) is not None:
             return None
-        now = self._model_now = model_now(self._model) if self._depth == STEP else []
-        move = None if kept is None else functools.partial(kept.serve, model=now)
+        move = None if kept is None else functools.partial(kept.serve, model=model_now(self._model))
         self._steps = ReplayableSteps(cache, self._depth, move)
         if self._steps.moved:
             self.kinds = kinds
         else:
             self.warmups += 1
         return self._steps
+
+    def _capturing(self, steps: ReplayableSteps, size: int) -> AbstractContextManager[None]:
+        if self._depth == STEP:
+            self._model_now = model_now(self._model)
+        return steps.capturing(size)
 
     def end(self, keep: bool = True) -> bool:
         """`generate` has ended. keep: its captures. Returns whether there are any."""
@@ -170,7 +174,7 @@ class StepRunner(Runner):
         # The end may also be that of the interpreter, where torch aborts over new tensors; it may come while another
         # runner captures, where what is launched does not run; or in the midst of a later pass over the cache.
         ends = steps.mark.now is None and not (sys.is_finalizing() or any(map(_capturing, steps.nonfinite)))
-        kinds, self.warmups = self.kinds, 0
+        kinds, self.warmups, self._hooks = self.kinds, 0, None
         self._forget()
         if ends and keep and not self.off and steps.intact():
             self._kept = KeptSteps.of(steps, self._model_now)
