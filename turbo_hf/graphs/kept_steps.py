@@ -170,7 +170,8 @@ def _kind(layer: TurboLayer) -> Any:
 
 
 def _is_apart(layer: TurboLayer) -> bool:
-    """Whether captures over a layer serve one call alone: buckets and latents lie elsewhere, too."""
+    """Whether captures over a layer serve one call alone: buckets and what waits for a `crop` lie elsewhere, too, and
+    latents have not been tried on a GPU."""
     return layer.selector is not None or layer.latent or layer.state.recording
 
 

@@ -168,13 +168,14 @@ class StepRunner(Runner):
 
     def end(self, keep: bool = True) -> bool:
         """`generate` has ended. keep: its captures. Returns whether there are any."""
-        steps: ReplayableSteps | None = getattr(self, "_steps", None)
+        # what may have changed until the next call makes no hook: it asks again why nothing can be captured
+        self._hooks, steps = None, self._steps
         if steps is None:
             return self._kept is not None and not self.off
         # The end may also be that of the interpreter, where torch aborts over new tensors; it may come while another
         # runner captures, where what is launched does not run; or in the midst of a later pass over the cache.
         ends = steps.mark.now is None and not (sys.is_finalizing() or any(map(_capturing, steps.nonfinite)))
-        kinds, self.warmups, self._hooks = self.kinds, 0, None
+        kinds, self.warmups = self.kinds, 0
         self._forget()
         if ends and keep and not self.off and steps.intact():
             self._kept = KeptSteps.of(steps, self._model_now)
@@ -184,7 +185,8 @@ class StepRunner(Runner):
         return self._kept is not None
 
     def __del__(self) -> None:
-        self.end(keep=False)
+        if hasattr(self, "_steps"):
+            self.end(keep=False)
 
     def _tokens_of(self, kwargs: dict[str, Any]) -> int:
         """How many tokens per row a call passes to a TurboCache; 0 if it is no step, or asks for anything else.
