@@ -1,5 +1,6 @@
 """Captured steps on a GPU, and on several: a graph for each run of work on one of them."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -196,6 +197,54 @@ def test_a_capture_that_fails_otherwise_or_twice_is_an_error(monkeypatch: pytest
     assert device.done == ["anchor", "capture", "end", "anchor", "capture", "end", "anchor"]
     # and the next one begins anew
     assert device.capture(lambda: 4)() == 4
+
+
+def test_no_garbage_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    collecting: list[bool] = []
+
+    def in_one(self: Pretended, device: torch.device, step: Callable[[], Any]) -> Callable[[], Any]:
+        # not the graph that keeps the pool alive
+        if device in self._anchors:
+            step()
+        return step
+
+    def step() -> None:
+        # another thread's capture, which ends first
+        Pretended([]).capture(lambda: None)
+        collecting.append(gc.isenabled())
+
+    monkeypatch.setattr(Pretended, "_in_one", in_one)
+    Pretended([]).capture(step)
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        Pretended([]).capture(lambda: 1 / 0)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        Pretended([]).capture(step)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert collecting == [False, False]
+
+
+@pytest.mark.gpu
+def test_graphs_that_are_garbage_do_not_spoil_a_capture(runners: list[StepRunner]) -> None:
+    model = half()
+    want = answer(model, PLAIN, **ragged())
+    assert torch.equal(answer(model, SMALL, **ragged()), want)
+    # captures of the call before, in a circle that only a collection finds, at any allocation of the next
+    circle: list[Any] = [runners[-1]]
+    circle.append(circle)
+    runners.clear()
+    del circle
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        assert torch.equal(answer(model, SMALL, **ragged()), want)
+    finally:
+        gc.set_threshold(*before)
+    assert runners[-1].captures >= 1
 
 
 CONFIG = flat_config(block_size=32)

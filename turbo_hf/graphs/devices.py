@@ -1,6 +1,7 @@
 """Where decode steps are captured: one GPU, or several that share the layers of a model (`device_map`)."""
 
 import functools
+import gc
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -116,6 +117,29 @@ class Parts(TorchDispatchMode):
                     del self._copied[key]
 
 
+_counting = threading.Lock()
+_captures: list[bool] = []
+
+
+def _without_collection(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Inside, Python collects no garbage: it may hold a graph, and freeing one spoils what its thread captures."""
+
+    @functools.wraps(function)
+    def called(*args: Any) -> Any:
+        with _counting:
+            # of threads that capture at a time, the last one to end turns it on again
+            _captures.append(gc.isenabled() or any(_captures))
+            gc.disable()
+        try:
+            return function(*args)
+        finally:
+            with _counting:
+                if _captures.pop() and not _captures:
+                    gc.enable()
+
+    return called
+
+
 class CudaDevice:
     """One GPU, or several that hold a model's layers between them; a step begins on the first.
 
@@ -135,6 +159,7 @@ class CudaDevice:
             step = functools.partial(_aside, stream, step)
         return step()
 
+    @_without_collection
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """A call that replays the step and returns what it returned. Computes nothing.
 
