@@ -107,7 +107,10 @@ def test_the_oracle_is_a_loop_over_keys(options: dict[str, Any], monkeypatch: py
         ("decode --share 0", "a share must be above 0 and at most 1; got [0.0]."),
         ("decode --share 0.1", "--share is of sparse steps: add --selector saap."),
         ("decode --selector saap --shape deepseek-v2-lite", "steps over latents are not sparse: leave o"),
-        ("generate --shape phi", "unknown shape phi; choose from llama3-8b, qwen2.5-0.5b, deepseek-v2-lite"),
+        (
+            "generate --shape phi",
+            "unknown shape phi; choose from llama3-8b, qwen2.5-0.5b, qwen2.5-1.5b, gemma3-270m, d",
+        ),
         ("generate --context long", "expected a number of tokens like 4096 or 4k; got 'long'."),
         ("generate --preset turbo9", "turbo9"),
     ],

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_model
-from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+)
 
 from turbo_hf.console import load_model, processes, remark
 from turbo_hf.eval.bench.runner import require_choice
@@ -30,6 +37,16 @@ KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] 
         Qwen2Config,
         _sizes(896, 4864, 14, 2, 24, 151936) | _rope(1e6) | {"tie_word_embeddings": True},
         _sizes(112, 256, 7, 1),
+    ),
+    "qwen2.5-1.5b": (
+        Qwen2Config,
+        _sizes(1536, 8960, 12, 2, 28, 151936) | _rope(1e6) | {"tie_word_embeddings": True},
+        _sizes(96, 256, 6, 1),
+    ),
+    "gemma3-270m": (
+        Gemma3TextConfig,
+        _sizes(640, 2048, 4, 1, 18, 262144) | {"head_dim": 256, "sliding_window": 512, "tie_word_embeddings": True},
+        _sizes(64, 128, 4, 1) | {"head_dim": 32, "sliding_window": 16},
     ),
     "deepseek-v2-lite": (
         DeepseekV2Config,
