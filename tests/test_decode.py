@@ -305,6 +305,33 @@ def test_a_plan_for_any_gpu_gives_the_same(
     launch_decode._workspace.cache_clear()
 
 
+def test_many_parts_are_merged_in_groups(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """One head of a long row, which 40 CTAs share; then once more, by the same counters."""
+    pytest.importorskip("triton")
+    from turbo_hf.ops import gpu  # noqa: PLC0415 - as above
+    from turbo_hf.ops.decode import kernel_block  # noqa: PLC0415 - as above
+    from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - as above
+
+    k, v = (tokens(1, 1, 5050, 32, device=device) for _ in range(2))
+    store, q = make_store(k, v, [5050], block=32), tokens(1, 2, 1, 32, device=device)
+    parts, planned = [], launch_decode._plan
+
+    def noted(*given: Any) -> Any:
+        plan = planned(*given)
+        parts.append(plan.parts)
+        return plan
+
+    monkeypatch.setattr(launch_decode, "_plan", noted)
+    found = []
+    for sms in (1, 132, 132):
+        monkeypatch.setattr(gpu, "sms", lambda device, sms=sms: sms)
+        found.append(decode(q, store, scaling=0.2, backend="triton"))
+    assert parts[0] <= kernel_block.ONE_LEVEL.value <= 2 * kernel_block.TOGETHER.value < parts[-1]
+    check_same(found[1], found[0], largest(v))
+    assert torch.equal(found[2].out, found[1].out)
+    assert torch.equal(found[2].lse, found[1].lse)
+
+
 def test_launches_that_are_replayed_keep_their_workspace(device: torch.device) -> None:
     pytest.importorskip("triton")
     from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - needs Triton

@@ -333,7 +333,7 @@ def decode_kernel(
                 state, _ = attend_open(state, cache, at, sealed, length, prepared, seen, None, scoring, FORM, ASM)
 
         merged = Share((tile == 0) & (steps == pages + 1), first_cta + output, cta - first_cta, count)
-        finish_or_merge(state, merged, output, workspace, result, scoring.sinks, own, FORM)
+        finish_or_merge(state, merged, workspace, result, scoring.sinks, own, FORM)
         left -= steps
         output += 1
         tile = 0

@@ -14,6 +14,11 @@ QUERY_MAX = tl.constexpr(float(LARGEST_QUERY))
 STATS = tl.constexpr(4)
 """Floats behind each row of a partial result: its maximum, its sum, and two that keep rows aligned."""
 
+TOGETHER = tl.constexpr(16)
+"""Parts of a group, of outputs with more than ONE_LEVEL parts."""
+
+ONE_LEVEL = tl.constexpr(32)
+
 
 @triton.jit
 def rows_of(output, R: tl.constexpr, GROUP: tl.constexpr, SPREAD: tl.constexpr):
@@ -285,15 +290,15 @@ def store_part(o, top, total, parts_ptr, place):
 
 
 @triton.jit
-def merge(parts_ptr, first, count, N: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The partial results of one output, in places from `first` on: O [N, DP], maximum [N], sum [N].
+def merge(parts_ptr, first, count, STRIDE: tl.constexpr, N: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The partial results in `count` places, each STRIDE behind the last: O [N, DP], maximum [N], sum [N].
 
     AT_ONCE parts per iteration, whose loads are in flight together: the number of waits determines the time. The order
     of the dimensions gives a row of O to one warp, and its maxima to the lanes of one warp (4 rows of 128 channels, 4
     warps): sums stay within a thread, comparisons within a warp.
     """
     i = tl.arange(0, AT_ONCE)
-    place = i * (N * (DP + STATS))
+    place = i * (STRIDE * N * (DP + STATS))
     n = tl.arange(0, N) * (DP + STATS)
     stats = place[:, None] + n[None, :] + DP
     values = place[None, :, None] + n[:, None, None] + tl.arange(0, DP)[None, None, :]
@@ -301,7 +306,7 @@ def merge(parts_ptr, first, count, N: tl.constexpr, DP: tl.constexpr, AT_ONCE: t
     total = tl.zeros([N], tl.float32)
     o = tl.zeros([N, DP], tl.float32)
     for start in tl.range(0, count, AT_ONCE, num_stages=1):
-        at = parts_ptr + (first + start).to(tl.int64) * (N * (DP + STATS))
+        at = parts_ptr + (first + start * STRIDE).to(tl.int64) * (N * (DP + STATS))
         live = i < count - start
         part = tl.load(at + values, mask=live[None, :, None], other=0.0, cache_modifier=".cg")
         # a barrier for loads: without it a third of them would wait for `found`
@@ -347,19 +352,44 @@ def finish(o, top, total, result, sinks_ptr, output, FORM: tl.constexpr):
 
 
 @triton.jit
-def finish_or_merge(state, share, number, workspace, result, sinks_ptr, output, FORM: tl.constexpr):
-    """Store what a CTA has computed of output `number`: the whole output, or one part of it.
+def finish_or_merge(state, share, workspace, result, sinks_ptr, output, FORM: tl.constexpr):
+    """Store what a CTA has computed of an output: the whole output, or one part of it.
 
-    The last CTA that arrives adds the parts, in their order. No CTA waits for another.
+    The last CTA that arrives adds the parts, in their order. Of many parts, the last one of each group adds the group,
+    and the last of these adds the sums: one SM reads what many have written in as many microseconds as it takes to
+    compute. No CTA waits for another.
     """
     acc, m, denom = state
     o, top, total = combine(acc, m, denom, FORM.spread)
+    N: tl.constexpr = o.shape[0]
+    DP: tl.constexpr = o.shape[1]
     if share.alone:
         finish(o, top, total, result, sinks_ptr, output, FORM)
     else:
         store_part(o, top, total, workspace.parts, share.first + share.part)
-        arrived = workspace.arrived + number
-        if tl.atomic_add(arrived, 1, sem="acq_rel") == share.parts - 1:
-            tl.store(arrived, 0)
-            o, top, total = merge(workspace.parts, share.first, share.parts, o.shape[0], o.shape[1], FORM.at_once)
-            finish(o, top, total, result, sinks_ptr, output, FORM)
+        size = tl.where(share.parts > ONE_LEVEL, TOGETHER, share.parts)
+        groups = tl.cdiv(share.parts, size)
+        begin = share.first + share.part // size * size
+        count = tl.minimum(share.first + share.parts - begin, size)
+        # counters are numbered like parts: a group has that of its first one
+        if _is_last(workspace.arrived + begin, count):
+            o, top, total = merge(workspace.parts, begin, count, 1, N, DP, FORM.at_once)
+            complete = groups == 1
+            if groups > 1:
+                # all warps have read the part in whose place the sum goes
+                tl.debug_barrier()
+                store_part(o, top, total, workspace.parts, begin)
+                complete = _is_last(workspace.arrived + share.first + 1, groups)
+                if complete:
+                    o, top, total = merge(workspace.parts, share.first, groups, TOGETHER, N, DP, FORM.at_once)
+            if complete:
+                finish(o, top, total, result, sinks_ptr, output, FORM)
+
+
+@triton.jit
+def _is_last(arrived, count):
+    """Count an arrival; whether it is the last of `count`. The counter is then 0 again."""
+    last = tl.atomic_add(arrived, 1, sem="acq_rel") == count - 1
+    if last:
+        tl.store(arrived, 0)
+    return last

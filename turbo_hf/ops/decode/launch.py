@@ -56,7 +56,7 @@ class Workspace(NamedTuple):
     """Scratch memory of a launch.
 
     parts: float32 [..., N * (DP + STATS)], partial results, as in `merge`.
-    arrived: int32 [outputs], how many parts of each output are there; zeros before and after the launch.
+    arrived: int32 [...], one for each of them: how many parts are there; zeros before and after the launch.
     """
 
     parts: Any
@@ -162,9 +162,10 @@ class WorkspaceKey(NamedTuple):
 @lru_cache(maxsize=32)
 def _workspace(place: WorkspaceKey) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial results, and arrival counters (zeros, as each launch leaves them)."""
+    most = place.ctas + place.outputs
     return (
-        torch.empty((place.ctas + place.outputs) * place.floats, dtype=torch.float32, device=place.device),
-        torch.zeros(place.outputs, dtype=torch.int32, device=place.device),
+        torch.empty(most * place.floats, dtype=torch.float32, device=place.device),
+        torch.zeros(most, dtype=torch.int32, device=place.device),
     )
 
 

@@ -93,4 +93,4 @@ def sparse_decode_kernel(
                 tl.atomic_add(read_ptr + nb * 0, counted.to(tl.int64), sem="relaxed")
 
         merged = Share(shares == 1, first_share, part, shares)
-        finish_or_merge(state, merged, output, workspace, result, scoring.sinks, computed, FORM)
+        finish_or_merge(state, merged, workspace, result, scoring.sinks, computed, FORM)

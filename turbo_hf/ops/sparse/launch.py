@@ -158,18 +158,17 @@ def _workspace(
     thread: int,
     lists: int,
     capacity: int,
-    outputs: int,
     shares: int,
     floats: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Listed blocks, their counts, arrival counters of outputs (zeros, as launches leave them), and partial results.
+    """Listed blocks, their counts, arrival counters of shares (zeros, as launches leave them), and partial results.
 
     Two launches use it one after the other, so threads that share a stream have one each.
     """
     return (
         torch.empty(lists * capacity, dtype=torch.int64, device=device),
         torch.empty(lists, dtype=torch.int32, device=device),
-        torch.zeros(outputs, dtype=torch.int32, device=device),
+        torch.zeros(shares, dtype=torch.int32, device=device),
         torch.empty(shares * floats, dtype=torch.float32, device=device),
     )
 
@@ -203,7 +202,7 @@ def launch_sparse_decode(
     # sealed blocks of the longest row, rounded up to a power of two: a growing cache needs a new workspace rarely
     capacity = power_of_two(max(32, store.table.shape[1]))
     floats = per_output * (padded + STATS.value)
-    shape = (q.device, gpu.stream(q.device), get_ident(), lists, capacity, lists * row_parts, shares, floats)
+    shape = (q.device, gpu.stream(q.device), get_ident(), lists, capacity, shares, floats)
     if store.plans is None:
         workspace = _workspace(*shape)
     else:
