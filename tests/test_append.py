@@ -97,7 +97,8 @@ def test_stores_what_the_quantizer_makes(
 
 
 @pytest.mark.parametrize(
-    ("dim", "dtype"), [(16, torch.bfloat16), (48, torch.float32), (64, torch.bfloat16), (80, torch.float32)]
+    ("dim", "dtype"),
+    [(16, torch.bfloat16), (48, torch.float32), (64, torch.bfloat16), (80, torch.float32), (512, torch.bfloat16)],
 )
 def test_keys_are_balanced_on_the_way(dim: int, dtype: torch.dtype, backend: str, device: torch.device) -> None:
     """The same bits as after a division of their own, in a prompt and in a step; queries too."""
@@ -214,7 +215,7 @@ def test_more_pairs_than_a_launch_takes_are_refused(monkeypatch: pytest.MonkeyPa
     assert ops.quantize_tokens(torch.randn(2, 2, 8, 16, device=device), backend="triton")[0].shape == (2, 2, 8, 16)
 
 
-@pytest.mark.parametrize("dim", [16, 80])
+@pytest.mark.parametrize("dim", [16, 80, 512])
 @pytest.mark.parametrize("groups", GROUPS)
 def test_a_step_seals_what_is_full_and_then_appends(
     dim: int, groups: HeadGroups, backend: str, device: torch.device

@@ -85,7 +85,7 @@ def test_cases(case: str, mode: str, device: torch.device, backend: str) -> None
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
     ("dim", "mode"),
-    [(16, "turbo"), (48, "native"), (64, "turbo"), (80, "native"), (96, "turbo"), (128, "native"), (128, "turbo")],
+    [(16, "turbo"), (48, "native"), (64, "turbo"), (80, "native"), (96, "turbo"), (128, "native"), (512, "turbo")],
 )
 def test_head_dims_and_bits(dim: int, bits: int, mode: str, device: torch.device, backend: str) -> None:
     store = random_store([130, 63], 2, dim, device, groups=((bits, 2),))
@@ -432,6 +432,8 @@ KINDS: list[Kind] = [
     (64, 2, 3, 64, ((2, 2),), torch.float32, {"window": 130, "softcap": 9.0, "sinks": True}),
     (256, 2, 1, 64, ((4, 1),), torch.float16, {}),
     (128, 4, 1, 64, (((4, 2), 2),), torch.float16, {}),
+    (512, 8, 1, 64, ((4, 1),), torch.bfloat16, {}),
+    (512, 4, 3, 64, ((8, 1), (3, 1)), torch.bfloat16, {"window": 90, "softcap": 9.0}),
     (80, 3, 2, 64, (((4, 3), 1), ((8, 2), 1), ((2, 8), 1)), torch.bfloat16, {"window": 90}),
     (128, 4, 1, 64, ((UNQUANTIZED, 2),), torch.float16, {}),
     (64, 7, 2, 32, ((UNQUANTIZED, 1),), torch.bfloat16, {"window": 90, "sinks": True}),
@@ -444,6 +446,8 @@ KINDS: list[Kind] = [
 def test_random_caches(kind: int, mode: str) -> None:
     """Rows of 0 to 700 tokens, some without new ones, whole blocks that stay open: all within the oracle's budget."""
     dim, group, m, block, groups, dtype, options = KINDS[kind]
+    if dim > 256 and mode == "native":
+        pytest.skip("no kernel")
     heads, device, draw = sum(n for _, n in groups), torch.device("cuda"), random.Random(kind)
     for number in range(DRAWS):
         torch.manual_seed(1000 * kind + number)

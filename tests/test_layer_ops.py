@@ -61,6 +61,6 @@ def test_another_device_chooses_anew() -> None:
 
 def test_what_cannot_run_is_refused_before_anything_is_stored() -> None:
     layer = TurboLayer(flat_config(backend="triton"))
-    with pytest.raises(ValueError, match='backend "triton" cannot run here: head dim 272 is above 256'):
-        layer.append(torch.zeros(1, 2, 4, 272), torch.zeros(1, 2, 4, 272), NewColumns(4))
+    with pytest.raises(ValueError, match='backend "triton" cannot run here: head dim 528 is above 512'):
+        layer.append(torch.zeros(1, 2, 4, 528), torch.zeros(1, 2, 4, 528), NewColumns(4))
     assert not layer.is_initialized

@@ -151,7 +151,7 @@ def test_zeros_and_spans_fit_their_bytes(bits: int, device: torch.device) -> Non
         assert not (back * pages.size[:, :, i].float()[..., None])[x.abs().amax(-1) == 0].any()
 
 
-@pytest.mark.parametrize("dim", [16, 80, 128])
+@pytest.mark.parametrize("dim", [16, 80, 128, 512])
 @pytest.mark.parametrize("bits", ALL_BITS)
 def test_sealing_tokens_costs_half_a_step_of_their_channels(dim: int, bits: int, device: torch.device) -> None:
     x = tokens(3, 2, 64, dim, device=device)

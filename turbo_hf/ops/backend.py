@@ -12,6 +12,9 @@ from turbo_hf.ops import gpu
 LATENT_BLOCK = 64
 """Tokens per block for which the kernels of latent attention have run on a GPU."""
 
+MOST_DIM, MOST_EXACT_DIM = 512, 256
+"""Most channels of a head for the kernels; for those of prompts, of sparse steps, and of steps in 16 bit."""
+
 WIDE_HALF = 150 << 10
 """Bytes of shared memory that mode "half" takes for values in float32 of more than 128 channels."""
 
@@ -79,9 +82,14 @@ class Choice:
 
     @cached_property
     def store_kernels(self) -> bool:
-        """Whether kernels store new tokens, seal blocks, and find buckets. ValueError as in `uses_triton`."""
+        """Whether kernels store new tokens, and seal blocks. ValueError as in `uses_triton`."""
         reason = self.why_no_kernel() if self.rotary_dim is None else self.why_no_latent_kernel()
         return uses_triton(self.backend, self.device, reason)
+
+    @cached_property
+    def bucket_kernels(self) -> bool:
+        """Whether kernels find and visit buckets. ValueError as in `uses_triton`."""
+        return self.store_kernels and self.prompt_kernels("native")
 
     @cached_property
     def step_kernels(self) -> bool:
@@ -97,15 +105,16 @@ class Choice:
         """Whether kernels attend in prompts of this mode. ValueError as in `uses_triton`."""
         return uses_triton(self.backend, self.device, self.why_no_kernel(mode))
 
-    def why_no_kernel(self, mode: str = "native") -> str | None:
-        """Why no kernel serves such keys in this mode of prompts; None if one does."""
+    def why_no_kernel(self, mode: str | None = None) -> str | None:
+        """Why no kernel stores such keys and values, or serves prompts of this mode; None if one does."""
         if self.dtype == torch.float64:
             return "float64 has no kernel"
-        if self.dim > 256:
-            return f"head dim {self.dim} is above 256"
+        most = MOST_DIM if mode is None else MOST_EXACT_DIM
+        if self.dim > most:
+            return f"head dim {self.dim} is above {most}"
         device = self.device
         reason: str | None = gpu.why_no_kernels_on(device)
-        if reason is not None:
+        if reason is not None or mode is None:
             return reason
         fp8 = MODES[mode].v_type == torch.float8_e4m3fn
         if fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
@@ -124,6 +133,8 @@ class Choice:
             return reason
         numbers, shared = power_of_two(self.dim) * self.block, gpu.shared_memory(self.device)
         exact = self.mode == "native" or self.bits == UNQUANTIZED
+        if exact and self.dim > MOST_EXACT_DIM:
+            return f"head dim {self.dim} is above {MOST_EXACT_DIM}, the most for steps in 16 bit"
         if exact and (numbers > 128 * 64 if self.dtype == torch.float32 else numbers * 4 > shared):
             return (
                 f"blocks of {self.block} tokens of {self.dim} channels do not fit in {str(self.dtype)[6:]}; smaller "

@@ -318,9 +318,10 @@ def _lines(
     mode = "native" if config.bits == UNQUANTIZED or config.dense_layers else config.decode_attention
     for dim in sorted(dims):
         ops = Choice(config.expert.backend, device, dtype, dim, block=config.expert.block_size, mode=mode)
-        prompts = None if config.prompt_attention == "auto" else ops.why_no_kernel(config.prompt_attention)
+        auto = config.prompt_attention == "auto"
+        prompts = ops.why_no_kernel("native" if auto else config.prompt_attention)
         steps = ops.why_no_step_kernel()
-        for part, why in (("prompts", prompts), ("decode steps", steps)):
+        for part, why in (("prompts over a past" if auto else "prompts", prompts), ("decode steps", steps)):
             if why is not None:
                 yield f"{part} run in plain torch, which is slow: {why}."
     for sizes in sorted({(at.kv_lora_rank, at.qk_rope_head_dim or HEAD_DIM_MULTIPLE) for at in latents}):

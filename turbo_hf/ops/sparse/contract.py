@@ -37,7 +37,7 @@ class SparseOps(Choice):
         Source: SAAP sec. 4 (spherical k-means).
         """
         _check_keys(keys, centroids, rotary)
-        if keys.numel() and self.store_kernels:
+        if keys.numel() and self.bucket_kernels:
             from turbo_hf.ops.sparse.launch import launch_assign  # noqa: PLC0415 - needs Triton
 
             return launch_assign(keys, centroids, rotary=rotary)
@@ -74,7 +74,7 @@ class SparseOps(Choice):
         """
         _check_keys(keys, centroids, rotary)
         check_shape("queries", queries, (*keys.shape[:3], "G", keys.shape[3]), keys.device)
-        if queries.numel() and self.store_kernels:
+        if queries.numel() and self.bucket_kernels:
             from turbo_hf.ops.sparse.launch import launch_assign_and_score  # noqa: PLC0415 - needs Triton
 
             return launch_assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
@@ -95,7 +95,7 @@ class SparseOps(Choice):
 
         Source: SAAP sec. 4, 5 (l buckets, the queries of a group together).
         """
-        if logits.numel() and self.store_kernels:
+        if logits.numel() and self.bucket_kernels:
             from turbo_hf.ops.sparse.launch import launch_visit  # noqa: PLC0415 - needs Triton
 
             return launch_visit(logits, probes)
@@ -141,7 +141,7 @@ class SparseOps(Choice):
         check_queries(q, kv_heads, dim, scoring)
         check_lengths(store, q)
         run = reference_sparse_decode
-        if self.step_kernels:
+        if self.step_kernels and self.bucket_kernels:
             from turbo_hf.ops.sparse.launch import launch_sparse_decode  # noqa: PLC0415 - needs Triton
 
             run = launch_sparse_decode
