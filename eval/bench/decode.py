@@ -197,9 +197,8 @@ def decode_command(
             raise ValueError("steps over latents are not sparse: leave out --selector.")
         stopwatch = Stopwatch(runner.find_device(device))
         runner.require_choice(stopwatch.device, size not in (None, list(SPARSE_SIZES)), "--size 1x1k, or less")
-        runner.prepare_folder(folder)
+        bench = runner.BenchRun[checked.Row]("decode", stopwatch.device, folder)
     sparse = [Choice(name, shares) for name in selectors]
-    bench = runner.BenchRun[checked.Row]("decode", stopwatch.device, folder)
     copy = copy_bandwidth(stopwatch)
     out.print(f"Copy bandwidth measured now: {copy:.3g} TB/s.", highlight=False)
     stopwatch.burst_ms = min(stopwatch.burst_ms, BURST_MS)

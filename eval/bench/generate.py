@@ -259,8 +259,7 @@ def generate_command(
             # the first process writes; all of them draw the same weights
             folder = folder if together[0] == 0 else None
             torch.manual_seed(seed)
-        runner.prepare_folder(folder)
-    bench = runner.BenchRun[GenerateRow]("generate", where, folder)
+        bench = runner.BenchRun[GenerateRow]("generate", where, folder)
     given |= {"ranks": together[1], "configs": {name: config.to_dict() for name, config in configs.items()}}
     for name in shapes if model_place is None else [Path(model_place).name]:
         with err.status(f"making {name}"):

@@ -103,7 +103,6 @@ def measure(device: torch.device, folder: Path | None, steps: Sequence[str] = ST
     """
     if device.type != "cuda" or (reason := gpu.why_no_kernels_on(device)) is not None:
         raise ValueError(f"--measure times kernels: {'it needs a GPU' if device.type != 'cuda' else reason}.")
-    runner.prepare_folder(folder)
     bench = runner.BenchRun[checked.Row]("measure", device, folder or Path())
     how = Conditions(Stopwatch(device), "triton", 0, SECONDS)
     how.stopwatch.burst_ms = min(how.stopwatch.burst_ms, decode.BURST_MS)

@@ -120,9 +120,8 @@ def prefill_command(
         sizes = [parse_size(text) for text in size or SIZES]
         stopwatch = Stopwatch(runner.find_device(device))
         runner.require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
-        runner.prepare_folder(folder)
+        bench = runner.BenchRun[checked.Row]("prefill", stopwatch.device, folder)
     cases = [PromptCase(name, heads[name], *at) for name in heads for at in sizes]
-    bench = runner.BenchRun[checked.Row]("prefill", stopwatch.device, folder)
     how = Conditions(stopwatch, backend, seed, seconds)
 
     bench.each(

@@ -116,8 +116,7 @@ def replay_command(
             raise ValueError("bench replay needs the package openai: pip install 'turbo_hf[serve]'.")
         asked = serve.asked_jobs(workload or ["azure"], requests, context, prefix, new, speedup, gap)
         tokenizer = load_tokenizer(model)
-        runner.prepare_folder(folder)
-    bench = runner.BenchRun[ServeRow]("replay", torch.device("cpu"), folder)
+        bench = runner.BenchRun[ServeRow]("replay", torch.device("cpu"), folder)
     extra = {"ignore_eos": True} if ignore_eos else {}
 
     def measure(name: str, tell: Callable[[str], None]) -> list[ServeRow]:

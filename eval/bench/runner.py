@@ -12,7 +12,7 @@ import torch
 import typer
 
 from turbo_hf.config.turbo_config import BACKENDS
-from turbo_hf.config.whole_files import write_whole
+from turbo_hf.config.whole_files import require_writable, write_whole
 from turbo_hf.console import choose_device, err, out, print_error
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.patching.doctor import machine
@@ -50,12 +50,6 @@ def require_choice(device: torch.device, chosen: bool, options: str) -> None:
     """ValueError if a CPU would run the defaults, which are meant for a GPU."""
     if device.type == "cpu" and not chosen:
         raise ValueError(f"the defaults are sized for a GPU, and this is a CPU. Choose what it shall run: {options}.")
-
-
-def prepare_folder(folder: Path | None) -> None:
-    """Make the folder of --out."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
 
 
 def as_json(result: Any, indent: int | None = None) -> str:
@@ -122,7 +116,7 @@ AnyRow = TypeVar("AnyRow")
 
 
 class BenchRun(Generic[AnyRow]):
-    """One run of a bench. Its headline is printed at once.
+    """One run of a bench. Its headline is printed at once. OSError: the folder of --out cannot be made or written.
 
     rows: what was measured so far.
     result: the content of `folder/NAME.json`: bench, facts (machine and versions), options, what else was measured,
@@ -130,6 +124,8 @@ class BenchRun(Generic[AnyRow]):
     """
 
     def __init__(self, name: str, device: torch.device, folder: Path | None) -> None:
+        if folder is not None:
+            require_writable(folder)
         about = facts(device)
         self.headline, self._folder = headline(about), folder
         out.print(self.headline, style="bold", highlight=False)

@@ -282,8 +282,7 @@ def serve_command(
         require_one_model(shape, model_place, layers, tiny, where)
         shape = runner.one_of("shape", shape or "llama3-8b", KINDS)
         configs = {name: reproducible(resolve_config(name)) for name in preset or [DEFAULT_PRESET]}
-        runner.prepare_folder(folder)
-    bench = runner.BenchRun[ServeRow]("serve", where, folder)
+        bench = runner.BenchRun[ServeRow]("serve", where, folder)
     torch.manual_seed(seed)
     model = bench_model(shape, model_place, layers, where, tiny=tiny)
     options: dict[str, Any] = {"max_batch_tokens": batch_tokens, "page_size": 256}

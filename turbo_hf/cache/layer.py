@@ -1,6 +1,7 @@
 """One layer of the compressed cache, as Transformers calls it."""
 
 import copy
+import operator
 from typing import Any, NoReturn
 
 import torch
@@ -155,11 +156,8 @@ class TurboLayer(DequantizedLayer):
         reopened = [min(max(0, n - held + before.first), sealed * before.block) for n, held, sealed in rows]
         if any(reopened):
             # the rest of a cut block goes back to the open buffer
-            tokens, starts = self.pool.reopen(before.sealed, reopened, self.order)
-            if tokens.k.shape[2]:
-                back = tokens.k.shape[2]
-                held = [opened - back + start for opened, start in zip(after.open, starts, strict=True)]
-                self.buffer.append(tokens, starts, held)
+            tokens, back = self.pool.reopen(before.sealed, reopened, self.order)
+            self.buffer.append(tokens, back, list(map(operator.sub, after.open, back)))
         self.state = after
 
     # --- rows of the batch -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Open tokens are in INT8 with one scale per token and head; in a layer that has 1
 A table says which row holds which pages.
 """
 
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import torch
 from turbo_hf.cache.pass_mark import once, ordinary
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, Width, empty_pages
 from turbo_hf.ops.host_device import shared
-from turbo_hf.ops.store.reference import reference_unpack_blocks, token_sizes
+from turbo_hf.ops.store.reference import sealed_tokens
 
 GRAIN = 16
 """Tokens by which the buffer grows. Its capacity is at least one grain, so that no op sees a cache of capacity 0."""
@@ -76,14 +77,13 @@ class OpenBuffer:
         """Bytes allocated."""
         return self.k.nbytes + self.v.nbytes + self.k_scale.nbytes + self.v_scale.nbytes
 
-    def append(self, new: Tokens, starts: list[int], held: list[int]) -> None:
-        """Add tokens [B, H, M, ...], row r's from column `starts[r]` on, behind the `held[r]` that it has."""
+    def append(self, new: Tokens, counts: list[int], held: list[int]) -> None:
+        """Add the first `counts[r]` of row r's tokens [B, H, M, ...], behind the `held[r]` that it has."""
         k, k_scale, v, v_scale = new
-        tokens, device = k.shape[2], k.device
-        self.reserve(max(count + tokens - start for count, start in zip(held, starts, strict=True)), held)
-        begin = shared(starts, device)
-        row, source = (torch.arange(tokens, device=device) >= begin[:, None]).nonzero().unbind(-1)
-        target = shared(held, device)[row] + source - begin[row]
+        self.reserve(max(map(operator.add, held, counts)), held)
+        place = torch.arange(k.shape[2], device=k.device)
+        row, source = (place < shared(counts, k.device)[:, None]).nonzero().unbind(-1)
+        target = shared(held, k.device)[row] + source
         self.k[row, :, target] = k[row, :, source]
         self.v[row, :, :, target] = v[row, :, source]
         self.k_scale[row, :, target] = k_scale[row, :, source]
@@ -373,44 +373,20 @@ class PagePool:
     def reopen(self, sealed: list[int], counts: list[int], order: torch.Tensor) -> tuple[Tokens, list[int]]:
         """Drop the newest `counts[row]` tokens of each row's blocks, including whole blocks.
 
-        Returns what is left of the blocks that were cut, as `block_tokens` has it: tokens [B, Hkv, M, ...], row r's
-        from column `starts[r]` on; and `starts`.
-        """
-        cut = [-(-count // self.block) for count in counts]
-        left = [n * self.block - count for n, count in zip(cut, counts, strict=True)]
-        most = max(left)
-        shape = (len(counts), order.shape[1], most, self.dim)
-        opened = self.dtype_16bit if UNQUANTIZED in dict(self.groups) else torch.int8
-        codes = torch.zeros(shape, dtype=opened, device=self.device)
-        scale = torch.zeros(shape[:3], device=self.device)
-        values = codes.new_zeros(*shape[:3], self.rotary_dim or self.dim)
-        tokens = Tokens(codes, scale, values, scale.clone())
-        for row, keep in enumerate(left):
-            if keep:
-                parts = self.block_tokens(row, sealed[row] - cut[row], order)
-                for x, part in zip(tokens, parts, strict=True):
-                    x[row, :, most - keep :] = part[:, :keep]
-        whole = [held - count for held, count in zip(sealed, cut, strict=True)]
-        self.follow(self.table.trim(whole))
-        return tokens, [most - keep for keep in left]
-
-    def block_tokens(self, row: int, block: int, order: torch.Tensor) -> Tokens:
-        """The tokens of one sealed block [Hkv, b, ...] as the open buffer holds them, heads in the model's order.
+        Returns the blocks that were cut, as the open buffer holds tokens, [B, Hkv, b, ...], and how many of each row's
+        are left, from the first on.
 
         Exact at 8 and at 16 bit. Below, the open buffer's INT8 codes are in units of the token's size, so that numbers
         move by up to half of it.
         """
-        at, wide = int(self.table.numbers[row, block]), UNQUANTIZED in dict(self.groups)
-        keys, values, sizes = [], [], []
-        for pages in self.paged:
-            page = PagedHeads(pages.bits, *(x[at : at + 1] for x in pages[1:]))
-            k, v = reference_unpack_blocks(page)
-            keys.append(k[0].float())
-            values.append(v[0].float())
-            sizes.append(token_sizes(page)[0])
-        slot = order[row].argsort()
-        k, v, size = (torch.cat(parts)[slot] for parts in (keys, values, sizes))
-        k_size, v_size = size.unbind(1)
-        if wide:
-            return Tokens(k.to(self.dtype_16bit), k_size, v.to(self.dtype_16bit), v_size)
-        return Tokens(k.round().to(torch.int8), k_size, v.round().to(torch.int8), v_size)
+        cut = [-(-count // self.block) for count in counts]
+        left = [n * self.block - count for n, count in zip(cut, counts, strict=True)]
+        whole = [held - count for held, count in zip(sealed, cut, strict=True)]
+        pages = [int(self.table.numbers[row, whole[row]]) if keep else 0 for row, keep in enumerate(left)]
+        k, k_scale, v, v_scale = sealed_tokens(self.paged, order, shared(pages, self.device)[:, None])
+        if UNQUANTIZED in dict(self.groups):
+            k, v = k.to(self.dtype_16bit), v.to(self.dtype_16bit)
+        else:
+            k, v = k.round().to(torch.int8), v.round().to(torch.int8)
+        self.follow(self.table.trim(whole))
+        return Tokens(k, k_scale, v, v_scale), left

@@ -12,8 +12,8 @@ L is 2^bits - 1, by which S and O are divided in the end. Codes of q have 16 bit
 Query rows are the M of the first product and the N of the second, so that each thread already holds the part of P that
 it needs for the second (`turbo_hf.layout.VALUE_ORDER`).
 
-16-bit heads beside narrower ones go through the same loop, with keys, values, queries and P in 16 bit. Where pages,
-open tokens and queries are all of one 16-bit type, `turbo_hf.ops.decode.kernel_16bit` replaces the loop.
+Heads of 16 bit go through the same loop, with keys, values, queries and P in 16 bit. Where pages, open tokens and
+queries are all of one 16-bit type, `turbo_hf.ops.decode.kernel_16bit` replaces the loop.
 """
 
 import triton
@@ -110,7 +110,6 @@ def _attend_width(
     V_LEVELS: tl.constexpr = 2**VALUE_BITS - 1 if VALUE_BITS < 8 else 0
     V_LINE: tl.constexpr = 2 if LEVELS else 0
     LINES: tl.constexpr = V_LINE + (2 if V_LEVELS else 0)
-    PLAIN: tl.constexpr = BITS == 16 or not FORM.turbo
     K_PAGE: tl.constexpr = BLOCK * D * min(BITS, 8) // 8
     V_PAGE: tl.constexpr = BLOCK * D * min(VALUE_BITS, 8) // 8
     nb = tl.arange(0, NB)
@@ -120,13 +119,11 @@ def _attend_width(
     c = channels(D, DP, 1 if BITS >= 8 else (2 if BITS == 4 else 4))
     # whether their lanes are interleaved, as `keys_of` says
     IN_TURN: tl.constexpr = BITS < 4 and DP == 64
-    queries, units = prepared
-    q = channels_of(queries, c, c < D, PLAIN, D == DP and not IN_TURN)
-    P_TYPE: tl.constexpr = q.dtype if PLAIN else tl.int8
-    code_units, plain_units = units
-    row_unit = plain_units if PLAIN else code_units
+    queries, row_unit = prepared
+    q = channels_of(queries, c, c < D, FORM.turbo, D == DP and not IN_TURN)
+    P_TYPE: tl.constexpr = tl.int8 if FORM.turbo else q.dtype
     if LEVELS:
-        row_unit *= (1 if PLAIN else 256) / LEVELS
+        row_unit *= (256 if FORM.turbo else 1) / LEVELS
     if not CHOSEN:
         first, last = seen
         # tiles that every query row sees whole
@@ -197,18 +194,15 @@ def attend_open(
     D: tl.constexpr = FORM.dim
     CHOSEN: tl.constexpr = seen is None
     PLAIN: tl.constexpr = k_ptr.dtype.element_ty != tl.int8
-    Q_PLAIN: tl.constexpr = PLAIN or not FORM.turbo
     NB: tl.constexpr = acc.shape[0]
     DP: tl.constexpr = acc.shape[1]
     # of one warp at a time: few, so that a block of them is shared by several warps
     TOKENS: tl.constexpr = 32 if NB > 1 else min(FORM.block, 64)
     nb = tl.arange(0, NB)
     d = tl.arange(0, DP)
-    queries, units = prepared
-    q = channels_of(queries, d, d < D, Q_PLAIN, True)
-    P_TYPE: tl.constexpr = q.dtype if Q_PLAIN else tl.int8
-    code_units, plain_units = units
-    row_unit = plain_units if Q_PLAIN else code_units
+    queries, row_unit = prepared
+    q = channels_of(queries, d, d < D, FORM.turbo, True)
+    P_TYPE: tl.constexpr = tl.int8 if FORM.turbo else q.dtype
     if CHOSEN:
         buckets = chosen.buckets
     else:

@@ -57,7 +57,7 @@ def unit_of(scoring):
 
 @triton.jit
 def prepare(rows, scoring, TURBO: tl.constexpr):
-    """What `channels_of` needs of `query_rows`, and the factors on scores of rounded rows and of unquantized rows."""
+    """What `channels_of` needs of `query_rows`, and the factors on scores of the rows, rounded if TURBO."""
     x, at, stride, shown = rows
     factor = tl.full([x.shape[0]], 1.0, tl.float32)
     inverse = factor
@@ -67,20 +67,19 @@ def prepare(rows, scoring, TURBO: tl.constexpr):
         largest = counted(tl.max(tl.abs(wide), 1)) + tl.sum(wide * 0.0, 1)
         factor = tl.div_rn(largest, tl.full([x.shape[0]], QUERY_MAX, tl.float32))
         inverse = tl.div_rn(tl.full([x.shape[0]], QUERY_MAX, tl.float32), tl.where(largest > 0, largest, 1.0))
-    unit = unit_of(scoring)
-    return (x, at, stride, shown, inverse), (factor * unit, tl.full([x.shape[0]], 1.0, tl.float32) * unit)
+    return (x, at, stride, shown, inverse), factor * unit_of(scoring)
 
 
 @triton.jit
-def channels_of(q, c, ok, PLAIN: tl.constexpr, SAME: tl.constexpr):
-    """Queries [R, DP] with their channels in the order c, in int16 codes unless PLAIN. SAME: that is their order."""
+def channels_of(q, c, ok, TURBO: tl.constexpr, SAME: tl.constexpr):
+    """Queries [R, DP] with their channels in the order c, in int16 codes if TURBO. SAME: that is their order."""
     x, rows, stride, shown, inverse = q
     if not SAME:
         x = tl.load(rows[:, None] + c[None, :] * stride, mask=shown[:, None] & ok[None, :], other=0.0)
-    if PLAIN:
-        return x
-    else:
+    if TURBO:
         return nearest(x.to(tl.float32) * inverse[:, None]).to(tl.int16)
+    else:
+        return x
 
 
 @triton.jit

@@ -210,7 +210,7 @@ def padded_dim(q: torch.Tensor) -> int:
 
 def query_parts(queries: int) -> tuple[int, int]:
     """Queries of a KV head in an output, and how many outputs they make."""
-    per_output = ROWS // 2 if queries <= 4 else ROWS
+    per_output = ROWS // 2 if queries <= ROWS // 2 else ROWS
     return per_output, -(-queries // per_output)
 
 
@@ -246,6 +246,33 @@ def tiles_for(
     return tiles, turbo, padded
 
 
+def decode_form(
+    q: torch.Tensor, store: KVStore, queries: int, tune: DecodeTiles, turbo: bool, parts: int, all_16bit: bool = False
+) -> DecodeForm:
+    """What the kernels are compiled for. queries: of a KV head. parts: of an output, at most."""
+    (per_output, _), padded, kv_heads = query_parts(queries), padded_dim(q), store.k_open.shape[1]
+    slots, bits, value_bits = zip(
+        *((pages.k.shape[1], pages.bits, pages.value_bits) for pages in store.paged), strict=True
+    )
+    return DecodeForm(
+        slots=slots,
+        bits=bits,
+        value_bits=value_bits,
+        kv_heads=kv_heads,
+        group=q.shape[1] // kv_heads,
+        dim=q.shape[3],
+        padded_dim=padded,
+        block=store.block,
+        tile=tune.blocks,
+        rows=ROWS,
+        spread=queries <= ROWS // 2,
+        turbo=turbo,
+        all_16bit=all_16bit,
+        stages=tune.stages,
+        at_once=max(1, min(parts, MERGED * 32 * tune.warps // (per_output * padded))),
+    )
+
+
 def launch_decode(
     q: torch.Tensor,
     store: KVStore,
@@ -256,14 +283,11 @@ def launch_decode(
     repeat: dict[str, Any] | None = None,
 ) -> AttentionOutput:
     """`DecodeOps.decode` by the Triton kernel; arguments as there, checked."""
-    _, heads, tokens, dim = q.shape
-    kv_heads = store.k_open.shape[1]
-    group = heads // kv_heads
+    tokens, kv_heads = q.shape[2], store.k_open.shape[1]
+    queries = q.shape[1] // kv_heads * tokens
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
-    rows, spread = ROWS, group * tokens <= 4
-    per_output, row_parts = query_parts(group * tokens)
+    per_output, row_parts = query_parts(queries)
     groups = tuple((pages.width, pages.k.shape[1]) for pages in store.paged)
-    bits, value_bits = zip(*(widths_of(width) for width, _ in groups), strict=True)
     many = many_outputs(q, kv_heads, store.block)
     tune, turbo, padded = tiles_for(q, store, mode, many=many, measured=measured_tiles(q.device))
     sealed = store.sealed_host
@@ -297,23 +321,7 @@ def launch_decode(
             store.table.shape[1],
             window,
             tokens,
-            FORM=DecodeForm(
-                slots=tuple(slots for _, slots in groups),
-                bits=bits,
-                value_bits=value_bits,
-                kv_heads=kv_heads,
-                group=group,
-                dim=dim,
-                padded_dim=padded,
-                block=store.block,
-                tile=tune.blocks,
-                rows=rows,
-                spread=spread,
-                turbo=turbo,
-                all_16bit=tune_16bit is not None,
-                stages=tune.stages,
-                at_once=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
-            ),
+            FORM=decode_form(q, store, queries, tune, turbo, most_parts, tune_16bit is not None),
             **gpu.pdl(q.device),
             ASM=q.is_cuda,
             num_warps=warps,

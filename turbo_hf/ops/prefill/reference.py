@@ -140,7 +140,7 @@ def past_operands(
     Other values are the numbers in `half_type(dtype)`. Where nothing is rounded, both are in units of token sizes. In
     blocks that a row does not own, any number.
     """
-    k, k_size, v, v_size = sealed_tokens(store)
+    k, k_size, v, v_size = sealed_tokens(store.paged, store.order, store.table)
     if mode.k_scale is None:
         return k, k_size, v, v_size
     k, v = k * k_size[..., None], v * v_size[..., None]

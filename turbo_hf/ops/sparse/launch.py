@@ -21,11 +21,11 @@ from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel_block import STATS
 from turbo_hf.ops.decode.launch import (
     FILLED,
-    MERGED,
-    DecodeForm,
     DecodeQueries,
     DecodeResult,
     Workspace,
+    decode_form,
+    query_parts,
     tiles_for,
 )
 from turbo_hf.ops.decode.stream_k import KeptWorkspace
@@ -184,19 +184,16 @@ def launch_sparse_decode(
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """`SparseOps.sparse_decode`; arguments as there, already checked."""
-    batch, heads, queries, dim = q.shape
+    batch, heads, queries, _ = q.shape
     kv_heads = store.k_open.shape[1]
     group = heads // kv_heads
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
-    rows, spread = 8, group <= 4
-    per_output = rows // 2 if spread else rows
-    row_parts, lists = -(-group // per_output), batch * kv_heads * queries
+    (per_output, row_parts), lists = query_parts(group), batch * kv_heads * queries
     tune, turbo, padded = tiles_for(q, store, mode)
     ctas = gpu.sms(q.device) * tune.occupancy
     alone = gpu.sms(q.device) if tune.warps == 4 else ctas
     # two iterations of the merge for an output with the mean number of parts: with 8 outputs, measured faster than one
     usual = power_of_two(max(4, alone // (2 * lists * row_parts)))
-    merged = max(1, min(usual, MERGED * 32 * tune.warps // (per_output * padded)))
     # `tiles_of_share`: as many shares as CTAs; with many outputs SHARES per CTA, and at least one per output
     shares = SHARES * ctas + lists * row_parts
     # sealed blocks of the longest row, rounded up to a power of two: a growing cache needs a new workspace rarely
@@ -228,17 +225,11 @@ def launch_sparse_decode(
             BLOCK=store.block, SCAN=SCAN, INDEX=index is not None,
             BUCKETS=1 if index is None else power_of_two(index.clusters), **pdl, num_warps=8, **gpu.FMA,
         )  # fmt: skip
-        form = DecodeForm(
-            slots=tuple(pages.k.shape[1] for pages in store.paged), bits=tuple(pages.bits for pages in store.paged),
-            value_bits=tuple(pages.value_bits for pages in store.paged),
-            kv_heads=kv_heads, group=group, dim=dim, padded_dim=padded, block=store.block, tile=tune.blocks, rows=rows,
-            spread=spread, turbo=turbo, all_16bit=False, stages=tune.stages, at_once=merged,
-        )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
             DecodeQueries(q, q.stride()), DecodeResult(out, lse), cache_of(store), rows_held,
             index, lists_held, Workspace(parts, arrived), scoring, read,
             capacity, 0 if index is None else index.buckets.shape[-1], lists * row_parts, window, queries, sink,
-            alone, FORM=form, OUTPUTS=power_of_two(lists * row_parts), FILLED=FILLED, SHARES=SHARES, **pdl,
-            ASM=q.is_cuda, num_warps=tune.warps, **gpu.FMA,
+            alone, FORM=decode_form(q, store, group, tune, turbo, usual), OUTPUTS=power_of_two(lists * row_parts),
+            FILLED=FILLED, SHARES=SHARES, **pdl, ASM=q.is_cuda, num_warps=tune.warps, **gpu.FMA,
         )  # fmt: skip
     return AttentionOutput(out, lse)

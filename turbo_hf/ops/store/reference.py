@@ -4,7 +4,7 @@
 Unlike the paper's, a block has no scale: each of its tokens keeps a size of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -213,7 +213,7 @@ def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     """
     # a GPU is not waited for, so that this can be captured
     block, blocks = store.block, store.table.shape[1] if store.table.is_cuda else int(store.sealed.max())
-    sealed = sealed_tokens(store._replace(table=store.table[:, :blocks]))
+    sealed = sealed_tokens(store.paged, store.order, store.table[:, :blocks])
     tail, pad = -store.k_open.shape[2] % block, torch.nn.functional.pad
     opened = (store.k_open, store.k_scale, store.v_open.mT, store.v_scale)
     k, k_scale, v, v_scale = (
@@ -231,22 +231,24 @@ def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     return k, k_scale, v, v_scale, torch.where(here, torch.where(at < first, at, at - first + held), -1)
 
 
-def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def sealed_tokens(
+    paged: Sequence[PagedHeads], order: torch.Tensor, table: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sealed blocks of every row, heads in the model's order: k, v float32 [B, Hkv, T, D] in units of k_scale,
-    v_scale float32 [B, Hkv, T].
+    v_scale float32 [B, Hkv, T]. paged, order, table: of a `KVStore`.
 
     Returned as k, k_scale, v, v_scale. Blocks past a row's end have the content of page 0.
     """
-    page, (batch, heads) = store.table.flatten(), store.order.shape
-    paged = [PagedHeads(pages.bits, *(x.index_select(0, page) for x in pages[1:])) for pages in store.paged]
-    parts = [(*reference_unpack_blocks(pages), token_sizes(pages)) for pages in paged]
+    page, (batch, heads) = table.flatten(), order.shape
+    chosen = [PagedHeads(pages.bits, *(x.index_select(0, page) for x in pages[1:])) for pages in paged]
+    parts = [(*reference_unpack_blocks(pages), token_sizes(pages)) for pages in chosen]
     # [B x blocks, slots, ...] -> [B, Hkv, blocks, ...]
     k, v, size = (
-        (x[0] if len(x) == 1 else torch.cat(x, 1)).unflatten(0, store.table.shape).transpose(1, 2)
+        (x[0] if len(x) == 1 else torch.cat(x, 1)).unflatten(0, table.shape).transpose(1, 2)
         for x in zip(*parts, strict=True)
     )
-    if heads > 1 and (page.is_cuda or store.order.tolist() != [[*range(heads)]] * batch):
-        row, slot = torch.arange(batch, device=page.device)[:, None], store.order.argsort()
+    if heads > 1 and (page.is_cuda or order.tolist() != [[*range(heads)]] * batch):
+        row, slot = torch.arange(batch, device=page.device)[:, None], order.argsort()
         k, v, size = (x[row, slot] for x in (k, v, size))
     k_scale, v_scale = size.transpose(2, 3).flatten(3).unbind(2)
     return k.float().flatten(2, 3), k_scale, v.float().flatten(2, 3), v_scale
