@@ -28,7 +28,7 @@ from turbo_hf.graphs.step_runner import StepRunner
 from turbo_hf.layout import Scoring
 from turbo_hf.models.model_layers import INDEXED_TYPES
 from turbo_hf.models.versions import CACHE
-from turbo_hf.ops.latent.named import named_attention, named_latents
+from turbo_hf.ops.latent.named import named_latents, reference_named_decode
 from turbo_hf.ops.store.quantize import dequantize
 
 pytestmark = pytest.mark.skipif(not INDEXERS, reason="this Transformers names no tokens to attention functions")
@@ -173,7 +173,7 @@ def test_named_latents_are_those_of_the_cache(bits: int) -> None:
     assert store.sealed.tolist() == [1, 1, 0]
 
 
-def test_named_attention_is_the_softmax_over_what_is_seen() -> None:
+def test_named_decode_is_the_softmax_over_what_is_seen() -> None:
     with turbo_hf.patch(model_of(), EXACT) as handle, torch.no_grad():
         cache = handle.new_cache()
         model_of()(prompts(2, 100) % 71 + 1, **{CACHE: cache})
@@ -183,7 +183,7 @@ def test_named_attention_is_the_softmax_over_what_is_seen() -> None:
     places = torch.stack([torch.randperm(100)[:20] for _ in range(6)]).view(2, 3, 20)
     seen = torch.rand(2, 3, 20) > 0.3
     seen[0, 1] = False
-    got = named_attention(q_latent, q_rotary, store, places, seen, Scoring(0.3, sinks=sinks))
+    got = reference_named_decode(q_latent, q_rotary, store, places, seen, Scoring(0.3, sinks=sinks))
     for row, query in [(r, q) for r in range(2) for q in range(3) if seen[r, q].any()]:
         at = places[row, query][seen[row, query]]
         q, keys = (torch.cat(x, -1) for x in ((q_latent[row, :, query], q_rotary[row, :, query]), (latent, rotary)))

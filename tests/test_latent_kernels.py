@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from budgets import check_exact
+from budgets import check, check_exact, float_budget, largest, score_noise, score_size
 from choices import flat_config
 from gluon_numpy import Block, Pointer, kernel_in_numpy
-from op_calls import append_step, append_tokens, latent_decode, seal_open
+from op_calls import append_step, append_tokens, latent_decode, named_decode, seal_open
+from oracle import oracle
 from stores import tokens
 
 import turbo_hf
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.rows import NewColumns
-from turbo_hf.layout import AttentionOutput
+from turbo_hf.layout import AttentionOutput, Scoring
 from turbo_hf.ops import gpu
 from turbo_hf.ops.store.quantize import dequantize
 
@@ -119,6 +120,66 @@ def check_step(bits: int, heads: int, tokens: int, stored: Any, plain: Any, leng
     for found in (got, want):
         wide = AttentionOutput(torch.nn.functional.pad(found.out, (0, rotary)), found.lse)
         check_exact(wide, q, rows, starts=starts.tolist(), scaling=0.2)
+
+
+@pytest.mark.parametrize(
+    ("bits", "heads", "tokens", "sinks"), [(16, 3, 1, False), (8, 40, 2, True), (4, 3, 3, True), (2, 16, 1, False)]
+)
+@pytest.mark.parametrize("split", [None, (16, 16, 3, 4, 1), (32, 64, 1, 8, 2)], ids=["chosen", "shares", "one tile"])
+def test_attention_over_named_latents_is_exact(
+    device: torch.device, bits: int, heads: int, tokens: int, sinks: bool, split: Any
+) -> None:
+    from turbo_hf.ops.latent import launch  # noqa: PLC0415 - needs Triton
+
+    dtype, lengths, named = torch.float32 if device.type == "cpu" else torch.bfloat16, [200, 130, 7], 50
+    store = layer_of(bits, "reference", lengths, device, dtype).kv_store()
+    seeded = torch.Generator().manual_seed(5)
+    q = torch.randn(3, heads, tokens, RANK + ROTARY, generator=seeded).to(device, dtype)
+    # what may not be seen lies anywhere
+    places = torch.full((3, tokens, named), 1 << 40)
+    seen = torch.rand(3, tokens, named, generator=seeded) < 0.8
+    for row, query in np.ndindex(3, tokens):
+        some = torch.randperm(lengths[row], generator=seeded)[:named]
+        places[row, query, : len(some)] = some
+        seen[row, query, len(some) :] = False
+    seen[0, -1] = False
+    scoring = Scoring(0.2, sinks=torch.randn(heads, generator=seeded).to(device) if sinks else None)
+    given = q[..., :RANK], q[..., RANK:], store, places.to(device), seen.to(device), scoring
+    # keys are latents and rotary parts, values the latents, here with zeros for as many channels as keys have
+    latents, rotaries = (x.cpu() for x in dequantize(store, torch.float64))
+    keys, values = torch.cat((latents, rotaries), -1), torch.nn.functional.pad(latents, (0, ROTARY))
+    asked = [(row, query) for row, query in np.ndindex(3, tokens) if seen[row, query].any()]
+    at = {(row, query): places[row, query][seen[row, query]] for row, query in asked}
+    rows = [(keys[row][:, at[row, query]], values[row][:, at[row, query]]) for row, query in asked]
+    one = torch.stack([q[row, :, query, None] for row, query in asked])
+    how = {"scaling": 0.2, "sinks": scoring.sinks}
+    want, eager = oracle(one, rows, **how), oracle(one, rows, dtype=dtype, **how)
+    budget = float_budget(want.out, eager.out, max(largest(v) for _, v in rows), dtype)
+    budget += score_noise(want, rows, score_size(one, rows, 0.2) + largest(want.lse))
+    tiles = None if split is None else launch.NamedTiles(*split)
+    for out in (
+        launch.launch_named_decode(*given, device.type == "cpu", tiles),
+        named_decode(*given, backend="reference"),
+        named_decode(*given, backend="triton"),
+    ):
+        assert out.dtype == dtype
+        found = torch.stack([out[row, :, query, None] for row, query in asked])
+        check("out", torch.nn.functional.pad(found, (0, ROTARY)), want.out, budget)
+        assert not out[0, :, -1].any()
+
+
+def test_names_of_other_shapes_are_refused(device: torch.device) -> None:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    store = layer_of(4, "reference", [70, 7], device, dtype).kv_store()
+    q, q_rotary = (torch.zeros(2, 3, 1, n, device=device, dtype=dtype) for n in (RANK, ROTARY))
+    places = torch.zeros(2, 1, 5, dtype=torch.int64, device=device)
+    for one, other, name in (
+        (places.int(), places, "places"),
+        (places, places, "seen"),
+        (places[:1], places, "places"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be torch"):
+            named_decode(q, q_rotary, store, one, other, Scoring(1.0))
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

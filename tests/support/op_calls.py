@@ -119,6 +119,11 @@ def latent_decode(
     return ops_like(q_latent, backend, store).latent_decode(q_latent, q_rotary, store, scaling, **options)
 
 
+def named_decode(q_latent: Tensor, q_rotary: Tensor, store: KVStore, *given: Any, backend: str = "auto") -> Tensor:
+    """`LatentOps.named_decode`."""
+    return ops_like(q_latent, backend, store).named_decode(q_latent, q_rotary, store, *given)
+
+
 def sparse_decode(
     q: Tensor, store: KVStore, buckets: Tensor | None, visited: Tensor | None, *, mode: str = "turbo",
     backend: str = "auto", **options: Any,

@@ -18,7 +18,6 @@ from turbo_hf.cache.rows import NewColumns, NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import Scoring
-from turbo_hf.ops.latent.named import named_attention
 from turbo_hf.patches.latent import expanded
 
 
@@ -137,6 +136,6 @@ def _step(layer: TurboLayer, up: Any, q: torch.Tensor, named: Named, scoring: Sc
         store = layer.kv_store()
         # without a rotary part, zeros are stored
         q_rotary = torch.nn.functional.pad(q_rotary, (0, store.v_open.shape[2] - q_rotary.shape[3]))
-        return named_attention(q_latent, q_rotary, store, places, seen, scoring)
+        return layer.ops.named_decode(q_latent, q_rotary, store, places, seen, scoring)
 
     return absorb(up, q, attend)

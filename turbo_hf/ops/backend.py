@@ -101,6 +101,11 @@ class Choice:
         """Whether a kernel attends to latents in decode steps. ValueError as in `uses_triton`."""
         return uses_triton(self.backend, self.device, self.why_no_latent_kernel())
 
+    @cached_property
+    def named_kernels(self) -> bool:
+        """Whether a kernel attends to named latents. ValueError as in `uses_triton`."""
+        return uses_triton(self.backend, self.device, self.why_no_latent_kernel(2))
+
     def prompt_kernels(self, mode: str) -> bool:
         """Whether kernels attend in prompts of this mode. ValueError as in `uses_triton`."""
         return uses_triton(self.backend, self.device, self.why_no_kernel(mode))
@@ -142,8 +147,8 @@ class Choice:
             )
         return None
 
-    def why_no_latent_kernel(self) -> str | None:
-        """Why no kernel serves such latents and their rotary parts; None if one does."""
+    def why_no_latent_kernel(self, *bits: int) -> str | None:
+        """Why no kernel serves such latents and their rotary parts; None if one does. bits: further ones it serves."""
         reason: str | None = gpu.why_no_kernels_on(self.device)
         if reason is not None:
             return reason
@@ -152,7 +157,7 @@ class Choice:
             return f"latent attention has kernels for 16-bit models, and this is {self.dtype}"
         if self.block != LATENT_BLOCK:
             return f"latents in blocks of {self.block} tokens have no kernel; blocks of {LATENT_BLOCK} have"
-        if self.bits not in (16, 8, 4):
+        if self.bits not in (16, 8, 4, *bits):
             return f"latents of {self.bits} bit have no kernel; 4, 8 and 16 have"
         for name, size, least in (("latent", self.dim, 32), ("rotary part", self.rotary_dim or 0, 16)):
             if size & (size - 1) or not least <= size <= 512:

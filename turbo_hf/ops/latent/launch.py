@@ -1,14 +1,16 @@
 """Launches of the kernels of latent attention. Imported only where one runs, as it needs Triton."""
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore, power_of_two
+from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore, Scoring, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.latent.kernel import latent_kernel, merge_kernel
+from turbo_hf.ops.latent.kernel_named import named_kernel
 
 ROWS = 16
 """Queries per program at least: the M of a 16-bit tensor-core product."""
@@ -63,7 +65,6 @@ def launch_latent_decode(
     part_lse = torch.empty(batch, shares, count, dtype=torch.float32, device=device)
     out = torch.empty(batch, heads, tokens, rank, dtype=q_latent.dtype, device=device)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=device)
-    channels, most = min(MERGED_CHANNELS, rank), triton.next_power_of_2(shares)
     queries = q_latent.contiguous(), q_rotary.contiguous()
     held = *pages[1:], store.k_open, store.v_open, store.k_scale, store.v_scale
     places = store.table, store.sealed, store.open_len
@@ -91,11 +92,7 @@ def launch_latent_decode(
                 **shape, BLOCK=store.block, SHARES=shares, TYPE=tl.float32 if interpreted else TYPES[q_latent.dtype],
                 STAGES=3 if few and unquantized and shared >= gpu.H200_SHARED else 2, num_warps=warps,
             )  # fmt: skip
-        merge_kernel[(count, rank // channels, batch)](
-            parts, part_lse, out, lse, count, shares,
-            RANK=rank, MOST=most, CHANNELS=channels, num_warps=8,
-            **gpu.pdl(device),
-        )  # fmt: skip
+        _merge(parts, part_lse, out, lse)
     return AttentionOutput(out[:, :, more:], lse[:, :, more:])
 
 
@@ -104,3 +101,75 @@ def _hopper_serves(store: KVStore, rank: int, rotary: int, interpreted: bool) ->
     (pages,), device = store.paged, store.k_open.device
     sizes = rank >= 256 and 32 <= rotary <= 64 and store.block == 64 and store.k_open.shape[2] % 4 == 0
     return sizes and pages.bits != UNQUANTIZED and not interpreted and gpu.hopper(device)
+
+
+def _merge(parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    batch, shares, count, rank = parts.shape
+    channels, most = min(MERGED_CHANNELS, rank), triton.next_power_of_2(shares)
+    merge_kernel[(count, rank // channels, batch)](
+        parts, part_lse, out, lse, count, shares,
+        RANK=rank, MOST=most, CHANNELS=channels, num_warps=8,
+        **gpu.pdl(out.device),
+    )  # fmt: skip
+
+
+class NamedTiles(NamedTuple):
+    """How attention over named latents is split among programs.
+
+    heads, tokens: of a tile. shares: parts of a query's tokens. warps, stages: of a program.
+    """
+
+    heads: int
+    tokens: int
+    shares: int
+    warps: int
+    stages: int
+
+
+def named_tiles(queries: int, heads: int, named: int, channels: int, device: torch.device) -> NamedTiles:
+    """The split of `queries` query tokens, each of which names so many. channels: of a latent and its rotary part."""
+    sms = gpu.sms(device)
+    if gpu.shared_memory(device) < gpu.H200_SHARED or channels > 576:
+        most, tokens, stages = ROWS, 16, 1
+    else:
+        # of few queries, more heads per program would leave more shares, whose sums are written and read
+        most, tokens, stages = next((n for n in (64, 32) if queries * heads * 4 >= n * sms), ROWS), 32, 2
+    of_tile = min(most, max(ROWS, power_of_two(heads)))
+    programs = queries * triton.cdiv(heads, of_tile)
+    # as many programs run as the GPU has multiprocessors
+    shares = max(1, min(sms // programs, triton.cdiv(named, tokens), MOST_SHARES))
+    return NamedTiles(of_tile, tokens, shares, 4 if of_tile == ROWS else 8, stages)
+
+
+def launch_named_decode(
+    q_latent: torch.Tensor,
+    q_rotary: torch.Tensor,
+    store: KVStore,
+    places: torch.Tensor,
+    seen: torch.Tensor,
+    scoring: Scoring,
+    interpreted: bool,
+    tiles: NamedTiles | None = None,
+) -> torch.Tensor:
+    """`LatentOps.named_decode`. tiles: in place of `named_tiles`, to measure."""
+    (batch, heads, tokens, rank), device = q_latent.shape, q_latent.device
+    (pages,), rotary, named = store.paged, q_rotary.shape[-1], places.shape[2]
+    at = tiles or named_tiles(batch * tokens, heads, named, rank + rotary, device)
+    each = triton.cdiv(triton.cdiv(named, at.shares), at.tokens) * at.tokens
+    shares = max(1, triton.cdiv(named, each))
+    parts = torch.empty(batch, shares, heads * tokens, rank, dtype=torch.float32, device=device)
+    part_lse = torch.empty(batch, shares, heads * tokens, dtype=torch.float32, device=device)
+    out = torch.empty(batch, heads, tokens, rank, dtype=q_latent.dtype, device=device)
+    lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=device)
+    with torch.cuda.device_of(q_latent):
+        named_kernel[(triton.cdiv(heads, at.heads), shares, batch * tokens)](
+            q_latent.contiguous(), q_rotary.contiguous(), pages.k.view(store.k_open.dtype), *pages[2:],
+            store.k_open, store.v_open, store.k_scale, store.v_scale, store.table, store.sealed,
+            places.contiguous(), seen.contiguous().view(torch.uint8), scoring.sinks, parts, part_lse,
+            store.table.stride(0), store.k_open.shape[2], scoring.scaling * math.log2(math.e),
+            heads, tokens, named, each,
+            RANK=rank, ROTARY=rotary, BITS=pages.bits, BLOCK=store.block, HEADS=at.heads, TOKENS=at.tokens,
+            TYPE=tl.float32 if interpreted else TYPES[q_latent.dtype], STAGES=at.stages, num_warps=at.warps,
+        )  # fmt: skip
+        _merge(parts, part_lse, out, lse)
+    return out

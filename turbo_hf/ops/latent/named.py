@@ -1,4 +1,4 @@
-"""Absorbed attention over some of the cached latents alone, in plain torch: each query names those that it reads."""
+"""Absorbed attention over named latents in plain torch."""
 
 import torch
 
@@ -43,7 +43,7 @@ def named_latents(store: KVStore, places: torch.Tensor) -> tuple[torch.Tensor, t
     return torch.where(inside, old, latent), torch.where(inside, turned, rotary)
 
 
-def named_attention(
+def reference_named_decode(
     q_latent: torch.Tensor,
     q_rotary: torch.Tensor,
     store: KVStore,
@@ -51,18 +51,6 @@ def named_attention(
     seen: torch.Tensor,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attention of each query over the latents that it names: as `LatentOps.latent_decode`, over those alone.
-
-    Args:
-        q_latent: float [B, H, M, rank]. q_rotary: float [B, H, M, R].
-        store: as there.
-        places: int64 [B, M, K], tokens of the row that each query names, all different.
-        seen: bool [B, M, K], which of them it may see. A query that sees none gets any finite output.
-        scoring: without softcap.
-
-    Returns:
-        [B, H, M, rank] in q_latent's dtype.
-    """
     acc = torch.promote_types(q_latent.dtype, torch.float32)
     hidden = ~seen[..., None]
     latent, rotary = (
