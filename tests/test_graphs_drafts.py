@@ -16,6 +16,8 @@ from steps_support import (
     DIM,
     HEADS,
     assert_same,
+    assert_shows_same,
+    by_both,
     by_host,
     by_steps,
     filled,
@@ -189,11 +191,8 @@ def test_drafts_store_what_the_host_stores(
             assert_same(replayed, plain)
     if window is not None:
         # blocks that have left the window are dropped when pages are reserved
-        for x, y in zip(replayed.turbo_layers(), plain.turbo_layers(), strict=True):
-            assert x.seen == y.seen
-            for p, q in zip(x.dequantized(39), y.dequantized(39), strict=True):
-                assert torch.equal(p, q)
-            assert max(x.lengths()) <= 40 + 5 * 32
+        assert_shows_same(replayed, plain, 39)
+        assert all(max(layer.lengths()) <= 40 + 5 * 32 for layer in replayed.turbo_layers())
     assert 1 <= moved <= 12
     for cache in caches:
         cache.stop_recording()
@@ -211,9 +210,7 @@ def test_a_crop_into_a_page_is_that_of_the_host(reach: int, monkeypatch: pytest.
         cache.activate_past_recording()
     replayed, plain = caches
     run = ReplayableSteps(replayed)
-    new = new_tokens(1, 7)
-    by_host(plain, new)
-    by_steps(run, new, 0)
+    by_both(run, plain, 1, 7)
     for cache in caches:
         cache.crop(-reach)
     assert not run.intact()
@@ -278,14 +275,9 @@ def test_a_first_prompt_is_sealed_before_its_first_draft(window: int | None, mon
     first = replayed.turbo_layers()[0].state
     # of a window of 40 before the last 32 tokens, whole blocks
     assert (first.sealed, first.open, first.dropped) == (([4], [72], [0]) if window is None else ([1], [40], [128]))
-    new = new_tokens(1, 7)
-    by_host(plain, new)
-    by_steps(run, new, 0)
+    by_both(run, plain, 1, 7)
     for cache in caches:
         cache.crop(-8)
         cache.stop_recording()
     assert not why_no_replay(replayed)
-    for x, y in zip(replayed.turbo_layers(), plain.turbo_layers(), strict=True):
-        assert x.seen == y.seen
-        for p, q in zip(x.dequantized(39), y.dequantized(39), strict=True):
-            assert torch.equal(p, q)
+    assert_shows_same(replayed, plain, 39)

@@ -83,15 +83,22 @@ def greedy(model: Any, **options: Any) -> Tensor:
     )
 
 
+def captured_by(made: list[StepRunner], model: Any, asked: list[dict[str, Any]], config: TurboConfig) -> list[int]:
+    """How many captures there are after each of these calls, whose tokens are those of launched steps."""
+    want = [answer(model, replace(config, cuda_graphs=False), **inputs) for inputs in asked]
+    counts = []
+    with turbo_hf.patch(model, config):
+        for inputs, tokens in zip(asked, want, strict=True):
+            assert torch.equal(greedy(model, **inputs), tokens)
+            counts.append(captures(made))
+    return counts
+
+
 def test_the_next_calls_replay_from_their_first_step(made: list[StepRunner], device: torch.device) -> None:
     model = tiny_llama().to(device)
     asked = [{"input_ids": prompts(1, length, seed=length)} for length in (60, 61, 33, 5, 70)]
-    want = [answer(model, PLAIN, **inputs) for inputs in asked]
-    with turbo_hf.patch(model, SMALL):
-        for inputs, tokens in zip(asked, want, strict=True):
-            assert torch.equal(greedy(model, **inputs), tokens)
+    assert captured_by(made, model, asked, SMALL)[-1] == 1
     assert len(made) == 1
-    assert made[0].captures == 1
 
 
 @pytest.mark.parametrize(
@@ -110,12 +117,7 @@ def test_tokens_of_ragged_batches(
 ) -> None:
     model: Any = (tiny_llama() if window is None else tiny_mistral(window)).to(device)
     asked = [ragged([length, 33, 9]) for length in (90, 50, 90, 120)]
-    want = [answer(model, replace(config, cuda_graphs=False), **inputs) for inputs in asked]
-    counts = []
-    with turbo_hf.patch(model, config):
-        for inputs, tokens in zip(asked, want, strict=True):
-            assert torch.equal(greedy(model, **inputs), tokens)
-            counts.append(captures(made))
+    counts = captured_by(made, model, asked, config)
     assert counts[1] == counts[0], "fewer pages fit"
 
 
@@ -123,10 +125,7 @@ def test_latents_are_captured_in_each_call(made: list[StepRunner], device: torch
     model: Any = build("deepseek_v3")
     model.to(device)
     asked = [{"input_ids": prompts(2, length, seed=length) % 40} for length in (60, 40)]
-    want = [answer(model, PLAIN, **inputs) for inputs in asked]
-    with turbo_hf.patch(model, SMALL):
-        for inputs, tokens in zip(asked, want, strict=True):
-            assert torch.equal(greedy(model, **inputs), tokens)
+    captured_by(made, model, asked, SMALL)
     assert len(made) == 2
 
 
@@ -148,12 +147,9 @@ def test_states_of_fixed_size(made: list[StepRunner], device: torch.device) -> N
 def test_balanced_keys(made: list[StepRunner], device: torch.device) -> None:
     model: Any = biased().to(device)
     asked = [{"input_ids": prompts(1, length, seed=length)} for length in (60, 40)]
-    want = [answer(model, PLAIN, **inputs) for inputs in asked]
     with turbo_hf.patch(model, SMALL) as handle:
         assert any(layer.balance is not None for layer in handle.new_cache().turbo_layers())
-        for inputs, tokens in zip(asked, want, strict=True):
-            assert torch.equal(greedy(model, **inputs), tokens)
-    assert captures(made) == 1
+    assert captured_by(made, model, asked, SMALL) == [1, 1]
 
 
 def test_what_does_not_fit_is_captured_anew(made: list[StepRunner], device: torch.device) -> None:
@@ -164,11 +160,7 @@ def test_what_does_not_fit_is_captured_anew(made: list[StepRunner], device: torc
         {"input_ids": prompts(2, 400)},
         {"input_ids": prompts(1, 60)},
     ]
-    want = [answer(model, PLAIN, **inputs) for inputs in asked]
-    with turbo_hf.patch(model, SMALL):
-        for count, (inputs, tokens) in enumerate(zip(asked, want, strict=True), 1):
-            assert torch.equal(greedy(model, **inputs), tokens)
-            assert captures(made) == count
+    assert captured_by(made, model, asked, SMALL) == [1, 2, 3, 4]
 
 
 def test_a_cache_that_its_caller_keeps_stays_as_it_is(made: list[StepRunner], device: torch.device) -> None:

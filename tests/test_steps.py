@@ -17,7 +17,9 @@ from steps_support import (
     KMEANS,
     LENGTHS,
     assert_same,
+    assert_shows_same,
     buckets_of,
+    by_both,
     by_host,
     by_steps,
     filled,
@@ -53,10 +55,8 @@ def test_steps_store_what_the_host_stores(config: TurboConfig) -> None:
     replayed, plain = filled(config), filled(config)
     run = ReplayableSteps(replayed)
     for _ in range(105):
-        new = new_tokens()
-        by_host(plain, new)
         assert run.intact()
-        by_steps(run, new)
+        by_both(run, plain)
     settle(replayed)
     assert [layer.state.sealed for layer in replayed.turbo_layers()] == [
         layer.state.sealed for layer in plain.turbo_layers()
@@ -71,9 +71,7 @@ def test_steps_themselves_move_what_is_behind_a_block(recent: int, monkeypatch: 
     run = ReplayableSteps(replayed)
     monkeypatch.delattr(ReplayableSteps, "_seal")
     for _ in range(150):
-        new = new_tokens()
-        by_host(plain, new)
-        by_steps(run, new)
+        by_both(run, plain)
     settle(replayed)
     assert min(replayed.turbo_layers()[0].state.sealed) >= 2
     assert_same(replayed, plain)
@@ -94,20 +92,16 @@ def test_a_window_drops_its_blocks_when_pages_are_reserved(monkeypatch: pytest.M
     replayed, plain = filled(flat_config(block_size=32), window=40), filled(flat_config(block_size=32), window=40)
     run = ReplayableSteps(replayed)
     for _ in range(230):
-        new = new_tokens()
-        by_host(plain, new)
-        by_steps(run, new)
+        by_both(run, plain)
         for layer in replayed.turbo_layers():
             # what the window needs, the block being filled, and as much as is reserved at a time
             assert max(layer.lengths()) <= 40 + 32 + 3 * 32
     for cache in (replayed, plain):
         for layer in cache.turbo_layers():
             assert layer.dequantized(39)[0].any(-1).all()
-    for x, y in zip(replayed.turbo_layers(), plain.turbo_layers(), strict=True):
-        for p, q in zip(x.dequantized(39), y.dequantized(39), strict=True):
-            assert torch.equal(p, q)
-        # pages are used again: no more than are held and reserved
-        assert x.pool.pages <= 3 * 8
+    assert_shows_same(replayed, plain, 39)
+    # pages are used again: no more than are held and reserved
+    assert all(layer.pool.pages <= 3 * 8 for layer in replayed.turbo_layers())
 
 
 @pytest.mark.parametrize(
@@ -128,9 +122,7 @@ def test_other_changes_between_steps(change: Callable[[TurboCache], None], count
     run = ReplayableSteps(replayed)
     for _ in range(2):
         for _ in range(count):
-            new = new_tokens(replayed.turbo_layers()[0].rows)
-            by_host(plain, new)
-            by_steps(run, new)
+            by_both(run, plain, replayed.turbo_layers()[0].rows)
         settle(replayed)
         for cache in (replayed, plain):
             torch.manual_seed(7)
@@ -150,9 +142,7 @@ def test_rows_of_equal_lengths_are_reordered_in_place(config: TurboConfig) -> No
     replayed, plain = (filled(config, lengths=EQUAL) for _ in range(2))
     run, generator = ReplayableSteps(replayed), torch.Generator().manual_seed(1)
     for _ in range(150):
-        new = new_tokens(len(EQUAL))
-        by_host(plain, new)
-        by_steps(run, new)
+        by_both(run, plain, len(EQUAL))
         before = run.tensors()
         order = torch.arange(len(EQUAL))
         for beams in ([0, 1, 3], [2, 4, 5]):
@@ -277,9 +267,7 @@ def test_new_steps_of_a_cache_replace_the_earlier_ones(config: TurboConfig) -> N
     earlier, plain = ReplayableSteps(cache), copy.deepcopy(cache)
     # its runner may be collected at any time: here between the layers of a step that seals
     while max(cache.turbo_layers()[0].state.open) < 32:
-        new = new_tokens()
-        by_steps(earlier, new)
-        by_host(plain, new)
+        by_both(earlier, plain)
     later, new = ReplayableSteps(cache), new_tokens()
     later.mark_unfinished()
     later.begin()
@@ -291,9 +279,7 @@ def test_new_steps_of_a_cache_replace_the_earlier_ones(config: TurboConfig) -> N
     later.finish()
     by_host(plain, new)
     for _ in range(40):
-        new = new_tokens()
-        by_steps(later, new)
-        by_host(plain, new)
+        by_both(later, plain)
     settle(cache)
     assert_same(cache, plain)
 

@@ -82,6 +82,23 @@ def by_steps(run: ReplayableSteps, new: list[tuple[Tensor, Tensor]], surplus: in
     run.finish(size, surplus)
 
 
+def by_both(
+    run: ReplayableSteps, plain: TurboCache, rows: int = len(LENGTHS), count: int = 1, surplus: int = 0
+) -> None:
+    """The same new tokens by a step, and by the host."""
+    new = new_tokens(rows, count)
+    by_host(plain, new)
+    by_steps(run, new, surplus)
+
+
+def assert_shows_same(a: TurboCache, b: TurboCache, columns: int) -> None:
+    """The same newest tokens, bit by bit."""
+    for x, y in zip(a.turbo_layers(), b.turbo_layers(), strict=True):
+        assert x.seen == y.seen
+        for p, q in zip(x.dequantized(columns), y.dequantized(columns), strict=True):
+            assert torch.equal(p, q)
+
+
 def assert_same(a: TurboCache, b: TurboCache) -> None:
     """The same tokens, bit by bit, in as many columns; and the device knows the lengths that the host does."""
     for x, y in zip(a.turbo_layers(), b.turbo_layers(), strict=True):
