@@ -14,7 +14,7 @@ QUERY_MAX = tl.constexpr(float(LARGEST_QUERY))
 STATS = tl.constexpr(4)
 """Floats behind each row of a partial result: its maximum, its sum, and two that keep rows aligned."""
 
-TOGETHER = tl.constexpr(16)
+TOGETHER = tl.constexpr(8)
 """Parts of a group, of outputs with more than ONE_LEVEL parts."""
 
 ONE_LEVEL = tl.constexpr(32)

@@ -90,6 +90,11 @@ def _form_of(store: KVStore) -> StoreForm:
     return StoreForm(slots, bits, value_bits, heads, dim, power_of_two(dim), store.block, store.first, store.recent)
 
 
+def _warps(dim: int) -> int:
+    """Of a program that holds a block of one head, 64 numbers a thread: more are spilled, and take long to compile."""
+    return max(4, power_of_two(dim) // 32)
+
+
 def _to_balance(queries: torch.Tensor | None) -> tuple[NewQueries | None, int]:
     """What a kernel that stores takes of these queries [B, Hq, M, D], and how many of its programs balance them."""
     if queries is None:
@@ -124,7 +129,7 @@ def launch_append_tokens(
         (store.k_open, store.v_open, store.k_scale, store.v_scale), store.open_len,
         starts, nonfinite, counters, tokens,
         store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
-        enable_fp_fusion=False,
+        num_warps=_warps(dim), enable_fp_fusion=False,
     )  # fmt: skip
     if repeat is not None and made is not None:
         # besides those of the store, the launch has the addresses of these
@@ -159,7 +164,7 @@ def launch_seal_open(store: KVStore, blocks: int, moves: bool = False) -> None:
         held[:4] if moves else None,
         Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
         store.table.stride(0), cap,
-        FORM=_form_of(store), enable_fp_fusion=False,
+        FORM=_form_of(store), num_warps=_warps(store.k_open.shape[3]), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -195,7 +200,7 @@ def launch_append_step(
         NewTokens(k, v, k.stride(), v.stride()), balance, balanced, cache_of(store),
         Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
         None if noted is None else (noted[0], noted[1].contiguous(), noted[0].shape[2]), nonfinite, arrived,
-        store.table.stride(0), FORM=form, enable_fp_fusion=False,
+        store.table.stride(0), FORM=form, num_warps=_warps(form.dim), enable_fp_fusion=False,
     )  # fmt: skip
     return None if balanced is None else balanced.out
 
