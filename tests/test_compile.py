@@ -27,7 +27,9 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
 def test_kernels_fit_gpus_with_less_shared_memory(capability: str, kib: int) -> None:
     kernels = compiled("--capability", capability)
     wanted = {"prefill_kernel"}
-    wanted |= {"decode_kernel", "sparse_decode_kernel", "latent_kernel"} if capability == "8.9" else set()
+    wanted |= (
+        {"decode_kernel", "sparse_decode_kernel", "latent_kernel", "named_kernel"} if capability == "8.9" else set()
+    )
     assert {kernel["kernel"] for kernel in kernels} >= wanted
     assert not [kernel for kernel in kernels if kernel["shared"] > kib << 10]
 
@@ -44,7 +46,7 @@ def test_kernels_compile_and_fit() -> None:
     wanted |= {
         "append_kernel", "seal_open_kernel", "assign_kernel", "layer_kernel", "logits_kernel", "list_kernel",
         "rank_kernel", "latent_kernel", "seal_latents_kernel", "merge_kernel", "merge_parts_kernel",
-        "exchange_open_kernel",
+        "exchange_open_kernel", "named_kernel",
     }  # fmt: skip
     assert {kernel["kernel"] for kernel in kernels} >= wanted
     assert not [kernel for kernel in kernels if kernel["shared"] > 227 << 10]

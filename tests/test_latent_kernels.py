@@ -152,10 +152,10 @@ def test_attention_over_named_latents_is_exact(
     at = {(row, query): places[row, query][seen[row, query]] for row, query in asked}
     rows = [(keys[row][:, at[row, query]], values[row][:, at[row, query]]) for row, query in asked]
     one = torch.stack([q[row, :, query, None] for row, query in asked])
-    how = {"scaling": 0.2, "sinks": scoring.sinks}
+    how: dict[str, Any] = {"scaling": 0.2, "sinks": scoring.sinks}
     want, eager = oracle(one, rows, **how), oracle(one, rows, dtype=dtype, **how)
-    budget = float_budget(want.out, eager.out, max(largest(v) for _, v in rows), dtype)
-    budget += score_noise(want, rows, score_size(one, rows, 0.2) + largest(want.lse))
+    noise = score_noise(want, rows, score_size(one, rows, 0.2) + largest(want.lse))
+    budget = noise + float_budget(want.out, eager.out, max(largest(v) for _, v in rows), dtype)
     tiles = None if split is None else launch.NamedTiles(*split)
     for out in (
         launch.launch_named_decode(*given, device.type == "cpu", tiles),

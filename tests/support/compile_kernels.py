@@ -31,7 +31,7 @@ from turbo_hf.config.turbo_config import PRESETS, TurboConfig
 from turbo_hf.layout import AlwaysRead, HeadGroups, Rounding, Scoring, Visits
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode import launch as launch_decode
-from turbo_hf.ops.latent.launch import launch_latent_decode
+from turbo_hf.ops.latent.launch import launch_latent_decode, launch_named_decode
 from turbo_hf.ops.prefill import launch
 from turbo_hf.ops.sparse import launch as launch_sparse
 from turbo_hf.ops.store import launch as launch_store
@@ -148,6 +148,13 @@ def latents() -> list[Any]:
     return stores
 
 
+def named(store: Any, heads: int) -> None:
+    """Attention over 2,048 named latents, the shape of DeepSeek-V3.2 with 128 heads."""
+    latent, rotary = (torch.zeros(2, heads, 1, n, dtype=torch.float16) for n in (512, 64))
+    places = torch.zeros(2, 1, 2048, dtype=torch.int64)
+    launch_named_decode(latent, rotary, store, places, places > 0, Scoring(0.1), False)
+
+
 def _long(past: Any) -> Any:
     """The past with a table that has room for 4,096 tokens."""
     return past._replace(table=torch.zeros(2, 64, dtype=torch.int64))
@@ -196,6 +203,7 @@ def nearest(capability: str) -> None:
         case[0] = f"latent, {store.paged[0].bits} bit, 128 heads"
         latent, rotary = (torch.zeros(2, 128, 1, n, dtype=torch.float16) for n in (512, 64))
         launch_latent_decode(latent, rotary, store, 0.1, None, False)
+        named(store, 128)
 
 
 def main(everything: bool, capability: str = "9.0", *, all_facts: bool = False) -> None:
@@ -280,6 +288,10 @@ def main(everything: bool, capability: str = "9.0", *, all_facts: bool = False) 
             case[0] = f"latent, {bits} bit, {heads} heads"
             latent, rotary = (torch.zeros(2, heads, 1, n, dtype=torch.float16) for n in (512, 64))
             launch_latent_decode(latent, rotary, store, 0.1, None, False)
+        # tiles of 16 heads, 32 and 64
+        for heads in (16, 32, 128) if everything else (128,):
+            case[0] = f"named latents, {bits} bit, {heads} heads"
+            named(store, heads)
         launch_store.launch_seal_latents(store, 1, moves=True)
     case[0] = "one output"
     one_output(64, 4)
