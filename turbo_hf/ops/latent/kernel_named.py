@@ -45,7 +45,7 @@ def named_kernel(
     part_ptr, lse_ptr,  # float32 [B, SHARES, H, M, rank], [B, SHARES, H, M]: log2
     table_stride, cap, unit, heads, columns, named, each,
     RANK: tl.constexpr, ROTARY: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
-    TOKENS: tl.constexpr, TYPE: tl.constexpr, STAGES: tl.constexpr,
+    TOKENS: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     """One share of the K tokens that one of M query tokens names, for HEADS heads, TOKENS at a time.
 
@@ -74,7 +74,7 @@ def named_kernel(
         m, denom = tl.where(share == 0, sink, m), tl.where(share == 0, 1.0, denom)
     state = acc, acc, m, denom
     begin = share * each
-    for first in tl.range(begin, tl.minimum(begin + each, named), TOKENS, num_stages=STAGES):
+    for first in tl.range(begin, tl.minimum(begin + each, named), TOKENS, num_stages=1):
         k = query * named + first + t
         live = first + t < named
         place = tl.load(places_ptr + k, mask=live, other=0)
