@@ -123,7 +123,7 @@ def check_step(bits: int, heads: int, tokens: int, stored: Any, plain: Any, leng
 
 
 @pytest.mark.parametrize(
-    ("bits", "heads", "tokens", "sinks"), [(16, 3, 1, False), (8, 40, 2, True), (4, 3, 3, True), (2, 16, 1, False)]
+    ("bits", "heads", "tokens", "sinks"), [(16, 3, 1, False), (8, 40, 2, True), (4, 3, 3, True), (4, 16, 1, False)]
 )
 @pytest.mark.parametrize("split", [None, (16, 16, 3, 4), (32, 64, 1, 8)], ids=["chosen", "shares", "one tile"])
 def test_attention_over_named_latents_is_exact(

@@ -50,7 +50,7 @@ def why_never_replayed(cache: TurboCache) -> str | None:
         reason = why_no_replay_under(layer.config, layer.latent)
         if reason is None and layer.is_initialized and layer.seen:
             # of latents, `in_place` tells of all kernels
-            known = None if layer.latent else layer.ops.why_no_step_kernel()
+            known = None if layer.latent else layer.ops.why_no_step_kernel(layer.selector is not None)
             reason = known if layer.in_place else f"layer {index} runs without kernels"
         if reason is not None:
             return reason

@@ -89,7 +89,7 @@ class Choice:
     @cached_property
     def bucket_kernels(self) -> bool:
         """Whether kernels find and visit buckets. ValueError as in `uses_triton`."""
-        return self.store_kernels and self.prompt_kernels("native")
+        return self.prompt_kernels("native")
 
     @cached_property
     def step_kernels(self) -> bool:
@@ -98,13 +98,8 @@ class Choice:
 
     @cached_property
     def latent_kernels(self) -> bool:
-        """Whether a kernel attends to latents in decode steps. ValueError as in `uses_triton`."""
+        """Whether kernels attend to latents in decode steps, all or named ones. ValueError as in `uses_triton`."""
         return uses_triton(self.backend, self.device, self.why_no_latent_kernel())
-
-    @cached_property
-    def named_kernels(self) -> bool:
-        """Whether a kernel attends to named latents. ValueError as in `uses_triton`."""
-        return uses_triton(self.backend, self.device, self.why_no_latent_kernel(2))
 
     def prompt_kernels(self, mode: str) -> bool:
         """Whether kernels attend in prompts of this mode. ValueError as in `uses_triton`."""
@@ -131,9 +126,9 @@ class Choice:
             )
         return None
 
-    def why_no_step_kernel(self) -> str | None:
-        """Why no kernel serves decode steps over such keys and values; None if one does."""
-        reason = self.why_no_kernel()
+    def why_no_step_kernel(self, sparse: bool = False) -> str | None:
+        """Why no kernel serves decode steps, or sparse ones, over such keys and values; None if one does."""
+        reason = self.why_no_kernel("native" if sparse else None)
         if reason is not None:
             return reason
         numbers, shared = power_of_two(self.dim) * self.block, gpu.shared_memory(self.device)
@@ -147,8 +142,8 @@ class Choice:
             )
         return None
 
-    def why_no_latent_kernel(self, *bits: int) -> str | None:
-        """Why no kernel serves such latents and their rotary parts; None if one does. bits: further ones it serves."""
+    def why_no_latent_kernel(self) -> str | None:
+        """Why no kernel serves such latents and their rotary parts; None if one does."""
         reason: str | None = gpu.why_no_kernels_on(self.device)
         if reason is not None:
             return reason
@@ -157,7 +152,7 @@ class Choice:
             return f"latent attention has kernels for 16-bit models, and this is {self.dtype}"
         if self.block != LATENT_BLOCK:
             return f"latents in blocks of {self.block} tokens have no kernel; blocks of {LATENT_BLOCK} have"
-        if self.bits not in (16, 8, 4, *bits):
+        if self.bits not in (16, 8, 4):
             return f"latents of {self.bits} bit have no kernel; 4, 8 and 16 have"
         for name, size, least in (("latent", self.dim, 32), ("rotary part", self.rotary_dim or 0, 16)):
             if size & (size - 1) or not least <= size <= 512:

@@ -320,8 +320,9 @@ def _lines(
         ops = Choice(config.expert.backend, device, dtype, dim, block=config.expert.block_size, mode=mode)
         auto = config.prompt_attention == "auto"
         prompts = ops.why_no_kernel("native" if auto else config.prompt_attention)
-        steps = ops.why_no_step_kernel()
-        for part, why in (("prompts over a past" if auto else "prompts", prompts), ("decode steps", steps)):
+        steps = ops.why_no_step_kernel(config.sparse is not None)
+        of_prompts = "prompts that are padded, windowed or over a past" if auto else "prompts"
+        for part, why in ((of_prompts, prompts), ("decode steps", steps)):
             if why is not None:
                 yield f"{part} run in plain torch, which is slow: {why}."
     for sizes in sorted({(at.kv_lora_rank, at.qk_rope_head_dim or HEAD_DIM_MULTIPLE) for at in latents}):

@@ -83,7 +83,7 @@ class LatentOps(Choice):
         shape, device = (len(q_latent), q_latent.shape[2], "K"), q_latent.device
         check_shape("places", places, shape, device, torch.int64)
         check_shape("seen", seen, places.shape, device, torch.bool)
-        if not self.named_kernels:
+        if not self.latent_kernels:
             return reference_named_decode(q_latent, q_rotary, store, places, seen, scoring)
         from turbo_hf.ops.latent.launch import launch_named_decode  # noqa: PLC0415 - needs Triton
 
