@@ -12,7 +12,7 @@ from choices import flat_config
 from gpu_support import tensors_in
 from graphs_support import an_index
 from models import left_padded, prompts, tiny_llama
-from op_calls import append_step, classify, exchange_open, latent_decode, quantize_tokens, select_rows
+from op_calls import append_step, classify, exchange_open, latent_decode, named_decode, quantize_tokens, select_rows
 from sparse_cache_support import bucketed
 from stores import tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,6 +29,7 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.rows import NewColumns, columns_of
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.eval.methods import without_plans
+from turbo_hf.layout import Scoring
 from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.prefill.launch import unpack_tiles
 
@@ -276,7 +277,10 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         layer = TurboLayer(flat_config(bits=8, **KERNELS), latent=True)
         layer.append(latent, latent[..., :16].clone(), NewColumns(70))
         layer.commit()
-        latent_decode(latent[:, :, :1], latent[:, :, :1, :16], layer.kv_store(), 1.0, **KERNELS)
+        queries = latent[:, :, :1], latent[:, :, :1, :16], layer.kv_store()
+        latent_decode(*queries, 1.0, **KERNELS)
+        places = torch.zeros(1, 1, 4, dtype=torch.int64, device=device)
+        named_decode(*queries, places, places == 0, Scoring(1.0), **KERNELS)
         plain, k = TurboLayer(flat_config(bits=8, **KERNELS)), torch.zeros(1, 2, 3, 16, device=device)
         plain.append(k, k.clone(), NewColumns(3))
         flag = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2)]
