@@ -39,7 +39,7 @@ class Needle:
 
 
 def needles(tokenizer: Any, count: int, shortest: int, longest: int, seed: int = 0) -> list[Needle]:
-    """`count` prompts whose lengths run evenly from `shortest` to `longest` tokens, in a shuffled order.
+    """`count` prompts whose lengths run evenly from `shortest` to `longest` tokens, shuffled; one has `longest`.
 
     Args:
         tokenizer: of the model that will read them.
@@ -52,7 +52,8 @@ def needles(tokenizer: Any, count: int, shortest: int, longest: int, seed: int =
     """
     rng = random.Random(seed)
     sentences, sizes = _haystack(tokenizer)
-    lengths = [shortest + (longest - shortest) * i // max(1, count - 1) for i in range(count)]
+    steps = (1,) if count == 1 else range(count)
+    lengths = [shortest + (longest - shortest) * i // max(1, count - 1) for i in steps]
     rng.shuffle(lengths)
     return [_needle(tokenizer, sentences, sizes, length, rng) for length in lengths]
 
