@@ -18,6 +18,7 @@ from turbo_hf.console import (
     GgufFile,
     Json,
     counting,
+    err,
     fail,
     load,
     mistakes_end_the_command,
@@ -116,6 +117,7 @@ def fidelity_command(
         if folder is not None:
             require_writable(folder)
         loaded, tokenizer = load(model, device, gguf_file=gguf_file)
+        loaded = _widened(loaded)
         windows = _windows(loaded, tokenizer, texts, sizes[-1] + max(tail, generate) + 1, count)
         made: Calibration | str = calibration
         if calibration != "auto":
@@ -153,6 +155,15 @@ def fidelity_command(
             _write(folder, rows, told, facts, found)
     if json_line:
         print(as_json(found))  # noqa: T201
+
+
+def _widened(model: Any) -> Any:
+    """In float32 on a CPU that multiplies no 16-bit numbers: torch does so number by number, 90 times as slowly."""
+    slow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    if model.device.type != "cpu" or model.dtype not in (torch.bfloat16, torch.float16) or not slow:
+        return model
+    err.print(f"This CPU multiplies no {str(model.dtype)[6:]}: the model is read in float32.", highlight=False)
+    return model.float()
 
 
 def _default() -> list[str]:

@@ -20,6 +20,7 @@ import turbo_hf
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.config.turbo_config import SparseConfig, TurboConfig
 from turbo_hf.eval import fidelity as fidelity_rows
+from turbo_hf.eval import fidelity_command
 from turbo_hf.eval.fidelity import (
     AGAIN,
     EAGER,
@@ -427,3 +428,12 @@ def test_a_checkpoint_without_a_tokenizer_is_told(tmp_path: Path) -> None:
         if not file.name.startswith("tokenizer"):
             (tmp_path / file.name).symlink_to(file)
     check_refused("its tokenizer", "fidelity", str(tmp_path), "--device", "cpu")
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [("AVX2", torch.float32), ("AVX512", torch.bfloat16)])
+def test_a_cpu_without_16_bit_products_reads_in_float32(
+    capability: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert fidelity_command._widened(tiny_llama().to(torch.bfloat16)).dtype == dtype
+    assert ("multiplies no bfloat16" in capsys.readouterr().err) == (dtype == torch.float32)
