@@ -435,5 +435,9 @@ def test_a_cpu_without_16_bit_products_reads_in_float32(
     capability: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert fidelity_command._widened(tiny_llama().to(torch.bfloat16)).dtype == dtype
-    assert ("multiplies no bfloat16" in capsys.readouterr().err) == (dtype == torch.float32)
+    model = tiny_llama().to(torch.bfloat16)
+    model.is_quantized = True
+    assert fidelity_command._widened(model).dtype == torch.bfloat16
+    model.is_quantized = False
+    assert fidelity_command._widened(model).dtype == dtype
+    assert ("multiplies bfloat16 slowly" in capsys.readouterr().err) == (dtype == torch.float32)
