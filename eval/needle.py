@@ -39,7 +39,7 @@ class Needle:
 
 
 def needles(tokenizer: Any, count: int, shortest: int, longest: int, seed: int = 0) -> list[Needle]:
-    """`count` prompts whose lengths run evenly from `shortest` to `longest` tokens, shuffled; one has `longest`.
+    """`count` prompts whose lengths run evenly from `shortest` to `longest` tokens, shuffled; one alone has `longest`.
 
     Args:
         tokenizer: of the model that will read them.

@@ -450,7 +450,7 @@ def test_random_caches(kind: int, mode: str) -> None:
     """Rows of 0 to 700 tokens, some without new ones, whole blocks that stay open: all within the oracle's budget."""
     dim, group, m, block, groups, dtype, options = KINDS[kind]
     if dim > 256 and mode == "native":
-        pytest.skip("no kernel")
+        pytest.skip("steps in 16 bit have no kernel above 256 channels")
     heads, device, draw = sum(n for _, n in groups), torch.device("cuda"), random.Random(kind)
     for number in range(DRAWS):
         torch.manual_seed(1000 * kind + number)

@@ -14,10 +14,11 @@ QUERY_MAX = tl.constexpr(float(LARGEST_QUERY))
 STATS = tl.constexpr(4)
 """Floats behind each row of a partial result: its maximum, its sum, and two that keep rows aligned."""
 
-TOGETHER = tl.constexpr(8)
-"""Parts of a group, of outputs with more than ONE_LEVEL parts."""
-
 ONE_LEVEL = tl.constexpr(32)
+"""Parts of an output that one CTA adds; more are added in groups."""
+
+TOGETHER = tl.constexpr(8)
+"""Parts of a group."""
 
 
 @triton.jit
@@ -354,9 +355,9 @@ def finish(o, top, total, result, sinks_ptr, output, FORM: tl.constexpr):
 def finish_or_merge(state, share, workspace, result, sinks_ptr, output, FORM: tl.constexpr):
     """Store what a CTA has computed of an output: the whole output, or one part of it.
 
-    The last CTA that arrives adds the parts, in their order. Of many parts, the last one of each group adds the group,
-    and the last of these adds the sums: one SM reads what many have written in as many microseconds as it takes to
-    compute. No CTA waits for another.
+    The last CTA that arrives adds the parts, in their order. Of more than ONE_LEVEL parts, the last CTA of each group
+    adds the group, and the last of these CTAs adds the sums: one SM would take too long to read all parts. No CTA waits
+    for another.
     """
     acc, m, denom = state
     o, top, total = combine(acc, m, denom, FORM.spread)

@@ -56,7 +56,7 @@ class Workspace(NamedTuple):
     """Scratch memory of a launch.
 
     parts: float32 [..., N * (DP + STATS)], partial results, as in `merge`.
-    arrived: int32 [...], one for each of them: how many parts are there; zeros before and after the launch.
+    arrived: int32 [...], a counter for each part, of CTAs that have arrived; zeros before and after the launch.
     """
 
     parts: Any

@@ -77,7 +77,7 @@ class LatentOps(Choice):
         Raises:
             ValueError: as there, and for places and `seen` of other shapes or dtypes.
 
-        Source: DeepSeek-V3.2 (arXiv:2512.02556), sec. 2: attention over the tokens that the indexer selects.
+        Source: DeepSeek-V3.2, DeepSeek Sparse Attention (DSA): attention over the tokens that the indexer selects.
         """
         _check_queries(q_latent, q_rotary, store)
         shape, device = (len(q_latent), q_latent.shape[2], "K"), q_latent.device
