@@ -12,7 +12,6 @@ import torch
 from turbo_hf.eval.methods import cache_size, until, without_plans
 from turbo_hf.eval.needle import Needle
 from turbo_hf.models.versions import CACHE
-from turbo_hf.patching.handle import Handle
 from turbo_hf.patching.patch_model import patch
 
 BASELINE = "baseline"
@@ -48,7 +47,7 @@ class _Run(NamedTuple):
 
 
 def _run(
-    model: Any, tokenizer: Any, texts: list[list[str]], handle: Handle | None, advance: Callable[[int], None],
+    model: Any, tokenizer: Any, texts: list[list[str]], advance: Callable[[int], None],
     rehearse: bool,
 ) -> _Run:  # fmt: skip
     """Greedy replies to batches of prompts, padded at the left; rehearse: run everything once before it is timed."""
@@ -69,7 +68,7 @@ def _run(
         out = reply(inputs)
         new = out.sequences[:, inputs.input_ids.shape[1] :].tolist()
         seconds += time.perf_counter() - start
-        size, held = cache_size(out[CACHE], len(new), handle)
+        size, held = cache_size(out[CACHE], len(new))
         stored, cached = stored + size, cached + held
         replies += [until(row, {tokenizer.eos_token_id, tokenizer.pad_token_id}) for row in new]
         advance(len(new))
@@ -100,9 +99,9 @@ def demo(
     asked = [[p.prompt for p in prompts[at : at + batch]] for at in range(0, len(prompts), batch)]
     for method in [BASELINE, *methods]:
         patched = nullcontext() if method == BASELINE else patch(model, method)
-        with torch.inference_mode(), without_plans(), patched as handle:
+        with torch.inference_mode(), without_plans(), patched:
             twice = model.device.type == "cuda" if rehearse is None else rehearse
-            run = _run(model, tokenizer, asked, handle, partial(advance, method), twice)
+            run = _run(model, tokenizer, asked, partial(advance, method), twice)
         base = base or run
         texts = tokenizer.batch_decode(run.replies, skip_special_tokens=True)
         pairs = list(zip(run.replies, base.replies, strict=True))

@@ -1,6 +1,7 @@
 """Next-token distributions of one model read through each cache, against its own in 16 bit: what `turbo-hf fidelity`
 measures. Caches are the real ones, read by the paths that `generate` takes."""
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ from turbo_hf.patching.divergence import (
     Positions,
     Reading,
     compare_positions,
-    log_probabilities,
+    log_probabilities_after,
+    read_prompt,
     summarize,
     verdict,
 )
@@ -136,27 +138,30 @@ def measure(
     rows: list[Fidelity] = []
     noisy = [Method(AGAIN), Method(EAGER), Method(PAGES, TurboConfig(bits=16))]
     every = [*(noisy if noise else []), *methods]
-    for case in cases:
-        found: dict[str, list[Positions]] = {method.name: [] for method in every}
-        sizes: dict[str, float] = {}
+    for tokens in dict.fromkeys(case.tokens for case in cases):
+        # a prompt is read once through each cache: what follows it is read over copies
+        own = [case for case in cases if case.tokens == tokens]
+        found: dict[Case, dict[str, list[Positions]]] = {case: {at.name: [] for at in every} for case in own}
+        sizes: dict[Case, dict[str, float]] = {case: {} for case in own}
         failed = {
-            at.name: f"a prompt of {case.tokens} tokens shows nothing of it; from {at.config.begins} on it does"
+            at.name: f"a prompt of {tokens} tokens shows nothing of it; from {at.config.begins} on it does"
             for at in every
-            if at.config is not None and at.config.begins > case.tokens
+            if at.config is not None and at.config.begins > tokens
         }
-        if case.tokens > EAGER_TOKENS:
+        if tokens > EAGER_TOKENS:
             failed[EAGER] = f"eager attention keeps all scores: not read above {EAGER_TOKENS} tokens"
         for window in windows:
-            reading = _reading(model, window, case, tail)
-            base = DynamicCache(config=model.config)
-            reference = log_probabilities(model, reading, base)
-            own = reading.ids.shape[1] - 1
+            readings = [_reading(model, window, case, tail) for case in own]
+            prompt = DynamicCache(config=model.config)
+            read_prompt(model, readings[0], prompt)
+            references = [log_probabilities_after(model, reading, copy.deepcopy(prompt)) for reading in readings]
             for method in every:
                 if method.name in failed:
                     continue
-                again = reading._replace(passes=case.passes(tail, again=True)) if method.name == AGAIN else reading
+                other = method.name == AGAIN
+                through = [at._replace(passes=case.passes(tail, other)) for at, case in zip(readings, own, strict=True)]
                 try:
-                    got, sizes[method.name] = _read(model, method, again, own, calibration)
+                    got = list(_read(model, method, through, prompt if other else None, calibration))
                 except (ValueError, RuntimeError) as error:
                     # one method less; an error of the GPU itself would meet all that follows
                     if not isinstance(error, ValueError) and not out_of_memory(error):
@@ -164,26 +169,34 @@ def measure(
                     failed[method.name] = "out of memory" if out_of_memory(error) else shortened(error)
                     free_memory()
                     continue
-                found[method.name].append(compare_positions(got, reference, reading))
-                advance(method.name)
-        rows += _judged(case, every, found, sizes, failed)
+                for case, reading, reference, (log_p, size) in zip(own, readings, references, got, strict=True):
+                    found[case][method.name].append(compare_positions(log_p, reference, reading))
+                    sizes[case][method.name] = size
+                    advance(method.name)
+        for case in own:
+            rows += _judged(case, every, found[case], sizes[case], failed)
     return rows
 
 
 def _read(
-    model: Any, method: Method, reading: Reading, tokens: int, calibration: Calibration | str | None
-) -> tuple[torch.Tensor, float]:
-    """Log-probabilities of one method, and bytes per token of its cache."""
+    model: Any, method: Method, readings: Sequence[Reading], prompt: Any, calibration: Calibration | str | None
+) -> Iterator[tuple[torch.Tensor, float]]:
+    """Of each reading, which have one prompt: log-probabilities of one method, and bytes per token of its cache.
+    prompt: the unpatched model's cache of it, if that is the method's as well; else None."""
     with applied(model, method, calibration) as handle, _eager(model, method.name == EAGER):
-        if handle is not None:
-            cache: Any = handle.new_cache()
-        elif method.make is not None:
-            cache = method.make(model, torch.ones_like(reading.ids))
-        else:
-            cache = DynamicCache(config=model.config)
-        got = log_probabilities(model, reading, cache)
-        size, _ = cache_size(cache, 1, handle)
-    return got, size / tokens
+        for place, reading in enumerate(readings, 1):
+            if prompt is None or method.make is not None:
+                # those of other packages need not be made for copies
+                if handle is not None:
+                    prompt = handle.new_cache()
+                elif method.make is not None:
+                    prompt = method.make(model, torch.ones_like(reading.ids))
+                else:
+                    prompt = DynamicCache(config=model.config)
+                read_prompt(model, reading, prompt)
+            cache = prompt if place == len(readings) else copy.deepcopy(prompt)
+            log_p = log_probabilities_after(model, reading, cache)
+            yield log_p, cache_size(cache, 1)[0] / (reading.ids.shape[1] - 1)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from transformers import QuantizedCache
 
+from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.config.options import names_a_file
@@ -236,14 +237,14 @@ def until(tokens: list[int], ends: set[int]) -> list[int]:
     return tokens[:stop]
 
 
-def cache_size(cache: Any, rows: int, handle: Handle | None) -> tuple[int, int]:
-    """(bytes, tokens): as `Handle.memory` says for a patched model, computed for a simulated cache, else allocated.
+def cache_size(cache: Any, rows: int) -> tuple[int, int]:
+    """(bytes, tokens): as a `TurboCache` itself says, computed for a simulated cache, else allocated.
 
     A dense cache stores padding; its token count includes the padding, so that it is not charged for it in bytes per
     token.
     """
-    if handle is not None:
-        memory = handle.memory()
+    if isinstance(cache, TurboCache):
+        memory = cache.memory()
         return memory.total, memory.tokens
     if isinstance(cache, SimulatedCache):
         return round(cache.computed_bytes()), cache.tokens()

@@ -199,7 +199,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
             seconds = time.perf_counter() - started
             ends = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
             tokens = sum(len(until(row, ends)) for row in new)
-            stored, held = cache_size(made[CACHE], len(context), self.handle)
+            stored, held = cache_size(made[CACHE], len(context))
             self._on_batch(Batch(len(context), tokens, seconds, stored, held, self._keys_since()))
         return sequences
 

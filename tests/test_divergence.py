@@ -49,6 +49,7 @@ from turbo_hf.patching.divergence import (
     Reading,
     compare_positions,
     log_probabilities,
+    log_probabilities_after,
     summarize,
     verdict,
 )
@@ -155,9 +156,9 @@ def test_the_eager_row_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatc
 
     def noted(model: Any, *rest: Any) -> torch.Tensor:
         seen.append(model.config._attn_implementation)
-        return log_probabilities(model, *rest)
+        return log_probabilities_after(model, *rest)
 
-    monkeypatch.setattr(fidelity_rows, "log_probabilities", noted)
+    monkeypatch.setattr(fidelity_rows, "log_probabilities_after", noted)
     measure(model, windows, [Case(40, "steps")], named(["int8"]), tail=16)
     assert seen == ["sdpa", "sdpa", "eager", NAME, NAME]
     assert model.config._attn_implementation == "sdpa"

@@ -113,7 +113,7 @@ def test_quantized_caches_of_transformers(name: str) -> None:
     made = model.generate(
         **inputs, **{CACHE: make(model, inputs.attention_mask)}, max_new_tokens=4, return_dict_in_generate=True
     )
-    stored, tokens = cache_size(made[CACHE], 1, None)
+    stored, tokens = cache_size(made[CACHE], 1)
     assert tokens == inputs.input_ids.shape[1] + 3
     dense = tokens * 6 * 2 * 64 * 2 * 4
     # codes, their scales and zero points, and the newest tokens

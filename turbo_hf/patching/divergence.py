@@ -94,20 +94,36 @@ def verdict(kl: float, noise: float = 0.0) -> str:
     return next((words for bound, words in BOUNDS if kl <= bound), NEVER)
 
 
-@torch.no_grad()
 def log_probabilities(model: Any, reading: Reading, cache: Any) -> torch.Tensor:
     """float32 log-probabilities [positions, vocabulary] of the token after each one that follows the prompt."""
-    known = inspect.signature(type(model).forward).parameters
-    found, end = [], 0
-    for count in reading.passes:
-        options: dict[str, Any] = {CACHE: cache, "use_cache": True}
-        if "logits_to_keep" in known:
-            options["logits_to_keep"] = count if end else 1
-        out = model(reading.ids[:, end : end + count], **options)
-        if end:
-            found.append(torch.as_tensor(out.logits)[0].float().log_softmax(-1))
+    read_prompt(model, reading, cache)
+    return log_probabilities_after(model, reading, cache)
+
+
+@torch.no_grad()
+def read_prompt(model: Any, reading: Reading, cache: Any) -> None:
+    """The first pass."""
+    _pass(model, reading.ids[:, : reading.passes[0]], cache, 1)
+
+
+@torch.no_grad()
+def log_probabilities_after(model: Any, reading: Reading, cache: Any) -> torch.Tensor:
+    """As `log_probabilities`, over a cache that holds the prompt."""
+    end, *counts = reading.passes
+    found = []
+    for count in counts:
+        logits = _pass(model, reading.ids[:, end : end + count], cache, count)
+        found.append(logits[0].float().log_softmax(-1))
         end += count
     return torch.cat(found)
+
+
+def _pass(model: Any, ids: torch.Tensor, cache: Any, keep: int) -> torch.Tensor:
+    """Logits of a pass: of its `keep` newest tokens, where the model can leave out the others."""
+    options: dict[str, Any] = {CACHE: cache, "use_cache": True}
+    if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
+        options["logits_to_keep"] = keep
+    return torch.as_tensor(model(ids, **options).logits)
 
 
 def compare_positions(got: torch.Tensor, reference: torch.Tensor, reading: Reading) -> Positions:
