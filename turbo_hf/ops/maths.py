@@ -79,3 +79,12 @@ def checksum(x: torch.Tensor) -> torch.Tensor:
     rest = torch.nn.functional.pad(flat[whole:], (0, LINE - flat.numel() + whole)).view(torch.int64)
     sums = torch.cat((flat[:whole].view(torch.int64).view(-1, LINE // 8).sum(1), rest.sum().view(1)))
     return (sums * torch.arange(1, 2 * len(sums), 2, device=x.device)).sum()
+
+
+def reference_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, plus: int, early: bool) -> torch.Tensor:
+    """x [..., dim] over its root mean square, times weight [dim] plus `plus`, in its dtype; computed in float32."""
+    wide = x.float()
+    out = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if early:
+        out = out.to(x.dtype).float()
+    return (out if weight is None else out * (weight.float() + plus)).to(x.dtype)

@@ -20,6 +20,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.graphs.compiled_layers import CompiledLayers
 from turbo_hf.graphs.why_not import hooked_module
 from turbo_hf.layout import HeadGroups, in_words
+from turbo_hf.patching.norms import restore_norms
 from turbo_hf.patching.other_threads import alone
 from turbo_hf.ranks import ALONE, Ranks
 from turbo_hf.sparse.selectors import Selectivity, Selector
@@ -327,6 +328,7 @@ class Handle:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = before
+        restore_norms(self._model.modules())
         self._maker.active = False
         if self._compiled is not None:
             self._compiled.remove()

@@ -32,6 +32,7 @@ from turbo_hf.patching.continuous_batching import latent_sizes
 from turbo_hf.patching.generate_methods import PREPARE, replace_methods
 from turbo_hf.patching.handle import CacheMaker, Handle, HeadSizes, Report
 from turbo_hf.patching.hooks import add_hooks
+from turbo_hf.patching.norms import fused_norms
 from turbo_hf.patching.other_threads import alone
 from turbo_hf.patching.refusals import (
     check_model,
@@ -139,14 +140,15 @@ def patch(
 
 
 class _Planned(NamedTuple):
-    """What a patch will do. calibration: identifies the one that is used; "none" without one, or on one process.
-    hand_off: passes runners of steps to `generate`, if they are wanted."""
+    """What a patch will do. hand_off: passes runners of steps to `generate`, if they are wanted. norms: with the class
+    that each gets. calibration: identifies the one that is used; "none" without one, or on one process."""
 
     report: Report
     modules: Mapping[int, torch.nn.Module]
     family: Family | None
     maker: CacheMaker
     hand_off: HandOff | None
+    norms: list[tuple[torch.nn.Module, type]]
     calibration: str
 
     def decisions(self) -> dict[str, str]:
@@ -259,15 +261,18 @@ def _plan(
         # "auto": else they have been refused
         compiled.refuse("latent attention")
     hand_off = HandOff(config.cuda_graphs is True, compiled, ranks) if graphs else None
-    return _Planned(report, modules, family, maker, hand_off, digest)
+    norms = [] if config.expert.backend == "reference" else fused_norms(model.modules())
+    return _Planned(report, modules, family, maker, hand_off, norms, digest)
 
 
 def _apply(model: PreTrainedModel, planned: _Planned, strict: Strict) -> Handle:
     """Change the model."""
-    report, modules, family, maker, hand_off, _ = planned
+    report, modules, family, maker, hand_off, norms, _ = planned
     register()
     previous = switch_attention(model, NAME)
     hooks = add_hooks(model, modules, report.layers, maker, strict)
     replaced = [*replace_methods(model, family, maker, hand_off, strict), (model, MAKER, None)]
     model.__dict__[MAKER] = maker
+    for norm, kind in norms:
+        norm.__class__ = kind
     return Handle(model, report, maker, hooks, replaced, previous, hand_off.compiled if hand_off is not None else None)

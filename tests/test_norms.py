@@ -1,0 +1,141 @@
+"""RMSNorm in one launch, in place of the modules of Transformers."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from models import prompts, tiny_llama
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+
+import turbo_hf
+from turbo_hf.config.turbo_config import Expert, TurboConfig
+from turbo_hf.ops.kernel_norm import launch_rms_norm
+from turbo_hf.patching.norms import FORMS, Form, Fused, form_of, fused_norms, restore_norms
+
+KINDS: dict[Any, Form | None] = {
+    LlamaRMSNorm: FORMS[0],
+    Olmo2RMSNorm: FORMS[1],
+    Gemma4RMSNorm: FORMS[1],
+    Gemma3RMSNorm: FORMS[2],
+    # which also takes a gate
+    Qwen3NextRMSNormGated: None,
+}
+
+
+def norm_of(kind: Any, dim: int = 96, **options: Any) -> Any:
+    """A module of this class, its weight random."""
+    module = kind(dim, eps=1e-5, **options)
+    for weight in module.parameters():
+        torch.nn.init.normal_(weight.data)
+    return module
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_module_computes_is_found(kind: Any) -> None:
+    assert form_of(norm_of(kind)) == KINDS[kind]
+    # all of one number, as in a model that has not been trained
+    assert form_of(kind(96, eps=1e-6)) == KINDS[kind]
+
+
+def test_another_formula_is_none_of_ours() -> None:
+    class CenteredRMSNorm(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
+
+    class OtherEpsilonRMSNorm(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            self.variance_epsilon, eps = 2 * self.variance_epsilon, self.variance_epsilon
+            try:
+                return super().forward(hidden_states)
+            finally:
+                self.variance_epsilon = eps
+
+    for kind in (CenteredRMSNorm, OtherEpsilonRMSNorm):
+        assert form_of(norm_of(kind)) is None, kind
+
+
+@pytest.mark.parametrize("form", [*FORMS, None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_kernel_is_as_near_as_plain_torch(form: Form | None, dtype: torch.dtype, device: torch.device) -> None:
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("Triton's interpreter cuts bfloat16 off")
+    kind = Gemma4RMSNorm if form is None else next(kind for kind, at in KINDS.items() if at == form)
+    module = norm_of(kind, **({} if form else {"with_scale": False})).to(device, dtype)
+    if form is None:
+        module._parameters.clear()
+    form = form or FORMS[1]
+    x = torch.randn(2, 5, 3, 2 * 96, device=device).to(dtype)
+    for given in (x[..., :96].contiguous(), x[..., 32:128], x[..., ::2], x[:0, ..., :96], x.transpose(1, 2)[..., :96]):
+        weight = module._parameters.get("weight")
+        with torch.no_grad():
+            want, got = module(given), launch_rms_norm(given, weight, 1e-5, *form)
+            wide = given.double()
+            exact = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+            exact = exact if weight is None else exact * (weight.double() + form.plus)
+        assert (got.shape, got.dtype, got.is_contiguous()) == (want.shape, want.dtype, True)
+        if got.numel():
+            missed, plain = ((at.double() - exact).abs().max().item() for at in (got, want))
+            # what plain torch misses, and a rounding of the greatest number in the last place
+            assert missed <= plain + torch.finfo(dtype).eps * exact.abs().max().item()
+            assert (got == want).float().mean() >= (0.99 if dtype != torch.float32 else 0)
+
+
+def test_a_patch_fuses_them_and_remove_gives_them_back() -> None:
+    model = tiny_llama()
+    kinds = [type(module) for module in model.modules()]
+    names, text = list(model.state_dict()), repr(model)
+    before = model(prompts(1, 20)).logits
+    handle = turbo_hf.patch(model)
+    norms = [module for module in model.modules() if isinstance(module, Fused)]
+    assert {type(module).__name__ for module in norms} == {"LlamaRMSNorm"}
+    assert len(norms) == 2 * len(model.model.layers) + 1
+    assert (list(model.state_dict()), repr(model)) == (names, text)
+    for copied in (copy.deepcopy(model.model.norm), pickle.loads(pickle.dumps(model.model.norm))):
+        assert type(copied) is LlamaRMSNorm
+        assert torch.equal(copied.weight, model.model.norm.weight)
+    handle.remove()
+    assert [type(module) for module in model.modules()] == kinds
+    assert torch.equal(model(prompts(1, 20)).logits, before)
+    with turbo_hf.patch(model, TurboConfig(expert=Expert(backend="reference"))):
+        assert not any(isinstance(module, Fused) for module in model.modules())
+
+
+def test_what_is_not_plain_stays_with_the_module() -> None:
+    module: Any = norm_of(LlamaRMSNorm)
+    replaced = norm_of(LlamaRMSNorm)
+    replaced.forward = lambda x: x
+    ((fused, kind),) = fused_norms([module, replaced])
+    assert fused is module
+    module.__class__ = kind
+    x = torch.randn(3, 96, requires_grad=True)
+    want = LlamaRMSNorm.forward(module, x)
+    assert torch.equal(module(x), want)
+    assert torch.equal(module(hidden_states=x), want)
+    module(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(torch.compile(module, fullgraph=True, backend="eager")(x), want)
+    restore_norms([module])
+    assert type(module) is LlamaRMSNorm
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_patched_model_computes_the_same() -> None:
+    model = tiny_llama().to("cuda", torch.bfloat16)
+    ids = prompts(2, 40).to("cuda")
+    with torch.no_grad():
+        before = model(ids).logits.float()
+        handle = turbo_hf.patch(model)
+        norm, x = model.model.norm, torch.randn(4, 7, model.config.hidden_size, device="cuda", dtype=torch.bfloat16)
+        same = (norm(x) == LlamaRMSNorm.forward(norm, x)).float().mean().item()
+        after = model(ids, use_cache=False).logits.float()
+        handle.remove()
+        assert torch.equal(model(ids).logits.float(), before)
+    assert same >= 0.99
+    # as far as one rounding in a hundred moves it
+    assert ((after - before).norm() / before.norm()).item() < 0.01
