@@ -125,17 +125,17 @@ def test_what_is_not_plain_stays_with_the_module() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_patched_model_computes_the_same() -> None:
-    model = tiny_llama().to("cuda", torch.bfloat16)
-    ids = prompts(2, 40).to("cuda")
+def test_on_a_gpu_a_patched_model_is_as_near_to_float32() -> None:
+    exact = tiny_llama().to("cuda")
+    model, ids = copy.deepcopy(exact).bfloat16(), prompts(2, 40).to("cuda")
     with torch.no_grad():
-        before = model(ids).logits.float()
-        handle = turbo_hf.patch(model)
-        norm, x = model.model.norm, torch.randn(4, 7, model.config.hidden_size, device="cuda", dtype=torch.bfloat16)
-        same = (norm(x) == LlamaRMSNorm.forward(norm, x)).float().mean().item()
-        after = model(ids, use_cache=False).logits.float()
-        handle.remove()
-        assert torch.equal(model(ids).logits.float(), before)
+        want, before = exact(ids).logits, model(ids).logits
+        with turbo_hf.patch(model):
+            norm, x = model.model.norm, torch.randn(4, 7, 64, device="cuda", dtype=torch.bfloat16)
+            same = (norm(x) == LlamaRMSNorm.forward(norm, x)).float().mean().item()
+            after = model(ids, use_cache=False).logits
+        assert torch.equal(model(ids).logits, before)
     assert same >= 0.99
-    # as far as one rounding in a hundred moves it
-    assert ((after - before).norm() / before.norm()).item() < 0.01
+    missed, plain = ((logits.float() - want).norm().item() for logits in (after, before))
+    # two draws of the same noise
+    assert missed < 1.5 * plain

@@ -42,10 +42,10 @@ OPTIONS: dict[str, Any] = {
 # products with one row as fused reductions, tiles tuned
 TUNED = {**OPTIONS, "coordinate_descent_tuning": True}
 
-EVERY = 64
+EVERY = 256
 """With "auto": steps at one batch size after which it is compiled ahead; how often it is asked whether that is done."""
 
-AFTER = 256
+AFTER = 1024
 """With "auto": steps at one batch size after which compiled code is loaded, which takes a second or two: by then they
 have lost about as much, and who generates so many will generate more."""
 
