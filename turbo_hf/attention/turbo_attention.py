@@ -18,7 +18,6 @@ from turbo_hf.cache.index_keys import store_index_keys
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.pass_mark import untraced
 from turbo_hf.cache.rows import NewColumns, NewQKV
-from turbo_hf.cache.storage import repeat_key
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
@@ -347,9 +346,6 @@ def _attend(
     named: Named | None,
 ) -> torch.Tensor:
     """A step or a prompt, over keys and values or over latents."""
-    again = layer.repeat_step(*qkv, scoring) if new.valid is None else None
-    if again is not None:
-        return again
     layer.prepare_for(qkv.key, qkv.value)
     layer.seal_leftovers(new.tokens, check_later=True)
     if layer.latent:
@@ -376,17 +372,9 @@ def _step(layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scori
         layer.append(k, v, new, buckets, check_later=True)
         out = attend_sparse(layer, logits, qkv.query, new, starts, scoring).out
     else:
-        # launches of a replayed step are captured
-        kept = layer.replay is None and layer.in_place
-        key = repeat_key(q, k, v, starts, scoring) if kept else None
-        queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
+        queries = layer.append(k, v, new, check_later=True, queries=q)
         assert queries is not None
-        store, repeat = layer.to_repeat(key)
-        if repeat is not None and "decode" in repeat:
-            # the append alone could not be repeated
-            out = repeat["decode"](queries, scoring.sas_threshold)
-        else:
-            out = layer.ops.decode(queries, store, scoring, starts=starts, window=layer.window, repeat=repeat).out
+        out = layer.ops.decode(queries, layer.kv_store(), scoring, starts=starts, window=layer.window).out
     layer.commit(check_later=True)
     return out
 

@@ -145,7 +145,6 @@ class TurboLayer(DequantizedLayer):
 
     @storing
     def _remove(self, columns: int, counts: list[int]) -> None:
-        self.forget_repeats()
         before = self.state
         after = before.cropped(columns, counts)
         self.bucket_index.cut(after.lengths())
@@ -177,7 +176,6 @@ class TurboLayer(DequantizedLayer):
     @storing
     def select_rows(self, rows: list[int]) -> None:
         """As `reorder_cache`, of rows that exist."""
-        self.forget_repeats()
         index = shared(rows, self.device)
         self.pool.follow(self.pool.table.select_rows(self.state.sealed, rows))
         self.buffer.select_rows(index)

@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Sequence
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +11,7 @@ from turbo_hf.cache.page_pool import OpenBuffer, PagePool, PageTable
 from turbo_hf.cache.pass_mark import PassMark, ordinary, storing
 from turbo_hf.cache.rows import DeviceCounts, NewColumns, RowState
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import UNQUANTIZED, KVStore, Scoring, type_16bit
-from turbo_hf.ops import gpu
+from turbo_hf.layout import UNQUANTIZED, KVStore, type_16bit
 from turbo_hf.ops.checks import check_float
 from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.layer_ops import LayerOps, ops_of
@@ -25,9 +23,6 @@ DECODE_TOKENS = 16
 
 DRAFTED_TOKENS = 32
 """The same while blocks wait for a `crop`: Transformers drafts up to 20 tokens unless told otherwise."""
-
-MOST_REPEATS = 4
-"""Kinds of steps of a layer whose launches are kept: steps over drafts have several lengths."""
 
 
 class ReplayState(NamedTuple):
@@ -43,45 +38,6 @@ class ReplayState(NamedTuple):
     plans: dict[Any, Any]
     arrived: torch.Tensor
     seals: bool = True
-
-
-class _Repeats:
-    """Launches that steps make again, with other addresses of new tokens and nothing else new, as long as the layer's
-    tensors are the same. A copy is empty.
-
-    Checks, the choice of a kernel, its plan and its workspace depend on those tensors and on the `repeat_key`.
-    """
-
-    def __init__(self) -> None:
-        self.of: tuple[Any, ...] = ()
-        self.store: KVStore | None = None
-        # of the layer after the last step whose launches were kept
-        self.state: RowState | None = None
-        # by key, as `DecodeOps.decode` and `StoreOps.append_tokens` fill them
-        self.known: dict[Any, dict[str, Any]] = {}
-
-    def __reduce__(self) -> Any:
-        return _Repeats, ()
-
-
-def repeat_key(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring
-) -> tuple[Any, ...]:
-    """All that a launch for q, k and v depends on, but for addresses, the cache and a threshold."""
-    device = q.get_device()
-    if scoring.sas_threshold is not None:
-        # a context's own falls with each token
-        scoring = scoring._replace(sas_threshold=0.0)
-    return (
-        (q.dtype, q.shape, q.stride(), q.data_ptr() % 16),
-        (k.dtype, k.shape, k.stride(), k.data_ptr() % 16, k.get_device() == device),
-        (v.dtype, v.shape, v.stride(), v.data_ptr() % 16, v.get_device() == device),
-        starts,
-        scoring,
-        # a workspace is of one thread and stream
-        get_ident(),
-        gpu.raw_stream(device),
-    )
 
 
 class LayerStorage:
@@ -123,7 +79,6 @@ class LayerStorage:
         self.unchecked = False
         # set while the pass is a step that may be replayed
         self.replay: ReplayState | None = None
-        self._repeats = _Repeats()
         # of layers with an indexer, from their first keys on
         self.index_keys: IndexKeys | None = None
         # what `ops` were chosen for
@@ -201,67 +156,12 @@ class LayerStorage:
         return self.seen > 0 and tokens <= (DRAFTED_TOKENS if drafts else DECODE_TOKENS)
 
     def kv_store(self) -> KVStore:
-        """The layer as ops see it; views, not copies. In steps, the same object as long as no tensor is replaced."""
-        kept = self._repeats
-        if kept.store is not None and self.replay is None and all(map(operator.is_, self._held(), kept.of)):
-            return kept.store
+        """The layer as ops see it; views, not copies."""
         state, counts, replay = self.state, self.device_counts, self.replay
         places = (self.order, self.pool.table.on(self.device), counts.sealed(state))
         opened = (*self.buffer.tensors(), counts.open(state))
         known, plans = (tuple(state.sealed), None) if replay is None else (replay.sealed, replay.plans)
         return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans, state.first, state.recent)
-
-    def _held(self) -> tuple[Any, ...]:
-        """What launches have the addresses of, and the lengths that they are planned for."""
-        state, counts, pool = self.state, self.device_counts, self.pool
-        placed = (self.order, pool.table.on(self.device), counts.sealed(state), counts.open(state), state.sealed)
-        return (pool.paged, self.buffer.k, *placed, self.nonfinite)
-
-    def to_repeat(self, key: Any) -> tuple[KVStore, dict[str, Any] | None]:
-        """`kv_store()`, and what keeps launches over it for the next step with the same `repeat_key`; None: no key."""
-        store, kept = self.kv_store(), self._repeats
-        if key is None:
-            return store, None
-        if store is not kept.store:
-            kept.of, kept.store, kept.known = self._held(), store, {}
-        if key not in kept.known and len(kept.known) >= MOST_REPEATS:
-            kept.known.clear()
-        return store, kept.known.setdefault(key, {})
-
-    def repeat_step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring) -> torch.Tensor | None:
-        """Store new tokens, none of which is padding, and attend: by launches that are kept. None: some are not, and
-        nothing has been done.
-
-        q, k, v and result as in `compressed`.
-        """
-        kept, state = self._repeats, self.state
-        # what changes the layer otherwise gives it another state
-        if kept.state is not state or self.replay is not None:
-            return None
-        tokens, most = k.shape[2], max(state.open)
-        store = self.kv_store()
-        if store is not kept.store:
-            return None
-        repeat = kept.known.get(repeat_key(q, k, v, None, scoring), {})
-        if len(repeat) < 2:
-            return None
-        due = most >= state.block + state.staying
-        if due or most + tokens > store.k_open.shape[2] or not self.is_decoding(tokens):
-            return None
-        mark, after = self.mark, state.stored(tokens, None, True)
-        mark.turn(self.index)
-        mark.writing = self.name
-        balanced = repeat["append"](k, v, None if self.balance is None else q)
-        self.device_counts.counted(state, after)
-        self.state = kept.state = after
-        mark.writing = None
-        out: torch.Tensor = repeat["decode"](q if balanced is None else balanced, scoring.sas_threshold)
-        self.commit(check_later=True)
-        return out
-
-    def forget_repeats(self) -> None:
-        """Before tensors are replaced: nothing keeps the old ones alive."""
-        self._repeats = _Repeats()
 
     def prepare_for(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Choose the layer's ops by the first keys and values [B, Hkv, M, D]; anew for another dtype or device.
@@ -302,14 +202,12 @@ class LayerStorage:
         check_later: bool = False,
         turn: bool = True,
         queries: torch.Tensor | None = None,
-        key: Any = None,
     ) -> torch.Tensor | None:
         """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `new`, as are their buckets.
 
         check_later: NaN and Inf that kernels have noted are read later (`unchecked`), for all layers at once.
         turn: whether this is the layer's turn in a pass; else it has had it, and what it left is stored now.
         queries: of these tokens; returned as they meet the stored keys, perhaps in memory that the next step writes.
-        key: of `to_repeat`.
 
         Raises:
             ValueError: other rows or heads than the cache holds, NaN or Inf, or a broken cache.
@@ -324,7 +222,7 @@ class LayerStorage:
             self._require_finite(new.blank(k), new.blank(v))
         if turn:
             self.mark.turn(self.index)
-        balanced = self._append(k, v, new, buckets, check_later, None if self.balance is None else queries, key)
+        balanced = self._append(k, v, new, buckets, check_later, None if self.balance is None else queries)
         return queries if balanced is None else balanced
 
     @ordinary
@@ -345,7 +243,6 @@ class LayerStorage:
         buckets: torch.Tensor | None,
         check_later: bool,
         queries: torch.Tensor | None = None,
-        key: Any = None,
     ) -> torch.Tensor | None:
         how: dict[str, Any] = {"nonfinite": self.nonfinite, "queries": queries, "balance": self.balance}
         if self.replay is not None:
@@ -362,8 +259,7 @@ class LayerStorage:
             # a block, so that not every sixteenth step makes room
             room = max(room, self.config.expert.block_size + state.staying)
         self.buffer.reserve(room, state.open)
-        store, repeat = self.to_repeat(key)
-        balanced = self.ops.append_tokens(k, v, store, starts=new.starts_on(self.device), repeat=repeat, **how)
+        balanced = self.ops.append_tokens(k, v, self.kv_store(), starts=new.starts_on(self.device), **how)
         self.device_counts.counted(state, after)
         if new.valid is not None:
             valid = self.valid
@@ -371,7 +267,6 @@ class LayerStorage:
                 valid = torch.ones(self.rows, self.seen, dtype=torch.bool, device=self.device)
             self.valid_prefix = torch.cat((valid, new.valid.to(self.device)), 1)
         self.state = after
-        self._repeats.state = after if key is not None and new.valid is None else None
         if self.in_place and not decoding:
             self._check_finite(check_later)
         return balanced
@@ -418,7 +313,6 @@ class LayerStorage:
         skipped = [min(n - left, count) for n, left, count in zip(gone, leaving, whole, strict=True)]
         if not any(whole) and not any(leaving):
             return
-        self.forget_repeats()
         # a block is final: NaN or Inf noted for its tokens must be reported
         self._check_finite(check_later)
         to_sort = index.sortable(before.sealed, lengths, before.turn_start) if sorts else []

@@ -135,7 +135,6 @@ class ReplayableSteps:
                 layer.nonfinite = self.nonfinite[-1][index : index + 1]
         self.groups: list[_Group] = []
         for layer in self.layers:
-            layer.forget_repeats()
             if max(layer.state.open) > layer.state.block + layer.state.staying:
                 if layer.state.recording:
                     layer.seal_prompt()
@@ -410,7 +409,6 @@ class ReplayableSteps:
         # each mask with what becomes of it: layers may share one
         masks = dict[int, tuple[torch.Tensor, torch.Tensor]]()
         for layer in self.layers:
-            layer.forget_repeats()
             layer.pool.follow(layer.pool.table.select_rows_in_place(layer.state.sealed, rows))
             mask = layer.valid_prefix
             if mask is not None:

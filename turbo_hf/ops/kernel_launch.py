@@ -27,34 +27,6 @@ _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.
 _known: dict[Any, tuple[CompiledKernel, tuple[Any, ...]]] = {}
 
 
-class Launch(NamedTuple):
-    """A launch that was made, and can be repeated with other tensors of the same types, strides and alignment.
-
-    Whoever keeps one keeps what its arguments are addresses of.
-
-    kernel: what Triton has compiled. head: grid, stream, and what else `CompiledKernel.run` takes before hooks.
-    args: the kernel's arguments, with addresses in place of tensors.
-    gpu_index: of the device.
-    """
-
-    kernel: CompiledKernel
-    head: tuple[Any, ...]
-    args: tuple[Any, ...]
-    gpu_index: int
-
-    def again(self, *first: Any) -> None:
-        """Repeat it on its stream, with these first arguments."""
-        if self.gpu_index != _current_device():
-            with torch.cuda.device(self.gpu_index):
-                self.again(*first)
-            return
-        args = (*first, *self.args[len(first) :])
-        if _is_watched():
-            self.kernel[self.head[:3]](*args, stream=self.head[3])
-        else:
-            self.kernel.run(*self.head, None, None, None, *args)
-
-
 def _is_watched() -> bool:
     """Whether someone hears of each launch: Triton's profiler."""
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
@@ -64,8 +36,8 @@ def _is_watched() -> bool:
     return False
 
 
-def launch(kernel: Any, x: torch.Tensor, grid: tuple[int, ...], *args: Any, **options: Any) -> Launch | None:
-    """`kernel[grid](*args, **options)` on the device of x. Returns the launch, None if it cannot be repeated.
+def launch(kernel: Any, x: torch.Tensor, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """`kernel[grid](*args, **options)` on the device of x.
 
     args: the kernel's first parameters, in order: tensors, numbers, None, or tuples of them. options: its constants,
         and what Triton takes besides.
@@ -75,30 +47,31 @@ def launch(kernel: Any, x: torch.Tensor, grid: tuple[int, ...], *args: Any, **op
         # the interpreter
         with torch.cuda.device_of(x):
             kernel[grid](*args, **options)
-        return None
+        return
     if index != _current_device():
         # of a model over several GPUs
         with torch.cuda.device_of(x):
-            return launch(kernel, x, grid, *args, **options)
+            launch(kernel, x, grid, *args, **options)
+        return
     # what Triton compiles anew for: types and alignment of tensors, integers, None, constants
     key: list[Any] = [id(kernel), index, *options.items()]
     addresses = addressed(args, key)
     found = tuple(key)
     known = _known.get(found)
-    made = known is None
     if known is None:
         compiled = kernel[grid](*args, **options)
-        if not isinstance(compiled, CompiledKernel):
-            return None
-        if len(_known) >= MOST:
-            _known.clear()
-        known = _known[found] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
+        if isinstance(compiled, CompiledKernel):
+            if len(_known) >= MOST:
+                _known.clear()
+            _known[found] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
+        return
     compiled, constants = known
-    head = (*(*grid, 1, 1)[:3], gpu.raw_stream(index), compiled.function, compiled.packed_metadata)
-    same = Launch(compiled, head, (*addresses, *constants), index)
-    if not made:
-        same.again()
-    return same
+    place, stream = (*grid, 1, 1)[:3], gpu.raw_stream(index)
+    if _is_watched():
+        compiled[place](*addresses, *constants, stream=stream)
+    else:
+        head = (*place, stream, compiled.function, compiled.packed_metadata)
+        compiled.run(*head, None, None, None, *addresses, *constants)
 
 
 def addressed(args: tuple[Any, ...], key: list[Any]) -> tuple[Any, ...]:

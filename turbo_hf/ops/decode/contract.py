@@ -1,7 +1,5 @@
 """Attention of the newest tokens over the compressed cache that holds them."""
 
-from typing import Any
-
 import torch
 
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring
@@ -21,7 +19,6 @@ class DecodeOps(Choice):
         *,
         starts: torch.Tensor | None = None,
         window: int | None = None,
-        repeat: dict[str, Any] | None = None,
     ) -> AttentionOutput:
         """Causal attention of each row's M newest tokens, whose keys and values the cache already holds.
 
@@ -32,8 +29,6 @@ class DecodeOps(Choice):
             scoring: scaling, softcap, sinks and SAS (`turbo_hf.layout.Scoring`).
             starts: int64 [B], the first column of q that holds a token of the row; None: as many as the row has.
             window: how many tokens a query sees, including itself; None: all.
-            repeat: gets, as "decode", what repeats the launch on a GPU without the checks, for other q of this type, of
-                these strides and of this alignment: of q and a SAS threshold, it returns out.
 
         Returns:
             out [B, Hq, M, D] in q's dtype, 0 where a row has no token; lse float32 [B, Hq, M], natural log, including
@@ -51,7 +46,7 @@ class DecodeOps(Choice):
         if self.step_kernels:
             from turbo_hf.ops.decode.launch import launch_decode  # noqa: PLC0415 - needs Triton
 
-            return launch_decode(q, store, scoring, starts, window, self.mode, repeat)
+            return launch_decode(q, store, scoring, starts, window, self.mode)
         return reference_decode(q, store, scoring, starts, window, self.mode)
 
 

@@ -1,6 +1,6 @@
 """Launch of the decode kernel: its plan and its workspace. Imported only where it runs, as it needs Triton."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel import decode_kernel
 from turbo_hf.ops.decode.kernel_block import STATS
 from turbo_hf.ops.decode.stream_k import LivePlan, Plan, SteadyPlans, even_rounds, stream_k, tiles_of
-from turbo_hf.ops.kernel_launch import Launch, Rows, cache_of, launch
+from turbo_hf.ops.kernel_launch import Rows, cache_of, launch
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WIDE, DecodeTiles, decode_tiles, measured_tiles, tiles_16bit
 
 OUTPUT_PARTS = 16
@@ -280,7 +280,6 @@ def launch_decode(
     starts: torch.Tensor | None = None,
     window: int | None = None,
     mode: str = "turbo",
-    repeat: dict[str, Any] | None = None,
 ) -> AttentionOutput:
     """`DecodeOps.decode` by the Triton kernel; arguments as there, checked."""
     tokens, kv_heads = q.shape[2], store.k_open.shape[1]
@@ -305,7 +304,7 @@ def launch_decode(
     words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, store.plans, place)
     order = store.order.contiguous()
     with gpu.explain_out_of_resources(q):
-        made = launch(
+        launch(
             decode_kernel,
             q,
             (grid,),
@@ -327,24 +326,4 @@ def launch_decode(
             num_warps=warps,
             **gpu.FMA,
         )
-    # an order that was copied does not follow its original, and launches that are replayed have plans that move
-    if repeat is not None and made is not None and order is store.order and store.plans is None:
-        repeat["decode"] = _again(made, q.stride(), (lse, words, parts, arrived, scoring.sinks, starts))
     return AttentionOutput(out, lse)
-
-
-def _again(
-    made: Launch, strides: tuple[int, ...], used: tuple[Any, ...]
-) -> Callable[[torch.Tensor, float | None], torch.Tensor]:
-    """What repeats the launch. used: whose addresses the launch has, besides those of the store."""
-    (_, lse), rest, scoring = made.args[1], made.args[2:7], Scoring(*made.args[7])
-
-    def again(q: torch.Tensor, threshold: float | None, kept: Any = used) -> torch.Tensor:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        first: tuple[Any, ...] = ((q.data_ptr(), strides), (out.data_ptr(), lse))
-        if threshold != scoring.sas_threshold:
-            first += (*rest, tuple(scoring._replace(sas_threshold=threshold)))
-        made.again(*first)
-        return out
-
-    return again

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -35,7 +34,6 @@ class StoreOps(Choice):
         arrived: torch.Tensor | None = None,
         balance: torch.Tensor | None = None,
         queries: torch.Tensor | None = None,
-        repeat: dict[str, Any] | None = None,
     ) -> torch.Tensor | None:
         """Quantize new tokens to INT8 after the open ones of `store`, in place; on a GPU in one launch, without
         waiting.
@@ -52,8 +50,6 @@ class StoreOps(Choice):
                 the stream.
             balance: float32 [Hkv, D], what keys are divided by on the way (`layout`); not of latents. None: by nothing.
             queries: float [B, Hq, M, D], of these tokens, to be multiplied by the balance in the same launch.
-            repeat: as in `DecodeOps.decode`, as "append": of k, v and queries, it returns what this launch returns,
-                in the same memory.
 
         Returns:
             `queries` as `ops.maths.balanced_queries` leaves them; None without.
@@ -71,7 +67,7 @@ class StoreOps(Choice):
                 launch_append_latents(k, v, store, starts, nonfinite)
                 return None
             counters = _counters(len(k), k.device, gpu.stream(k.device)) if arrived is None else arrived
-            return launch_append_tokens(k, v, store, starts, nonfinite, counters, balance, queries, repeat)
+            return launch_append_tokens(k, v, store, starts, nonfinite, counters, balance, queries)
         k = balanced_keys(k, balance)
         reference_append_tokens(k, v, store, starts=starts, nonfinite=nonfinite)
         return None if queries is None else balanced_queries(queries, balance)

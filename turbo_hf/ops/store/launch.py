@@ -1,13 +1,13 @@
 """Launches of the kernels that store tokens. Imported only where one runs, as it needs Triton."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from turbo_hf.layout import KVStore, power_of_two
 from turbo_hf.ops.host_device import shared
-from turbo_hf.ops.kernel_launch import Launch, Rows, cache_of, launch
+from turbo_hf.ops.kernel_launch import Rows, cache_of, launch
 from turbo_hf.ops.maths import balanced_queries
 from turbo_hf.ops.store.kernel_append import QUERIES, append_kernel, append_step_kernel, seal_open_kernel
 from turbo_hf.ops.store.kernel_latent import append_latent_kernel, latent_step_kernel, seal_latents_kernel
@@ -114,7 +114,6 @@ def launch_append_tokens(
     counters: torch.Tensor,
     balance: torch.Tensor | None = None,
     queries: torch.Tensor | None = None,
-    repeat: dict[str, Any] | None = None,
 ) -> torch.Tensor | None:
     """`StoreOps.append_tokens`; counters: int32 [B], zeros. Programs before the others balance the queries."""
     batch, heads, tokens, dim = k.shape
@@ -123,7 +122,7 @@ def launch_append_tokens(
     if queries is not None and programs + batch * heads > MOST_PAIRS:
         launch_append_tokens(k, v, store, starts, nonfinite, counters, balance)
         return balanced_queries(queries, balance)
-    made = launch(
+    launch(
         append_kernel, k, (-(-tokens // part), programs + pairs_of(batch, heads)),
         NewTokens(k, v, k.stride(), v.stride()), balance, balanced,
         (store.k_open, store.v_open, store.k_scale, store.v_scale), store.open_len,
@@ -131,26 +130,7 @@ def launch_append_tokens(
         store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
         num_warps=_warps(dim), enable_fp_fusion=False,
     )  # fmt: skip
-    if repeat is not None and made is not None:
-        # besides those of the store, the launch has the addresses of these
-        repeat["append"] = _again(made, balanced, (starts, balance, nonfinite, counters))
     return None if balanced is None else balanced.out
-
-
-def _again(
-    made: Launch, balanced: NewQueries | None, used: tuple[Any, ...]
-) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
-    """What repeats the launch. used: whose addresses the launch has."""
-    new, balance, queries, *_ = made.args
-    strides: tuple[Any, ...] = new[2:]
-    rest: tuple[Any, ...] = () if queries is None else queries[1:]
-    out = None if balanced is None else balanced.out
-
-    def again(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, kept: Any = used) -> torch.Tensor | None:
-        made.again((k.data_ptr(), v.data_ptr(), *strides), balance, None if q is None else (q.data_ptr(), *rest))
-        return out
-
-    return again
 
 
 def launch_seal_open(store: KVStore, blocks: int, moves: bool = False) -> None:
