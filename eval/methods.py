@@ -4,7 +4,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -193,11 +193,6 @@ def sparse_choice(text: str) -> SparseConfig:
     return SparseConfig(selector=cast(Any, selector), **given)
 
 
-def reproducible(config: TurboConfig, compiled: bool = False) -> TurboConfig:
-    """The config; with compile="auto", where it would depend on the time which steps are compiled: all or none."""
-    return replace(config, compile=compiled) if config.compile == "auto" else config
-
-
 @contextmanager
 def applied(model: Any, method: Method, calibration: Calibration | str | None = "auto") -> Iterator[Handle | None]:
     """The model under that method inside the `with`, and unchanged after it; yields the patch's handle, if any.
@@ -207,7 +202,7 @@ def applied(model: Any, method: Method, calibration: Calibration | str | None = 
     if method.config is not None:
         # what a config does not use may be refused beside it
         used = calibration if uses_calibration(method.config) else None
-        with patch(model, reproducible(method.config), calibration=used) as handle:
+        with patch(model, method.config, calibration=used) as handle:
             yield handle
     else:
         yield None

@@ -41,10 +41,7 @@ if not torch.cuda.is_available():
     with suppress(ImportError):
         quicken()
 
-LONGEST = (
-    "test_ranks.py", "test_families_table.py", "test_compiled_models.py",
-    "test_compiled_ahead.py",
-)  # fmt: skip
+LONGEST = ("test_ranks.py", "test_families_table.py", "test_compiled_models.py")
 """Files with tests and fixtures of ten seconds and more: they begin a run, so that no process waits for one at its end,
 and a fixture that its tests share is made by one process."""
 

@@ -62,7 +62,11 @@ def test_another_formula_is_none_of_ours() -> None:
             finally:
                 self.variance_epsilon = eps
 
-    for kind in (CenteredRMSNorm, OtherEpsilonRMSNorm):
+    class ClampedRMSNorm(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states.clamp(-1e4, 1e4))
+
+    for kind in (CenteredRMSNorm, OtherEpsilonRMSNorm, ClampedRMSNorm):
         assert form_of(norm_of(kind)) is None, kind
 
 

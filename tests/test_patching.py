@@ -151,7 +151,7 @@ def test_report() -> None:
             "  layer 1: 8 bit; asked for by int8_layers",
             "  3-bit heads: the last of each layer, for want of a calibration (there is none beside the checkpoint)",
             "  prompts: native (auto, without a GPU)",
-            "  decode steps: CUDA graphs, once the model is on a GPU; layers compiled after 256 of one batch size",
+            "  decode steps: CUDA graphs, once the model is on a GPU",
             f"  {report.serving}",
             "  last generate: none since the patch",
             f"  note: {report.warnings[0]}",

@@ -22,7 +22,7 @@ from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_mo
 from turbo_hf.eval.bench.runner import figure
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import Clock, attempt, clocked, free_memory, random_prompts, speed
-from turbo_hf.eval.methods import BACKENDS, installed, reproducible
+from turbo_hf.eval.methods import BACKENDS, installed
 from turbo_hf.patching.patch_model import patch
 from turbo_hf.ranks import ranks_of
 
@@ -251,8 +251,7 @@ def generate_command(
         works = [Work(tokens, new, rounds, seed) for tokens in contexts]
         modes = [runner.one_of("mode", name, ("auto", *ATTENTION_MODES)) for name in mode or ()]
         where = runner.find_device(device)
-        compiled = where.type == "cuda" and processes()[1] == 1
-        configs = _configs(preset or [DEFAULT_PRESET], modes, compiled)
+        configs = _configs(preset or [DEFAULT_PRESET], modes)
         require_one_model(shape, model_place, layers, tiny, where)
         together = processes()
         if together[1] > 1:
@@ -281,10 +280,9 @@ def generate_command(
     bench.finish(json_line, failures)
 
 
-def _configs(presets: Sequence[str], modes: Sequence[str], compiled: bool) -> dict[str, TurboConfig]:
-    """Configs by the name of their row. ValueError: an unknown preset. compiled: whether the first, untimed round
-    compiles what would be compiled in time."""
-    found = {name: reproducible(resolve_config(name), compiled) for name in presets}
+def _configs(presets: Sequence[str], modes: Sequence[str]) -> dict[str, TurboConfig]:
+    """Configs by the name of their row. ValueError: an unknown preset."""
+    found = {name: resolve_config(name) for name in presets}
     if not modes:
         return found
     # checked before: names that the field allows

@@ -23,7 +23,6 @@ from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_mo
 from turbo_hf.eval.bench.runner import figure
 from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.bench.timing import clocked, free_memory, vocabulary_of
-from turbo_hf.eval.methods import reproducible
 from turbo_hf.models.versions import version_of
 from turbo_hf.patching.continuous_batching import SINCE
 from turbo_hf.patching.patch_model import patch
@@ -281,7 +280,7 @@ def serve_command(
         where = runner.find_device(device)
         require_one_model(shape, model_place, layers, tiny, where)
         shape = runner.one_of("shape", shape or "llama3-8b", KINDS)
-        configs = {name: reproducible(resolve_config(name)) for name in preset or [DEFAULT_PRESET]}
+        configs = {name: resolve_config(name) for name in preset or [DEFAULT_PRESET]}
         bench = runner.BenchRun[ServeRow]("serve", where, folder)
     torch.manual_seed(seed)
     model = bench_model(shape, model_place, layers, where, tiny=tiny)

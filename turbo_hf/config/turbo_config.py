@@ -189,11 +189,9 @@ class TurboConfig(Options):
             "native", which dequantizes them.
         sparse: decode steps attend to a few percent of the keys; None: to all of them.
         compile: compile the layers of decode steps of `generate` that are captured as CUDA graphs, by inductor: all but
-            attention is fused. Layers that are alike share their code. "auto": a process of its own compiles them while
-            steps run, and they are loaded once steps have repaid it; a model that cannot be compiled runs as without,
-            and `report()` has the reason. True: the first step waits for it, some seconds, less once it is on disk; a
-            reason is a warning, with cuda_graphs=False an error. "tuned": inductor tunes its tiles too, which takes
-            longer, in each process. False: never.
+            attention is fused. Layers that are alike share their code. The first step waits for it, some seconds, less
+            once it is on disk. Why a model cannot be compiled is a warning, with cuda_graphs=False an error. "tuned":
+            inductor tunes its tiles too, which takes longer, in each process.
         cuda_graphs: replay decode steps of `generate` and of continuous batching as CUDA graphs. "auto": on a GPU, for
             the tested families, where nothing prevents it (`report()` says what does; `docs/limits.md` lists what
             runs without). True: for any family, and a step that cannot be captured is an error. False: never.
@@ -210,7 +208,7 @@ class TurboConfig(Options):
     int8_layers: tuple[int, ...] | Literal["auto"] = "auto"
     attention: Literal["auto", "turbo", "int8", "half", "fp8", "native"] = "auto"
     sparse: SparseConfig | None = None
-    compile: Literal["auto", "tuned"] | bool = "auto"
+    compile: Literal["tuned"] | bool = False
     cuda_graphs: Literal["auto"] | bool = "auto"
     expert: Expert = Expert()
 
@@ -225,8 +223,8 @@ class TurboConfig(Options):
         self._check_layer_bits()
         one_of("attention", self.attention, ("auto", *ATTENTION_MODES), "TurboConfig")
         one_of("cuda_graphs", self.cuda_graphs, ("auto", True, False), "TurboConfig")
-        one_of("compile", self.compile, ("auto", True, False, "tuned"), "TurboConfig")
-        if self.must_compile and self.cuda_graphs is False:
+        one_of("compile", self.compile, (True, False, "tuned"), "TurboConfig")
+        if self.compile and self.cuda_graphs is False:
             raise ValueError(
                 f"TurboConfig.compile={self.compile!r} compiles the layers of decode steps that are captured as CUDA "
                 "graphs, and cuda_graphs=False captures none. Leave out one of them."
@@ -348,11 +346,6 @@ class TurboConfig(Options):
         least = min(self.bits, self.value_bits or 8, self.expert.low_bits if self.expert.low_heads else 8)
         packed = least < 8 and self.bits != UNQUANTIZED
         return self.expert.block_size if packed and self.sparse is None else 0
-
-    @property
-    def must_compile(self) -> bool:
-        """Whether the user has asked for compiled layers."""
-        return self.compile not in (False, "auto")
 
     @property
     def prompt_attention(self) -> str:

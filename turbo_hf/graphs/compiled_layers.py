@@ -10,7 +10,6 @@ import functools
 import threading
 import time
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from turbo_hf.attention.turbo_attention import HANDED_ON, compressed
 from turbo_hf.cache.rows import NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Unsupported, shortened, warn
-from turbo_hf.graphs.ahead import Ahead, Job, job_of
 from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.layers import attention_layers
 
@@ -41,13 +39,6 @@ OPTIONS: dict[str, Any] = {
 
 # products with one row as fused reductions, tiles tuned
 TUNED = {**OPTIONS, "coordinate_descent_tuning": True}
-
-EVERY = 256
-"""With "auto": steps at one batch size after which it is compiled ahead; how often it is asked whether that is done."""
-
-AFTER = 1024
-"""With "auto": steps at one batch size after which compiled code is loaded, which takes a second or two: by then they
-have lost about as much, and who generates so many will generate more."""
 
 VIEW = StepView()
 
@@ -123,8 +114,7 @@ class CompiledLayers:
     """The layers of one patched model, compiled for decode steps. Threads share them.
 
     Args:
-        asked: `TurboConfig.compile`. True, "tuned": compiled at the first step. "auto": compiled ahead, in a process of
-            its own, and loaded once steps have repaid it.
+        asked: `TurboConfig.compile`, True or "tuned".
 
     Attributes:
         reason: why they are not compiled; None: no reason is known.
@@ -137,9 +127,6 @@ class CompiledLayers:
         self.seconds = 0.0
         self._lock = threading.RLock()
         self._refused = False
-        self._ahead = Ahead()
-        # of each batch size, steps that were not compiled
-        self._steps: Counter[int] = Counter()
         self._functions: dict[Any, tuple[Any, types.CodeType]] = {}
         self._forget()
 
@@ -151,7 +138,6 @@ class CompiledLayers:
                 dynamo.reset_code(code)
         self._functions = {}
         self._regions: list[Region] = []
-        self._jobs: dict[Any, Job] = {}
         self._known: set[Any] = set()
         self._place: Any = None
 
@@ -165,14 +151,11 @@ class CompiledLayers:
             return f"layers not compiled ({self.reason})"
         if self._known:
             return f"layers compiled ({self.seconds:.1f} s)"
-        if self.asked != "auto":
-            return "layers compiled at the first one"
-        now = "" if self._ahead.process is None else ", being compiled in a process of its own"
-        return f"layers compiled after {AFTER} of one batch size{now}"
+        return "layers compiled at the first one"
 
     def refuse(self, reason: str, lasting: bool = True) -> None:
-        """Layers are not compiled; unless that is "auto", warn once for each reason. lasting: nor will they be."""
-        if reason != self.reason and self.asked != "auto":
+        """Layers are not compiled: warn once for each reason. lasting: nor will they be."""
+        if reason != self.reason:
             warn(
                 f"turbo_hf: compile={self.asked!r}: layers are not compiled: {reason}. TurboConfig(compile=False) is "
                 "silent."
@@ -184,16 +167,10 @@ class CompiledLayers:
     def remove(self) -> None:
         """Forget all compiled code, and compile no more."""
         self._refused = True
-        self._ahead.stop()
         self._forget()
 
-    def asks(self, rows: int, captured: bool) -> bool:
-        """Whether it is time to ask `ready`: before a capture, and at times after one without compiled layers."""
-        self._steps[rows] += captured
-        return not captured or self._steps[rows] % EVERY == 0
-
     def ready(self, model: Any, inputs: dict[str, Any], dry: Callable[[], Any]) -> bool:
-        """Whether the layers of a step over such inputs are compiled. If it is time for that, they are compiled here.
+        """Whether the layers of a step over such inputs are compiled; if they were not yet, they are compiled here.
 
         inputs: keywords of the model, with a TurboCache and without a mask. dry: runs the step, within `calling`.
         """
@@ -208,27 +185,17 @@ class CompiledLayers:
                 self._forget()
                 self._place = place
             self.reason = None
-            if self.asked != "auto" or self._steps[rows] >= EVERY:
-                try:
-                    self._regions = self._regions or regions_of(model)
-                    # also since it has been compiled
-                    if any("forward" in vars(x) for at in self._regions for x in (at.layer, at.attention)):
-                        raise Unsupported("the forward method of a layer has been replaced")
-                    if key in self._known:
-                        return True
-                    if self.asked != "auto" or (self._is_ahead(model, rows) and self._steps[rows] >= AFTER):
-                        self._compile(rows, dry)
-                        self._known.add(key)
-                except Exception as error:
-                    self.refuse(str(error) if isinstance(error, Unsupported) else shortened(error))
+            try:
+                self._regions = self._regions or regions_of(model)
+                # also since it has been compiled
+                if any("forward" in vars(x) for at in self._regions for x in (at.layer, at.attention)):
+                    raise Unsupported("the forward method of a layer has been replaced")
+                if key not in self._known:
+                    self._compile(rows, dry)
+                    self._known.add(key)
+            except Exception as error:
+                self.refuse(str(error) if isinstance(error, Unsupported) else shortened(error))
             return key in self._known
-
-    def _is_ahead(self, model: Any, rows: int) -> bool:
-        """Whether code for this batch size is on disk; it is compiled ahead if not."""
-        key = (rows, torch.is_inference_mode_enabled())
-        if key not in self._jobs:
-            self._jobs[key] = job_of(model, [region.layer for region in self._regions], rows)
-        return self._ahead.done(self._jobs[key])
 
     def _compile(self, rows: int, dry: Callable[[], Any]) -> None:
         start = time.perf_counter()
@@ -244,7 +211,6 @@ class CompiledLayers:
             # a code object of its own, so that its recompilations are counted apart, and it can be reset
             code = _forward.__code__.replace()
             options = (TUNED if self.asked == "tuned" else OPTIONS) if BACKEND == "inductor" else None
-            # sizes are constants, as in the process that compiles ahead
             given: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": BACKEND, "options": options}
             self._functions[key] = torch.compile(types.FunctionType(code, globals()), **given), code
         return self._functions[key][0]

@@ -87,7 +87,7 @@ class StepRunner(Runner):
         tokens = 0 if self.off else self._tokens_of(kwargs)
         # here and not before the prompt, which would wait for it
         reason = self.look_for_hooks() if tokens else None
-        if reason is not None and self.compiled is not None and self.compiled.asked != "auto":
+        if reason is not None and self.compiled is not None:
             self.compiled.refuse(reason, lasting=False)
         if not tokens or self.off:
             return self._pass(**kwargs)
@@ -100,11 +100,8 @@ class StepRunner(Runner):
         if not steady and steps.needs_pages():
             # captures use the current pages
             self.drop(*self.kinds)
-        compiled, fused = self.compiled if size == 1 else None, self._fused and self.captured(size)
-        if compiled is not None and not fused and compiled.asks(len(inputs["input_ids"]), self.captured(size)):
-            self._fused = self._compiles(compiled, steps, inputs, autocast)
-            if self._fused and self.captured(size):
-                self.drop(size)
+        if size == 1 and self.compiled is not None and not self.captured(size):
+            self._fused = self._compiles(self.compiled, steps, inputs, autocast)
         steps.mark_unfinished()
         if not steady:
             steps.begin(size)

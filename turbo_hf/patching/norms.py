@@ -101,15 +101,16 @@ def restore_norms(modules: Iterable[torch.nn.Module]) -> None:
 
 @torch.no_grad()
 def form_of(module: torch.nn.Module) -> Form | None:
-    """What an RMSNorm module computes, by its own results for random numbers as small as its epsilon, of which they
-    then depend; None: nothing that the kernel knows."""
+    """What an RMSNorm module computes, by its own results for random numbers, some of them as small as its epsilon, of
+    which they then depend; None: nothing that the kernel knows."""
     weight, eps = module._parameters.get("weight"), _epsilon(module)
     strange = set(module._parameters) - {"weight"} or module._modules or module._buffers
     if strange or not isinstance(eps, float) or (weight is not None and weight.dim() != 1):
         return None
     generator, size = torch.Generator("cpu").manual_seed(0), 64 if weight is None else len(weight)
     numbers = torch.randn(9, size, generator=generator, device="cpu").bfloat16()
-    x, drawn = numbers[:8] * eps**0.5, None if weight is None else numbers[8]
+    sizes = torch.tensor([eps**0.5, eps**0.5, eps**0.5, eps**0.5, 1, 30, 1e3, 1e5], device="cpu").bfloat16()
+    x, drawn = numbers[:8] * sizes[:, None], None if weight is None else numbers[8]
     twin: Any = object.__new__(type(module))
     # the same settings over another weight
     twin.__dict__ = {**vars(module), "_parameters": {} if drawn is None else {"weight": drawn}}

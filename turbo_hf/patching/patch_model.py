@@ -59,9 +59,9 @@ def patch(
     check: bool = False,
     tokenizer: Any = None,
 ) -> Handle:
-    """Put `model.generate` on a compressed KV cache. Nothing else in the model changes, and `remove()` undoes the
-    patch. Every rank of a tensor parallel model must call it with the same arguments: all patch it alike, or all raise
-    the same error.
+    """Put `model.generate` on a compressed KV cache. Besides, RMSNorm modules compute in one launch on a GPU. Nothing
+    else in the model changes, and `remove()` undoes the patch. Every rank of a tensor parallel model must call it with
+    the same arguments: all patch it alike, or all raise the same error.
 
     Args:
         model: a loaded decoder-only Transformers model.
@@ -224,8 +224,10 @@ def _plan(
     if config.cuda_graphs is True and no_graphs is not None:
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
     graphs = config.cuda_graphs is not False and no_graphs is None
-    if config.must_compile and not graphs:
+    if config.compile and not graphs:
         notices.note(f"compile={config.compile!r}: {no_graphs}, so that layers are not compiled.")
+    norms = [] if config.expert.backend == "reference" else fused_norms(model.modules())
+    fused = f"{len(norms)} RMSNorm modules in one launch each" if norms and model.device.type == "cuda" else ""
     sizes = {HeadSizes(dim) for dim in dims} | {latent_sizes(module) for module in latents}
     no_serving = continuous_batching.why_not_served(model, layers, config, sizes)
     report = Report(
@@ -235,7 +237,7 @@ def _plan(
         config=config,
         layers=tuple(layers),
         prompts=LATENT_PROMPTS if latents else describe_prefill(config.prompt_attention, model.device, dims),
-        steps="; ".join(filter(None, (steps, describe_tiles(model.device)))),
+        steps="; ".join(filter(None, (steps, describe_tiles(model.device), fused))),
         warnings=tuple(notices.messages),
         heads=words,
         sparse=sparse,
@@ -257,11 +259,7 @@ def _plan(
         why_not_captured=no_graphs or ("cuda_graphs=False" if config.cuda_graphs is False else None),
     )
     compiled = CompiledLayers(config.compile) if config.compile and graphs else None
-    if compiled is not None and latents:
-        # "auto": else they have been refused
-        compiled.refuse("latent attention")
     hand_off = HandOff(config.cuda_graphs is True, compiled, ranks) if graphs else None
-    norms = [] if config.expert.backend == "reference" else fused_norms(model.modules())
     return _Planned(report, modules, family, maker, hand_off, norms, digest)
 
 

@@ -241,7 +241,7 @@ def refuse_latent_options(layers: list[LayerReport], config: TurboConfig, shared
         "sas": config.expert.sas,
         f"attention={config.attention!r}": config.attention not in ("auto", "native"),
         "recent_tokens": bool(config.recent_tokens),
-        "compile": config.must_compile,
+        "compile": bool(config.compile),
     }
     named = [name for name, given in wrong.items() if given]
     if named:
