@@ -127,13 +127,6 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU no test begins a process that compiles ahead, but those of that."""
-    if torch.cuda.is_available():
-        monkeypatch.setattr("turbo_hf.graphs.ahead.DEVICES", ())
-
-
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fill what `torch.empty` returns: NaN in floats, the largest value in integers. A read of it then shows."""

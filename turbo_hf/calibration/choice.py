@@ -172,7 +172,7 @@ def _with_widths(heads: HeadChoice, notices: Notices) -> HeadChoice:
 
 def _storing(config: TurboConfig) -> TurboConfig:
     """Without the options that only say how it is computed."""
-    return with_options(config, backend="auto", cuda_graphs="auto", compile="auto")
+    return with_options(config, backend="auto", cuda_graphs="auto", compile=False)
 
 
 def _nearer(config: TurboConfig, found: Calibration) -> str | None:
