@@ -13,8 +13,9 @@ from typing import Annotated, Any, cast
 
 import torch
 import typer
+from rich.box import SIMPLE
 
-from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, TurboConfig, resolve_config
+from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, TurboConfig
 from turbo_hf.console import Device, Json, err, mistakes_end_the_command, processes, remark, show_table
 from turbo_hf.eval.bench import runner
 from turbo_hf.eval.bench.checked import print_notes
@@ -22,7 +23,7 @@ from turbo_hf.eval.bench.random_models import KINDS, bench_model, require_one_mo
 from turbo_hf.eval.bench.runner import figure
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import Clock, attempt, clocked, free_memory, random_prompts, speed
-from turbo_hf.eval.methods import BACKENDS, installed
+from turbo_hf.eval.methods import BACKENDS, installed, method_named
 from turbo_hf.patching.patch_model import patch
 from turbo_hf.ranks import ranks_of
 
@@ -225,7 +226,9 @@ def generate_command(
     new: Annotated[int, typer.Option(min=1, help="Tokens to generate; 1: only the first token's time.")] = 128,
     preset: Annotated[
         list[str] | None,
-        typer.Option("--preset", "--config", help="Of the patch: a preset, or a JSON or YAML file; may be repeated."),
+        typer.Option(
+            "--preset", "--config", help="Of the patch, such as int8 or turbo4+compile=True, as methods of eval."
+        ),
     ] = None,
     mode: Annotated[
         list[str] | None,
@@ -282,7 +285,7 @@ def generate_command(
 
 def _configs(presets: Sequence[str], modes: Sequence[str]) -> dict[str, TurboConfig]:
     """Configs by the name of their row. ValueError: an unknown preset."""
-    found = {name: resolve_config(name) for name in presets}
+    found = {name: _config(name) for name in presets}
     if not modes:
         return found
     # checked before: names that the field allows
@@ -290,23 +293,28 @@ def _configs(presets: Sequence[str], modes: Sequence[str]) -> dict[str, TurboCon
     return {f"{name}/{mode}": replace(config, attention=mode) for name, config in found.items() for mode in asked}
 
 
+def _config(name: str) -> TurboConfig:
+    config = method_named(name).config
+    if config is None:
+        raise ValueError(f"--preset names what a patch takes, a preset or a file; {name} is none")
+    return config
+
+
 def _print(layers: int, case: object, rows: Sequence[GenerateRow]) -> None:
     first = rows[0]
-    title = f"{first.shape}, {layers} layers, {tokens_label(first.context)} tokens and {first.new} new"
+    size = f"{first.batch} x {tokens_label(first.context)} tokens"
+    title = f"{first.shape}, {layers} layers, {size} and {first.new} new"
     cells = []
-    for row in rows:
-        rate = (
-            figure(row.tokens_s, ".1f"),
-            figure(row.speedup, ".2f"),
-            figure(row.best.get("tokens_s"), ".2f"),
-        )
+    # of the others there are notes
+    for row in (row for row in rows if row.tokens_s):
+        rate = figure(row.tokens_s, ".1f"), figure(row.best.get("tokens_s"), ".2f")
         first_ms = figure(row.first_ms, ".1f"), figure(row.best.get("first_ms"), ".2f")
         step_ms = figure(row.step_ms, ".2f"), figure(row.best.get("step_ms"), ".2f")
         peak = figure(row.peak_bytes and row.peak_bytes / 1e9, ".2f")
-        cells.append([row.method, str(row.batch or "-"), *rate, *first_ms, *step_ms, peak])
-    headings = ("", "batch", "tokens/s", "x SDPA", "x best", "first ms", "x best", "step ms", "x best", "peak GB")
-    show_table(title, headings, cells)
+        cells.append([row.method, *rate, *first_ms, *step_ms, peak])
+    headings = ("", "tokens/s", "x best", "first", "x best", "step", "x best", "GB")
+    show_table(title, headings, cells, whole=len(headings), box=SIMPLE)
     spreads = [row.first_spread for row in rows if row.first_spread is not None]
     spread = f"; rounds of the first token lie up to {max(spreads):.1%} apart" if spreads else ""
-    remark(f"x best: times as fast as the best unpatched row{spread}.")
+    remark(f"first, step: ms. x best: times as fast as the best unpatched row{spread}. GB: the most allocated.")
     print_notes((row.method, row.note) for row in rows)
