@@ -132,6 +132,20 @@ def test_what_is_not_plain_stays_with_the_module() -> None:
     assert type(module) is LlamaRMSNorm
 
 
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm, Gemma4RMSNorm])
+def test_a_fused_module_computes_what_it_did(kind: Any, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr("turbo_hf.patching.norms._served", lambda x, weight: True)
+    module, bare, x = norm_of(kind).to(device), norm_of(Gemma4RMSNorm, with_scale=False), torch.randn(3, 96).to(device)
+    want, plain = module(x), bare(x)
+    fuse(module, bare)
+    # as torch.nn.DataParallel has it: its weight is no parameter
+    replica: Any = module._replicate_for_data_parallel()
+    replica.weight = module.weight.detach()
+    for got in (module(x), replica(x), module(hidden_states=x) if kind is LlamaRMSNorm else module(x)):
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(bare(x), plain)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_a_patched_model_is_as_near_to_float32() -> None:
     exact = tiny_llama().to("cuda")

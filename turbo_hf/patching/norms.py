@@ -43,13 +43,13 @@ class Fused:
 
 
 @functools.cache
-def _fused(kind: Any, form: Form) -> type:
-    """The class of fused modules of a kind."""
+def _fused(kind: Any, form: Form, weighted: bool) -> type:
+    """The class of fused modules of a kind. weighted: whether they have a weight."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """By the kernel if that serves this call, else, and where a compiler traces, by the module's own method."""
         traced = torch.compiler.is_compiling()
-        weight = None if traced else self._parameters.get("weight")
+        weight = self.weight if weighted and not traced else None
         if traced or len(args) != 1 or kwargs or not _served(args[0], weight):
             return kind.forward(self, *args, **kwargs)
         from turbo_hf.ops.kernel_norm import launch_rms_norm  # noqa: PLC0415 - needs Triton
@@ -88,7 +88,7 @@ def fused_norms(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Modul
             forms[key] = form_of(module)
         form = forms[key]
         if form is not None:
-            found.append((module, _fused(kind, form)))
+            found.append((module, _fused(kind, form, weight is not None)))
     return found
 
 
