@@ -31,6 +31,7 @@ from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.eval.methods import without_plans
 from turbo_hf.layout import Scoring
 from turbo_hf.models.versions import CACHE
+from turbo_hf.ops.kernel_norm import launch_rms_norm
 from turbo_hf.ops.prefill.launch import unpack_tiles
 
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.unique")
@@ -288,6 +289,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
             held.buffer.reserve(80, held.state.open)
             append_step(new[:, :, :1], v[:, :, :1], held.kv_store(), nonfinite=flag[0], arrived=flag[1], **KERNELS)
         unpack_tiles(plain.kv_store(), torch.int8)
+        launch_rms_norm(k, None, 1e-6, 0, True)
         opened: Any = tuple(x.contiguous() for x in (k[:, :, :2], k[:, :, :2].mT, k[:, :, :2, 0], k[:, :, :2, 1]))
         slots: Any = tuple(x.clone() for x in opened)
         exchange_open(opened, slots, *torch.zeros(4, 1, dtype=torch.int64, device=device), **KERNELS)
