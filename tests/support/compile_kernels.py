@@ -31,6 +31,7 @@ from turbo_hf.config.turbo_config import PRESETS, TurboConfig
 from turbo_hf.layout import AlwaysRead, HeadGroups, Rounding, Scoring, Visits
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode import launch as launch_decode
+from turbo_hf.ops.kernel_norm import launch_rms_norm
 from turbo_hf.ops.latent.launch import launch_latent_decode, launch_named_decode
 from turbo_hf.ops.prefill import launch
 from turbo_hf.ops.sparse import launch as launch_sparse
@@ -234,6 +235,8 @@ def main(everything: bool, capability: str = "9.0", *, all_facts: bool = False) 
     vars(gpu)["sms"] = few
     case[0] = "exchange open tokens"
     exchange()
+    case[0] = "RMSNorm of 8,192 channels"
+    launch_rms_norm(torch.zeros(2, 8192, dtype=torch.bfloat16), torch.zeros(8192, dtype=torch.bfloat16), 1e-6, 1, False)
     for dim, store in stores.items():
         case[0] = f"append a step, d = {dim}"
         k = torch.zeros(2, 1, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
