@@ -1,6 +1,7 @@
 """RMSNorm in one launch, in place of the modules of Transformers."""
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 import turbo_hf
 from turbo_hf.config.turbo_config import Expert, TurboConfig
 from turbo_hf.ops.kernel_norm import launch_rms_norm
-from turbo_hf.patching.norms import FORMS, Form, Fused, form_of, fused_norms, restore_norms
+from turbo_hf.patching.norms import FORMS, Form, Fused, fits, form_of, fused_norms, restore_norms
 
 KINDS: dict[Any, Form | None] = {
     LlamaRMSNorm: FORMS[0],
@@ -40,6 +41,12 @@ def fuse(*modules: Any) -> None:
     """As `patch` does."""
     for module, kind in fused_norms(modules):
         module.__class__ = kind
+
+
+@pytest.fixture
+def serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel computes also without a GPU, in Triton's interpreter, and with gradients on."""
+    monkeypatch.setattr("turbo_hf.patching.norms._served", fits)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,8 +95,9 @@ def test_the_kernel_is_as_near_as_plain_torch(form: Form | None, dtype: torch.dt
             wide = given.double()
             exact = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
             exact = exact if weight is None else exact * (weight.double() + form.plus)
-        assert (got.shape, got.dtype, got.is_contiguous()) == (want.shape, want.dtype, True)
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
         if got.numel():
+            assert got.stride() == want.stride()
             missed, plain = ((at.double() - exact).abs().max().item() for at in (got, want))
             # what plain torch misses, and a rounding of the greatest number in the last place
             assert missed <= plain + torch.finfo(dtype).eps * exact.abs().max().item()
@@ -128,13 +136,12 @@ def test_what_is_not_plain_stays_with_the_module() -> None:
     module(x).sum().backward()
     assert x.grad is not None
     assert torch.equal(torch.compile(module, fullgraph=True, backend="eager")(x), want)
-    restore_norms([module])
+    restore_norms([(module, type(module))])
     assert type(module) is LlamaRMSNorm
 
 
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm, Gemma4RMSNorm])
-def test_a_fused_module_computes_what_it_did(kind: Any, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr("turbo_hf.patching.norms._served", lambda x, weight: True)
+def test_a_fused_module_computes_what_it_did(kind: Any, serves: None, device: torch.device) -> None:
     module, bare, x = norm_of(kind).to(device), norm_of(Gemma4RMSNorm, with_scale=False), torch.randn(3, 96).to(device)
     want, plain = module(x), bare(x)
     fuse(module, bare)
@@ -144,6 +151,79 @@ def test_a_fused_module_computes_what_it_did(kind: Any, monkeypatch: pytest.Monk
     for got in (module(x), replica(x), module(hidden_states=x) if kind is LlamaRMSNorm else module(x)):
         torch.testing.assert_close(got, want)
     torch.testing.assert_close(bare(x), plain)
+
+
+def test_weights_that_the_kernel_cannot_read_stay_with_the_module(serves: None, device: torch.device) -> None:
+    module, x = norm_of(LlamaRMSNorm).to(device), torch.randn(3, 96, device=device)
+    # one number for all channels, every second number, another dtype
+    for weight in (torch.rand(1), torch.rand(1).expand(96), torch.rand(192)[::2], torch.rand(96).double()):
+        module.weight = torch.nn.Parameter(weight.to(device))
+        want = LlamaRMSNorm.forward(module, x)
+        fuse(module)
+        torch.testing.assert_close(module(x), want)
+        restore_norms([(module, type(module))])
+    assert not fits(x.double(), torch.ones(96, device=device).double())
+
+
+def test_the_weight_of_a_parametrized_module_is_its_own(serves: None, device: torch.device) -> None:
+    class Double(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
+    module, x = norm_of(LlamaRMSNorm).to(device), torch.randn(3, 96, device=device)
+    want = 2 * module(x)
+    norms = fused_norms([module])
+    fuse(module)
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", Double())
+    torch.testing.assert_close(module(x), want)
+    restore_norms(norms)
+    torch.testing.assert_close(module(x), want)
+
+
+def test_each_module_is_asked_for_its_formula() -> None:
+    class FlaggedRMSNorm(LlamaRMSNorm):
+        def __init__(self, dim: int, eps: float, plus: bool) -> None:
+            super().__init__(dim, eps)
+            self.plus = plus
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            wide = hidden_states.float()
+            wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            return (wide * (self.plus + self.weight.float())).to(hidden_states.dtype)
+
+    found = fused_norms([norm_of(FlaggedRMSNorm, plus=plus) for plus in (False, True)])
+    assert [fused_norms([module])[0][1] for module, _ in found] == [kind for _, kind in found]
+    assert found[0][1] is not found[1][1]
+
+
+def test_other_channels_are_none_of_ours() -> None:
+    class GroupsRMSNorm(Gemma4RMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states.unflatten(-1, (-1, 64))).flatten(-2)
+
+    class SecondRMSNorm(Gemma4RMSNorm):
+        def _norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return hidden_states * torch.rsqrt(hidden_states.pow(2).mean(1, keepdim=True) + self.eps)
+
+    class ScaledRMSNorm(Gemma4RMSNorm):
+        def __init__(self, dim: int, **options: Any) -> None:
+            super().__init__(dim, **options)
+            self.scale = torch.ones(1)
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states) * self.scale.to(hidden_states.dtype)
+
+    for kind in (GroupsRMSNorm, SecondRMSNorm, ScaledRMSNorm):
+        assert form_of(norm_of(kind, with_scale=False)) is None, kind
+
+
+def test_what_is_traced_stays_with_the_module(serves: None) -> None:
+    module = norm_of(LlamaRMSNorm)
+    fuse(module)
+    x, other = torch.randn(2, 3, 96)
+    traced = torch.jit.trace(module, (x,))
+    torch.testing.assert_close(traced(other), LlamaRMSNorm.forward(module, other))
+    assert inspect.signature(module.forward) == inspect.signature(LlamaRMSNorm(96).forward)
 
 
 @pytest.mark.gpu

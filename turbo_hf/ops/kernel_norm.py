@@ -32,11 +32,13 @@ def rms_norm_kernel(
 
 def launch_rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, plus: int, early: bool) -> torch.Tensor:
     """As `reference_norm`, for x [..., dim] and weight [dim] of one dtype, without gradients."""
-    dim = x.shape[-1]
+    # as operators of torch do, it keeps the order of dimensions in memory
+    out, dim = torch.empty_like(x), x.shape[-1]
+    if not out.is_contiguous():
+        return out.copy_(launch_rms_norm(x.contiguous(), weight, eps, plus, early))
     rows = x.reshape(-1, dim)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if rows.numel():
         padded = power_of_two(dim)
         constants = {"PLUS": plus, "EARLY": early, "DIM": dim, "PADDED": padded}

@@ -290,6 +290,7 @@ class Handle:
     _hooks: list[RemovableHandle]
     _replaced: list[tuple[torch.nn.Module, str, Any]]
     _previous: str | dict[str, str]
+    _norms: list[tuple[torch.nn.Module, type]]
     _compiled: CompiledLayers | None = None
     _active: bool = field(default=True)
 
@@ -328,7 +329,7 @@ class Handle:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = before
-        restore_norms(self._model.modules())
+        restore_norms(self._norms)
         self._maker.active = False
         if self._compiled is not None:
             self._compiled.remove()

@@ -27,6 +27,11 @@ class Form(NamedTuple):
     early: bool
 
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+BARE = frozenset(vars(torch.nn.Module()))
+"""Attributes of every module."""
+
 FORMS = (Form(0, early=True), Form(0, early=False), Form(1, early=False))
 """Of Llama, OLMo 2 and Gemma."""
 
@@ -46,9 +51,11 @@ class Fused:
 def _fused(kind: Any, form: Form, weighted: bool) -> type:
     """The class of fused modules of a kind. weighted: whether they have a weight."""
 
+    # with its signature, which others ask for
+    @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """By the kernel if that serves this call, else, and where a compiler traces, by the module's own method."""
-        traced = torch.compiler.is_compiling()
+        # where a compiler traces, and where the kernel does not serve this call, the module's own method computes
+        traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
         weight = self.weight if weighted and not traced else None
         if traced or len(args) != 1 or kwargs or not _served(args[0], weight):
             return kind.forward(self, *args, **kwargs)
@@ -61,12 +68,19 @@ def _fused(kind: Any, form: Form, weighted: bool) -> type:
 
 
 def _served(x: Any, weight: torch.Tensor | None) -> bool:
-    """Whether the kernel computes this: on a GPU, without gradients."""
-    if type(x) is not torch.Tensor or not x.is_cuda or torch.is_grad_enabled():
+    """Whether the kernel computes this: on a GPU, without gradients. Autocast may want another dtype."""
+    if type(x) is not torch.Tensor or not x.is_cuda or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
         return False
-    if weight is not None and (type(weight.data), weight.dtype, weight.device) != (torch.Tensor, x.dtype, x.device):
+    return fits(x, weight) and gpu.why_no_kernels_on(x.device) is None
+
+
+def fits(x: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Whether the kernel can read both: in one dtype that it computes, on one device, a number for each channel."""
+    if weight is None or x.dtype not in DTYPES:
+        return x.dtype in DTYPES
+    if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.stride() != (1,):
         return False
-    return gpu.why_no_kernels_on(x.device) is None
+    return (weight.dtype, weight.device, weight.shape) == (x.dtype, x.device, x.shape[-1:])
 
 
 def _epsilon(module: Any) -> Any:
@@ -83,7 +97,7 @@ def fused_norms(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Modul
         weight = module._parameters.get("weight")
         if "RMSNorm" not in kind.__name__ or isinstance(module, Fused) or "forward" in vars(module):
             continue
-        key = kind, _epsilon(module), None if weight is None else tuple(weight.shape)
+        key = kind, None if weight is None else tuple(weight.shape), _settings(module)
         if key not in forms:
             forms[key] = form_of(module)
         form = forms[key]
@@ -92,11 +106,17 @@ def fused_norms(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Modul
     return found
 
 
-def restore_norms(modules: Iterable[torch.nn.Module]) -> None:
-    """Give the modules the classes back that they had."""
-    for module in modules:
-        if isinstance(module, Fused):
-            module.__class__ = module.unfused
+def restore_norms(norms: Iterable[tuple[Any, Any]]) -> None:
+    """Give modules the classes back that they had, but for those that have got another one since."""
+    for module, kind in norms:
+        if type(module) is kind:
+            module.__class__ = kind.unfused
+
+
+def _settings(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Of two modules of a class that have the same: they compute the same."""
+    known = {name: value for name, value in vars(module).items() if name not in BARE}
+    return tuple((name, x if isinstance(x, int | float | str | None) else id(x)) for name, x in known.items())
 
 
 @torch.no_grad()
@@ -104,13 +124,16 @@ def form_of(module: torch.nn.Module) -> Form | None:
     """What an RMSNorm module computes, by its own results for random numbers, some of them as small as its epsilon, of
     which they then depend; None: nothing that the kernel knows."""
     weight, eps = module._parameters.get("weight"), _epsilon(module)
-    strange = set(module._parameters) - {"weight"} or module._modules or module._buffers
+    strange = (set(module._parameters) - {"weight"}) | set(module._modules) | set(module._buffers)
+    strange |= {name for name, x in vars(module).items() if isinstance(x, torch.Tensor)}
     if strange or not isinstance(eps, float) or (weight is not None and weight.dim() != 1):
         return None
-    generator, size = torch.Generator("cpu").manual_seed(0), 64 if weight is None else len(weight)
+    # a prime: no groups of channels fit
+    generator, size = torch.Generator("cpu").manual_seed(0), 67 if weight is None else len(weight)
     numbers = torch.randn(9, size, generator=generator, device="cpu").bfloat16()
     sizes = torch.tensor([eps**0.5, eps**0.5, eps**0.5, eps**0.5, 1, 30, 1e3, 1e5], device="cpu").bfloat16()
-    x, drawn = numbers[:8] * sizes[:, None], None if weight is None else numbers[8]
+    # of three dimensions, so that the last is not the second
+    x, drawn = (numbers[:8] * sizes[:, None]).view(2, 4, size), None if weight is None else numbers[8]
     twin: Any = object.__new__(type(module))
     # the same settings over another weight
     twin.__dict__ = {**vars(module), "_parameters": {} if drawn is None else {"weight": drawn}}

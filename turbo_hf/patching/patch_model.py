@@ -23,6 +23,7 @@ from turbo_hf.graphs.why_not import describe, is_dispatched, why_no_replay_over
 from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.models.quantized_weights import why_not_captured
+from turbo_hf.ops import gpu
 from turbo_hf.ops.tuning import describe_prefill, describe_tiles
 from turbo_hf.patches.balance import KeyBias
 from turbo_hf.patches.families import Family, family_of
@@ -227,7 +228,8 @@ def _plan(
     if config.compile and not graphs:
         notices.note(f"compile={config.compile!r}: {no_graphs}, so that layers are not compiled.")
     norms = [] if config.expert.backend == "reference" else fused_norms(model.modules())
-    fused = f"{len(norms)} RMSNorm modules in one launch each" if norms and model.device.type == "cuda" else ""
+    kernels = model.device.type == "cuda" and gpu.why_no_kernels_on(model.device) is None
+    fused = f"{len(norms)} RMSNorm modules in one launch each" if norms and kernels else ""
     sizes = {HeadSizes(dim) for dim in dims} | {latent_sizes(module) for module in latents}
     no_serving = continuous_batching.why_not_served(model, layers, config, sizes)
     report = Report(
@@ -273,4 +275,5 @@ def _apply(model: PreTrainedModel, planned: _Planned, strict: Strict) -> Handle:
     model.__dict__[MAKER] = maker
     for norm, kind in norms:
         norm.__class__ = kind
-    return Handle(model, report, maker, hooks, replaced, previous, hand_off.compiled if hand_off is not None else None)
+    compiled = None if hand_off is None else hand_off.compiled
+    return Handle(model, report, maker, hooks, replaced, previous, norms, compiled)
