@@ -143,38 +143,42 @@ def measure(
         own = [case for case in cases if case.tokens == tokens]
         found: dict[Case, dict[str, list[Positions]]] = {case: {at.name: [] for at in every} for case in own}
         sizes: dict[Case, dict[str, float]] = {case: {} for case in own}
-        failed = {
+        unread = {
             at.name: f"a prompt of {tokens} tokens shows nothing of it; from {at.config.begins} on it does"
             for at in every
             if at.config is not None and at.config.begins > tokens
         }
         if tokens > EAGER_TOKENS:
-            failed[EAGER] = f"eager attention keeps all scores: not read above {EAGER_TOKENS} tokens"
+            unread[EAGER] = f"eager attention keeps all scores: not read above {EAGER_TOKENS} tokens"
+        failed = {case: dict(unread) for case in own}
         for window in windows:
             readings = [_reading(model, window, case, tail) for case in own]
             prompt = DynamicCache(config=model.config)
             read_prompt(model, readings[0], prompt)
             references = [log_probabilities_after(model, reading, copy.deepcopy(prompt)) for reading in readings]
+            texts = list(zip(own, readings, references, strict=True))
             for method in every:
-                if method.name in failed:
-                    continue
                 other = method.name == AGAIN
-                through = [at._replace(passes=case.passes(tail, other)) for at, case in zip(readings, own, strict=True)]
+                left = [text for text in texts if method.name not in failed[text[0]]]
+                through = [reading._replace(passes=case.passes(tail, other)) for case, reading, _ in left]
+                got: list[tuple[torch.Tensor, float]] = []
                 try:
-                    got = list(_read(model, method, through, prompt if other else None, calibration))
+                    if left:
+                        got.extend(_read(model, method, through, prompt if other else None, calibration))
                 except (ValueError, RuntimeError) as error:
                     # one method less; an error of the GPU itself would meet all that follows
                     if not isinstance(error, ValueError) and not out_of_memory(error):
                         raise
-                    failed[method.name] = "out of memory" if out_of_memory(error) else shortened(error)
+                    reason = "out of memory" if out_of_memory(error) else shortened(error)
+                    # what has been read before stands
+                    failed |= {case: {**failed[case], method.name: reason} for case, _, _ in left[len(got) :]}
                     free_memory()
-                    continue
-                for case, reading, reference, (log_p, size) in zip(own, readings, references, got, strict=True):
+                for (case, reading, reference), (log_p, size) in zip(left, got, strict=False):
                     found[case][method.name].append(compare_positions(log_p, reference, reading))
                     sizes[case][method.name] = size
                     advance(method.name)
         for case in own:
-            rows += _judged(case, every, found[case], sizes[case], failed)
+            rows += _judged(case, every, found[case], sizes[case], failed[case])
     return rows
 
 

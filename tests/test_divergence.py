@@ -167,6 +167,22 @@ def test_the_eager_row_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatc
     assert by[EAGER].verdict == "eager attention keeps all scores: not read above 30 tokens"
 
 
+def test_what_a_method_cannot_read_takes_nothing_from_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short_passes(model: Any, reading: Reading, cache: Any) -> torch.Tensor:
+        if isinstance(cache, turbo_hf.TurboCache) and reading.passes[1] > 16:
+            raise ValueError("too many tokens")
+        return log_probabilities_after(model, reading, cache)
+
+    monkeypatch.setattr(fidelity_rows, "log_probabilities_after", short_passes)
+    advanced: list[str] = []
+    cases = [Case(40, "steps"), Case(40, "chunk")]
+    windows = torch.randint(90, (2, 80))
+    rows = measure(tiny_llama(), windows, cases, named(["int8"]), tail=32, noise=False, advance=advanced.append)
+    assert [(row.case.path, row.figures is None) for row in rows] == [("steps", False), ("chunk", True)]
+    assert (rows[0].figures and rows[0].figures.texts, rows[1].verdict) == (2, "ValueError: too many tokens")
+    assert advanced == ["int8", "int8"]
+
+
 def test_a_method_that_is_refused_is_a_row_with_the_reason() -> None:
     model = tiny_llama()
     refused = Method("refused", TurboConfig(bits=8, dense_layers=(99,)))
