@@ -17,7 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 import turbo_hf
 from turbo_hf.config.turbo_config import Expert, TurboConfig
 from turbo_hf.ops.kernel_norm import launch_rms_norm
-from turbo_hf.patching.norms import FORMS, Form, Fused, fits, form_of, fused_norms, restore_norms
+from turbo_hf.patching.norms import FORMS, Form, FusedNorm, fits, form_of, fused_norms, restore_norms
 
 KINDS: dict[Any, Form | None] = {
     LlamaRMSNorm: FORMS[0],
@@ -110,7 +110,7 @@ def test_a_patch_fuses_them_and_remove_gives_them_back() -> None:
     names, text = list(model.state_dict()), repr(model)
     before = model(prompts(1, 20)).logits
     handle = turbo_hf.patch(model)
-    norms = [module for module in model.modules() if isinstance(module, Fused)]
+    norms = [module for module in model.modules() if isinstance(module, FusedNorm)]
     assert {type(module).__name__ for module in norms} == {"LlamaRMSNorm"}
     assert len(norms) == 2 * len(model.model.layers) + 1
     assert (list(model.state_dict()), repr(model)) == (names, text)
@@ -121,14 +121,14 @@ def test_a_patch_fuses_them_and_remove_gives_them_back() -> None:
     assert [type(module) for module in model.modules()] == kinds
     assert torch.equal(model(prompts(1, 20)).logits, before)
     with turbo_hf.patch(model, TurboConfig(expert=Expert(backend="reference"))):
-        assert not any(isinstance(module, Fused) for module in model.modules())
+        assert not any(isinstance(module, FusedNorm) for module in model.modules())
 
 
 def test_what_is_not_plain_stays_with_the_module() -> None:
     module, replaced = norm_of(LlamaRMSNorm), norm_of(LlamaRMSNorm)
     replaced.forward = lambda x: x
     fuse(module, replaced)
-    assert [Fused in type(each).__mro__ for each in (module, replaced)] == [True, False]
+    assert [FusedNorm in type(each).__mro__ for each in (module, replaced)] == [True, False]
     x = torch.randn(3, 96, requires_grad=True)
     want = LlamaRMSNorm.forward(module, x)
     assert torch.equal(module(x), want)

@@ -36,7 +36,7 @@ FORMS = (Form(0, early=True), Form(0, early=False), Form(1, early=False))
 """Of Llama, OLMo 2 and Gemma."""
 
 
-class Fused:
+class FusedNorm:
     """What classes of fused modules have in common. unfused: the class that the module had."""
 
     unfused: type
@@ -64,7 +64,7 @@ def _fused(kind: Any, form: Form, weighted: bool) -> type:
         return launch_rms_norm(args[0], weight, _epsilon(self), *form)
 
     same = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (Fused, kind), {**same, "unfused": kind})
+    return type(kind.__name__, (FusedNorm, kind), {**same, "unfused": kind})
 
 
 def _served(x: Any, weight: torch.Tensor | None) -> bool:
@@ -95,7 +95,7 @@ def fused_norms(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.nn.Modul
     for module in modules if gpu.TRITON_FOUND else ():
         kind: Any = type(module)
         weight = module._parameters.get("weight")
-        if "RMSNorm" not in kind.__name__ or isinstance(module, Fused) or "forward" in vars(module):
+        if "RMSNorm" not in kind.__name__ or isinstance(module, FusedNorm) or "forward" in vars(module):
             continue
         key = kind, None if weight is None else tuple(weight.shape), _settings(module)
         if key not in forms:
