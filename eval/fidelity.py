@@ -153,18 +153,19 @@ def measure(
         failed = {case: dict(unread) for case in own}
         for window in windows:
             readings = [_reading(model, window, case, tail) for case in own]
-            prompt = DynamicCache(config=model.config)
+            prompt: Any = DynamicCache(config=model.config)
             read_prompt(model, readings[0], prompt)
             references = [log_probabilities_after(model, reading, copy.deepcopy(prompt)) for reading in readings]
             texts = list(zip(own, readings, references, strict=True))
             for method in every:
-                other = method.name == AGAIN
+                # the first of the noise rows reads on from it; then its memory is free
+                other, shared, prompt = method.name == AGAIN, prompt, None
                 left = [text for text in texts if method.name not in failed[text[0]]]
                 through = [reading._replace(passes=case.passes(tail, other)) for case, reading, _ in left]
                 got: list[tuple[torch.Tensor, float]] = []
                 try:
                     if left:
-                        got.extend(_read(model, method, through, prompt if other else None, calibration))
+                        got.extend(_read(model, method, through, shared if other else None, calibration))
                 except (ValueError, RuntimeError) as error:
                     # one method less; an error of the GPU itself would meet all that follows
                     if not isinstance(error, ValueError) and not out_of_memory(error):
@@ -196,7 +197,7 @@ def _read(
                 elif method.make is not None:
                     prompt = method.make(model, torch.ones_like(reading.ids))
                 else:
-                    prompt = DynamicCache(config=model.config)
+                    prompt: Any = DynamicCache(config=model.config)
                 read_prompt(model, reading, prompt)
             cache = prompt if place == len(readings) else copy.deepcopy(prompt)
             log_p = log_probabilities_after(model, reading, cache)

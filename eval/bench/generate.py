@@ -227,7 +227,7 @@ def generate_command(
     preset: Annotated[
         list[str] | None,
         typer.Option(
-            "--preset", "--config", help="Of the patch, such as int8 or turbo4+compile=True, as methods of eval."
+            "--preset", "--config", help="Of the patch: int8, turbo4+compile=True, a JSON or YAML file; repeatable."
         ),
     ] = None,
     mode: Annotated[
