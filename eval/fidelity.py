@@ -197,7 +197,7 @@ def _read(
                 elif method.make is not None:
                     prompt = method.make(model, torch.ones_like(reading.ids))
                 else:
-                    prompt: Any = DynamicCache(config=model.config)
+                    prompt = DynamicCache(config=model.config)
                 read_prompt(model, reading, prompt)
             cache = prompt if place == len(readings) else copy.deepcopy(prompt)
             log_p = log_probabilities_after(model, reading, cache)

@@ -56,7 +56,7 @@ def _fused(kind: Any, form: Form, weighted: bool) -> type:
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # where a compiler traces, and where the kernel does not serve this call, the module's own method computes
-        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]  # public all the same
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
         weight = self.weight if weighted and not traced else None
         if traced or len(args) != 1 or kwargs or not _served(args[0], weight):
             return kind.forward(self, *args, **kwargs)
